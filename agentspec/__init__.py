@@ -1,0 +1,177 @@
+"""Speculation middleware: agent workflows run faster, and not one token of their output changes.
+
+Everything public can be taken from here; each name loads its module when it is first used, so that
+`import agentspec` itself is quick and imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentspec.cache import SuffixCache
+    from agentspec.config import Settings, load_settings
+    from agentspec.errors import (
+        AgentSpecError,
+        AuthenticationError,
+        CacheClosedError,
+        CacheError,
+        CacheFormatError,
+        CacheLockedError,
+        ConfigurationError,
+        ContextLengthError,
+        EngineError,
+        InvalidRequestError,
+        ModelNotFoundError,
+        ModelUnavailableError,
+        NotReadyError,
+        OverloadedError,
+        RequestTimeoutError,
+        RequestTooLargeError,
+        ShuttingDownError,
+        UpstreamError,
+        UpstreamStatusError,
+        UpstreamTimeoutError,
+    )
+    from agentspec.langchain import ChatAgentSpec
+    from agentspec.runtime import Runtime
+    from agentspec.step import current_labels, headers, httpx_hooks, report, step
+    from agentspec.types import (
+        Delta,
+        Draft,
+        FinishReason,
+        GenerateRequest,
+        Labels,
+        Message,
+        Namespace,
+        SamplingParams,
+        Source,
+        Speculation,
+        TokenLogprob,
+        Usage,
+    )
+
+    __version__: str
+
+_MODULES = {
+    "cache": ("SuffixCache",),
+    "config": ("Settings", "load_settings"),
+    "errors": (
+        "AgentSpecError",
+        "AuthenticationError",
+        "CacheClosedError",
+        "CacheError",
+        "CacheFormatError",
+        "CacheLockedError",
+        "ConfigurationError",
+        "ContextLengthError",
+        "EngineError",
+        "InvalidRequestError",
+        "ModelNotFoundError",
+        "ModelUnavailableError",
+        "NotReadyError",
+        "OverloadedError",
+        "RequestTimeoutError",
+        "RequestTooLargeError",
+        "ShuttingDownError",
+        "UpstreamError",
+        "UpstreamStatusError",
+        "UpstreamTimeoutError",
+    ),
+    "langchain": ("ChatAgentSpec",),
+    "runtime": ("Runtime",),
+    "step": ("current_labels", "headers", "httpx_hooks", "report", "step"),
+    "types": (
+        "Delta",
+        "Draft",
+        "FinishReason",
+        "GenerateRequest",
+        "Labels",
+        "Message",
+        "Namespace",
+        "SamplingParams",
+        "Source",
+        "Speculation",
+        "TokenLogprob",
+        "Usage",
+    ),
+}
+
+__all__ = [
+    "AgentSpecError",
+    "AuthenticationError",
+    "CacheClosedError",
+    "CacheError",
+    "CacheFormatError",
+    "CacheLockedError",
+    "ChatAgentSpec",
+    "ConfigurationError",
+    "ContextLengthError",
+    "Delta",
+    "Draft",
+    "EngineError",
+    "FinishReason",
+    "GenerateRequest",
+    "InvalidRequestError",
+    "Labels",
+    "Message",
+    "ModelNotFoundError",
+    "ModelUnavailableError",
+    "Namespace",
+    "NotReadyError",
+    "OverloadedError",
+    "RequestTimeoutError",
+    "RequestTooLargeError",
+    "Runtime",
+    "SamplingParams",
+    "Settings",
+    "ShuttingDownError",
+    "Source",
+    "Speculation",
+    "SuffixCache",
+    "TokenLogprob",
+    "UpstreamError",
+    "UpstreamStatusError",
+    "UpstreamTimeoutError",
+    "Usage",
+    "__version__",
+    "current_labels",
+    "headers",
+    "httpx_hooks",
+    "load_settings",
+    "report",
+    "step",
+]
+
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+class _Package(ModuleType):
+    """Keeps `agentspec.step` the decorator: importing the module of that name would otherwise replace it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("agentspec")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"agentspec.{_HOME[name]}"), name)
+    else:
+        raise AttributeError(f"module 'agentspec' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

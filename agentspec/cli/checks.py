@@ -1,0 +1,159 @@
+"""What `agentspec doctor` looks at. Each check changes nothing and never raises: trouble is its result."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cli.common import EXTRAS
+from agentspec.config import Settings
+from agentspec.errors import AgentSpecError
+
+_ABILITIES = ("streaming_usage", "token_ids", "continue_final", "logprobs")
+_ROOM = 2 << 30  # bytes a built-in model needs while it is prepared, generously
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`state` is "note" for what is missing but not needed with these settings. `advice` says what to do."""
+
+    name: str
+    state: Literal["ok", "note", "fail"]
+    detail: str
+    advice: str = ""
+
+
+def all_checks(settings: Settings) -> Iterator[Check]:
+    """Every check that applies to `settings`, quick ones first."""
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield Check("agentspec", "ok", version("agentspec"))
+    for extra in EXTRAS:
+        yield check_extra(extra, needed=extra == "torch" and bool(_local(settings)))
+    yield check_native()
+    if settings.cache.path is not None:
+        yield check_folder("cache folder", settings.cache.path, "cache.path")
+    if local := _local(settings):
+        yield check_store()
+    for name, torch_settings in local.items():
+        yield check_device(name, torch_settings)
+        yield check_model(name, torch_settings)
+    for name, backend in settings.backends.items():
+        if isinstance(backend, OpenAISettings):
+            yield check_upstream(name, backend)
+
+
+def check_extra(extra: str, *, needed: bool) -> Check:
+    """Whether the packages of an extra are installed, with their versions."""
+    found, missing = [], []
+    for package in EXTRAS[extra]:
+        distribution = package.replace("_", "-")
+        try:
+            found.append(f"{distribution} {version(distribution)}")
+        except PackageNotFoundError:
+            missing.append(distribution)
+    if not missing:
+        return Check(f"[{extra}]", "ok", ", ".join(found))
+    detail = f"missing {', '.join(missing)}"
+    return Check(f"[{extra}]", "fail" if needed else "note", detail, f"pip install 'agentspec[{extra}]'")
+
+
+def check_native() -> Check:
+    """Whether the compiled suffix index loads."""
+    try:
+        module = importlib.import_module("agentspec.cache._native")
+    except ImportError as error:
+        advice = "reinstall agentspec; in a source tree run: pip install -e ."
+        return Check("native extension", "fail", str(error), advice)
+    return Check("native extension", "ok", str(module.__file__))
+
+
+def check_folder(name: str, folder: Path, setting: str, *, room: int = 0) -> Check:
+    """Whether `folder` exists, or could be created, and can be written, with `room` bytes free."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Check(name, "fail", f"{folder} cannot be written", f"make it writable or set {setting}")
+    free = shutil.disk_usage(existing).free
+    detail = f"{folder} is writable, {free / 1e9:.1f} GB free"
+    if free < room:
+        return Check(name, "fail", detail, f"free {room / 1e9:.0f} GB or set {setting} to another disk")
+    return Check(name, "ok", detail)
+
+
+def check_store() -> Check:
+    """Whether models can be fetched into the model store."""
+    from agentspec.backends.model_store.store import STORE_VARIABLE, store_folder
+
+    return check_folder("model store", store_folder(), STORE_VARIABLE, room=_ROOM)
+
+
+def check_device(name: str, settings: TorchSettings) -> Check:
+    """Which device the backend's model would run on."""
+    try:
+        from agentspec.backends.torch.loader import choose_device
+
+        device = choose_device(settings.device)
+    except (ImportError, AgentSpecError) as error:
+        return Check(f"{name}: device", "fail", str(error), f"correct backends.{name}.device or install torch for it")
+    return Check(f"{name}: device", "ok", f"{device} ({os.cpu_count()} CPUs)")
+
+
+def check_model(name: str, settings: TorchSettings) -> Check:
+    """Whether the backend's model is ready, or could be fetched."""
+    from agentspec.backends.model_store import BUILTIN, hub, locate
+    from agentspec.backends.model_store.download import can_fetch
+
+    label, ref = f"{name}: model", settings.model
+    fetch = f"agentspec model fetch {ref}"
+    try:
+        if files := locate(ref):
+            return Check(label, "ok", f"{ref} is ready in {files.folder}")
+    except AgentSpecError as error:
+        return Check(label, "fail", str(error), f"correct backends.{name}.model")
+    if Path(ref).expanduser().exists():
+        return Check(label, "note", f"{ref} is prepared at first use", fetch)
+    if ref in BUILTIN and can_fetch(BUILTIN[ref]):
+        return Check(label, "note", f"{ref} is fetched at first use ({BUILTIN[ref].size / 1e6:.0f} MB)", fetch)
+    if hub.is_hub_id(ref) and hub.can_fetch(ref):
+        return Check(label, "note", f"{ref} is fetched from the model hub at first use", fetch)
+    advice = f"connect to a network, or set backends.{name}.model to a local folder or .gguf file"
+    return Check(label, "fail", f"{ref} is not here and cannot be fetched", advice)
+
+
+def check_upstream(name: str, settings: OpenAISettings) -> Check:
+    """Whether an upstream answers, with what models and abilities."""
+    import anyio
+
+    from agentspec.backends.openai import OpenAIBackend, ProbeReport
+
+    async def probe() -> ProbeReport:
+        backend = OpenAIBackend(settings)
+        try:
+            return await backend.probe()
+        finally:
+            await backend.aclose()
+
+    label = f"{name}: upstream"
+    try:
+        report = anyio.run(probe)
+    except AgentSpecError as error:
+        return Check(label, "fail", str(error), f"correct backends.{name}")
+    if report.error is not None:
+        advice = f"correct backends.{name} and its API key" if report.reachable else "start it"
+        return Check(label, "fail", report.error, f"{advice}, or correct backends.{name}.base_url")
+    abilities = [ability for ability in _ABILITIES if getattr(report, ability)]
+    models = ", ".join(report.models[:5]) + (", ..." if len(report.models) > 5 else "")
+    return Check(
+        label, "ok", f"models: {models or 'none listed'}; can do: {', '.join(abilities) or 'plain answers only'}"
+    )
+
+
+def _local(settings: Settings) -> dict[str, TorchSettings]:
+    return {name: backend for name, backend in settings.backends.items() if isinstance(backend, TorchSettings)}

@@ -1,0 +1,71 @@
+"""What the commands share: one clear line for an error, the --config and --json options, loading the settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from agentspec.errors import AgentSpecError, ConfigurationError
+
+if TYPE_CHECKING:
+    from agentspec.config import Settings
+
+FAILED, MISUSED = 1, 2
+DEFAULT_FILE = Path("agentspec.toml")
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", envvar="AGENTSPEC_CONFIG", help="Configuration file [default: ./agentspec.toml]"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+# Which extra brings a package that a command may miss.
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "huggingface_hub"),
+    "proxy": ("starlette", "uvicorn", "prometheus_client", "structlog"),
+    "langgraph": ("langgraph", "langchain_core"),
+    "bench": ("matplotlib",),
+}
+
+
+class ErrorGroup(TyperGroup):
+    """Reports an error of ours as one line on stderr, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AgentSpecError as error:
+            typer.echo(f"agentspec: {error}", err=True)
+            raise typer.Exit(MISUSED if isinstance(error, ConfigurationError) else FAILED) from None
+        except ModuleNotFoundError as error:
+            if (extra := extra_of(error.name)) is None:
+                raise
+            advice = f"install it with: pip install 'agentspec[{extra}]'"
+            typer.echo(f"agentspec: this command needs {error.name}; {advice}", err=True)
+            raise typer.Exit(FAILED) from None
+
+
+def extra_of(module: str | None) -> str | None:
+    """The extra that brings `module`, None for a module of no extra."""
+    package = (module or "").partition(".")[0]
+    return next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+
+
+def config_file(given: Path | None) -> Path | None:
+    """The file to read: the one named, or `agentspec.toml` in the current folder if there is one."""
+    return DEFAULT_FILE if given is None and DEFAULT_FILE.is_file() else given
+
+
+def load(given: Path | None, overrides: Mapping[str, Any] | None = None, **options: bool) -> Settings:
+    from agentspec.config import load_settings
+
+    return load_settings(config_file(given), overrides, **options)
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))

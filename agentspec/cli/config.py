@@ -1,0 +1,58 @@
+"""`agentspec config`: what is configured, where each value comes from, and whether it can work."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from agentspec.cli.common import ConfigOption, JsonOption, config_file, load, print_json
+
+if TYPE_CHECKING:
+    from agentspec.config import EffectiveValue, Settings
+
+app = typer.Typer(help="Show and check the configuration.", no_args_is_help=True)
+
+
+@app.command()
+def show(config: ConfigOption = None, json: JsonOption = False) -> None:
+    """Print every setting that applies and where it comes from. Secrets are masked."""
+    from agentspec.config import effective_values
+
+    values = effective_values(load(config))
+    if json:
+        print_json([asdict(value) for value in values])
+        return
+    width = max(len(_assignment(value)) for value in values)
+    for value in values:
+        typer.echo(f"{_assignment(value):<{width}}  # {value.source} {value.origin}".rstrip())
+
+
+@app.command()
+def check(config: ConfigOption = None, json: JsonOption = False) -> None:
+    """Check the configuration, the key files and the variables it names; exit code 2 if something cannot work."""
+    settings = load(config)
+    _read_secrets(settings)
+    file = config_file(config)
+    if json:
+        print_json({"ok": True, "file": None if file is None else str(file), "backends": list(settings.backends)})
+    else:
+        typer.echo(f"ok: {file or 'no configuration file; environment and defaults'}")
+
+
+def _assignment(value: EffectiveValue) -> str:
+    return f"{value.key} = {'unset' if value.value is None else jsonlib.dumps(value.value)}"
+
+
+def _read_secrets(settings: Settings) -> None:
+    """Read every key once, so that a missing one is found now and not at the first request."""
+    from agentspec.backends.settings import OpenAISettings
+    from agentspec.config import read_secret
+
+    for key in settings.server.api_keys:
+        key.secret()
+    for backend in settings.backends.values():
+        if isinstance(backend, OpenAISettings) and backend.api_key_file is not None:
+            read_secret(backend.api_key_file)

@@ -1,0 +1,380 @@
+"""Settings of the whole application: each package's own, composed, frozen, and every value with its source.
+
+Priority: flags over environment over file over defaults. The environment reaches any value as
+`AGENTSPEC_SECTION__KEY` (`AGENTSPEC_BACKENDS__LOCAL__DEVICE=cpu`). Secrets come from the environment or from key
+files only; one written into the configuration file is refused, because such files are copied and committed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
+from agentspec.cache.settings import CacheSettings
+from agentspec.errors import ConfigurationError
+from agentspec.types import DEFAULT_TENANT
+
+PREFIX = "AGENTSPEC_"
+CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
+Key = tuple[str, ...]
+SourceKind = Literal["flag", "env", "file", "default"]
+
+
+class ApiKey(BaseModel):
+    """One `[[server.api_keys]]` entry: who the key belongs to and where the key itself is read from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tenant: str = Field(default=DEFAULT_TENANT, min_length=1, description="Whose cached tokens the key reaches")
+    key_env: str | None = Field(default=None, description="Environment variable holding the key")
+    key_file: Path | None = Field(default=None, description="File holding the key")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.key_env is None) == (self.key_file is None):
+            raise ValueError("give exactly one of key_env and key_file")
+        return self
+
+    def secret(self) -> SecretStr:
+        """The key, read now and without surrounding blanks. Raises `ConfigurationError` if it is not there."""
+        value = os.environ.get(self.key_env, "") if self.key_env is not None else read_secret(self.key_file)
+        if not value.strip():
+            where = f"environment variable {self.key_env!r}" if self.key_env else f"file {str(self.key_file)!r}"
+            raise ConfigurationError(f"the API key of tenant {self.tenant!r} is empty: set the {where}")
+        return SecretStr(value.strip())
+
+
+class ServerSettings(BaseModel):
+    """`[server]`: the gateway."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise")
+    port: int = Field(default=8700, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
+    api_keys: tuple[ApiKey, ...] = Field(default=(), description="Keys clients must send; none leaves the door open")
+    max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), gt=0, description="Larger request bodies get 413")
+    max_messages: int = Field(default=2048, ge=1, description="Most messages a request may carry")
+    max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; one more gets 429")
+    request_timeout: float = Field(default=600.0, gt=0, description="Seconds a request may take before 504")
+    drain_timeout: float = Field(default=30.0, ge=0, description="Seconds running requests get after SIGTERM")
+    speculation_object: bool = Field(default=True, description="Add the `speculation` object to answers")
+
+
+class ModelSettings(BaseModel):
+    """`[models.NAME]`: a name clients may ask for as `model`, and what answers it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: str = Field(description="Name of a [backends.NAME] table")
+    upstream_model: str | None = Field(default=None, description="Model name sent to the backend; unset sends its own")
+
+
+def _default_backends() -> dict[str, BackendSettings]:
+    return {"local": TorchSettings()}
+
+
+class Settings(BaseSettings):
+    """Everything that can be configured. Build it with `load_settings`; `Settings()` alone is the defaults.
+
+    Without backends there is one, `local`, running the default model. Without models every backend's model is
+    reachable under its own name. The environment is read by `load_settings` only, which knows what overrides what.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=PREFIX, env_nested_delimiter="__")
+
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    cache: CacheSettings = Field(default_factory=CacheSettings)
+    backends: dict[str, BackendSettings] = Field(default_factory=_default_backends)
+    models: dict[str, ModelSettings] = Field(default_factory=dict)
+
+    _origins: dict[Key, tuple[SourceKind, str]] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _models_have_backends(self) -> Self:
+        for name, model in self.models.items():
+            if model.backend not in self.backends:
+                raise ValueError(
+                    f"models.{name}.backend = {model.backend!r} names no backend;"
+                    f" configured: {', '.join(self.backends)}{_suggestion(model.backend, self.backends)}"
+                )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveValue:
+    """One setting as it applies: its dotted key, its value as JSON data with secrets masked, and whence it came.
+
+    `origin` is the variable's or file's name, empty for flags and defaults.
+    """
+
+    key: str
+    value: Any
+    source: SourceKind
+    origin: str
+
+
+def effective_values(settings: Settings) -> list[EffectiveValue]:
+    """Every value of `settings` in the order of the tables; one that is unset is listed as None."""
+    return [
+        EffectiveValue(".".join(key), _masked(value), *settings._origins.get(key, ("default", "")))
+        for key, value in _leaves(settings, ())
+    ]
+
+
+def load_settings(
+    path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, only_overridden_backends: bool = False
+) -> Settings:
+    """Layer `overrides` (flags) over the environment over the file over the defaults.
+
+    `path` defaults to `$AGENTSPEC_CONFIG`; without either no file is read. `only_overridden_backends` drops every
+    backend that `overrides` does not name, and all model names: what `--model` and `--upstream` ask for.
+    Raises `ConfigurationError` naming the file or variable, the key and what to change.
+    """
+    if path is None and os.environ.get(CONFIG_VARIABLE):
+        path = Path(os.environ[CONFIG_VARIABLE])
+    flags = dict(overrides or {})
+    file = _read_file(path) if path is not None else {}
+    _refuse_secrets(file, path)
+    environment = _read_environment(file)
+    if only_overridden_backends:
+        file, environment = (_keep_backends(layer, flags.get("backends", {})) for layer in (file, environment))
+    merged: dict[str, Any] = {}
+    origins: dict[Key, tuple[SourceKind, str]] = {}
+    _overlay(merged, file, origins, "file", str(path))
+    _overlay(merged, environment, origins, "env", "")
+    _overlay(merged, flags, origins, "flag", "")
+    _default_backend(merged)
+    try:
+        settings = Settings(**merged)
+    except ValidationError as error:
+        raise ConfigurationError("\n".join(_explain(item, merged, origins) for item in error.errors())) from None
+    settings._origins.update(origins)
+    return settings
+
+
+def read_secret(path: Path | str | None) -> str:
+    """The text of a key file, blanks around it removed. Raises `ConfigurationError` if it cannot be read."""
+    file = Path(path or "").expanduser()
+    try:
+        return file.read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the key file {str(file)!r}: {error.strerror}") from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.expanduser().open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: not valid TOML: {error}") from None
+
+
+def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
+    """`AGENTSPEC_SECTION__KEY` variables as nested tables. Names in `file` are met with case and punctuation folded."""
+    # Only names with a double underscore are settings: AGENTSPEC_MODELS, the store's folder, is not the `models` table.
+    names = [name for name in os.environ if _is_setting(name)]
+    merged: dict[str, Any] = {}
+    for name in names:
+        source = EnvSettingsSource(Settings)
+        source.env_vars = {name.lower(): os.environ[name]}
+        try:
+            _overlay(merged, source(), {}, "env", name)
+        except ValueError:
+            raise ConfigurationError(f"{name}: not valid; lists are written as JSON, [...]") from None
+    for section in ("backends", "models"):
+        written = {_folded(name): name for name, _ in _tables(file, section)}
+        if section in merged:
+            merged[section] = {written.get(name, name): table for name, table in merged[section].items()}
+    return merged
+
+
+def _is_setting(name: str) -> bool:
+    """Refuses `AGENTSPEC_SERVR__PORT` and `AGENTSPEC_SERVER_PORT`, which would otherwise do nothing in silence."""
+    if not name.upper().startswith(PREFIX):
+        return False
+    rest = name[len(PREFIX) :].lower()
+    section, double, _ = rest.partition("__")
+    if double and section not in Settings.model_fields:
+        raise ConfigurationError(f"{name}: no section {section!r}{_suggestion(section, Settings.model_fields)}")
+    section, single, key = rest.partition("_")
+    if not double and single and section in ("server", "backends"):
+        raise ConfigurationError(f"{name}: write {PREFIX}{section.upper()}__{key.upper()}, with two underscores")
+    return bool(double)
+
+
+def _refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
+    for name, table in _tables(file, "backends"):
+        variable = f"{PREFIX}BACKENDS__{_folded(name).upper()}__API_KEY"
+        advice = f"files are copied and committed. Set {variable}, or name a file in backends.{name}.api_key_file"
+        if "api_key" in table:
+            raise ConfigurationError(f"{path}: backends.{name}.api_key must not stand in a file: {advice}")
+        if "@" in urlsplit(str(table.get("base_url", ""))).netloc:
+            raise ConfigurationError(f"{path}: backends.{name}.base_url must not carry a password: {advice}")
+    server = file.get("server")
+    keys = server.get("api_keys") if isinstance(server, dict) else None
+    for key in keys if isinstance(keys, list) else []:
+        if not isinstance(key, dict) or "key" in key or "api_key" in key:
+            raise ConfigurationError(
+                f"{path}: server.api_keys must not hold a key itself: files are copied and committed."
+                " Write [[server.api_keys]] with tenant and key_env (a variable's name) or key_file"
+            )
+
+
+def _keep_backends(layer: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: table for name, table in _tables(layer, "backends") if name in wanted}
+    return {key: value for key, value in layer.items() if key not in ("backends", "models")} | {"backends": kept}
+
+
+def _default_backend(merged: dict[str, Any]) -> None:
+    """Without backends there is `local`; the environment or a flag may change it without repeating its kind."""
+    if not merged.get("backends"):
+        merged["backends"] = {"local": {}}
+    local = merged["backends"].get("local") if isinstance(merged["backends"], dict) else None
+    if isinstance(local, dict):
+        local.setdefault("kind", "torch")
+
+
+def _overlay(
+    target: dict[str, Any],
+    layer: Mapping[str, Any],
+    origins: dict[Key, tuple[SourceKind, str]],
+    source: SourceKind,
+    origin: str,
+    parents: Key = (),
+) -> None:
+    for name, value in layer.items():
+        key = (*parents, name)
+        if isinstance(value, Mapping):
+            child = target.get(name)
+            target[name] = child = dict(child) if isinstance(child, Mapping) else {}
+            _overlay(child, value, origins, source, origin, key)
+        else:
+            target[name] = value
+            origins[key] = (source, origin or (_variable(key) if source == "env" else ""))
+
+
+def _variable(key: Key) -> str:
+    return PREFIX + "__".join(_folded(part).upper() for part in key)
+
+
+def _folded(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name.lower())
+
+
+def _tables(layer: Mapping[str, Any], section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    tables = layer.get(section)
+    for name, table in tables.items() if isinstance(tables, Mapping) else ():
+        if isinstance(table, Mapping):
+            yield name, table
+
+
+def _suggestion(name: str, known: Mapping[str, Any]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
+    """One pydantic error as one line: where it was written, which key, what is wrong and what would be right."""
+    location = [str(part) for part in item["loc"]]
+    if location[:1] == ["backends"] and len(location) > 2:
+        del location[2]  # pydantic names the member of the union here
+    key = tuple(location)
+    name = f"{_where(key or ('models',), origins)}{'.'.join(key)}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        return f"{name}: unknown key{_known(key, merged)}"
+    if item["type"] == "missing":
+        return f"{name}: missing; it must be given"
+    if item["type"].startswith("union_tag"):
+        return f'{name}: set kind = "torch" (a local model) or kind = "openai" (an OpenAI-compatible endpoint)'
+    if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{name} = {item['input']!r}: must be a table"
+    if item["type"] == "value_error":
+        return f"{name}: {message}" if key else f"{name}{message}"
+    value = "" if "api_key" in key[-1] else f" = {_without_password(str(item['input']))!r}"
+    return f"{name}{value}: {message}"
+
+
+def _where(key: Key, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
+    """The file or variable that holds `key`, or else the table it belongs to."""
+    nearest = [known for known in origins if known[: len(key)] == key or key[: len(known)] == known]
+    beside = [known for known in origins if known[:-1] == key[:-1]]
+    source, origin = origins[(nearest or beside)[0]] if nearest or beside else ("default", "")
+    return {"file": f"{origin}: ", "env": f"{origin}: ", "flag": "command line: ", "default": ""}[source]
+
+
+def _known(key: Key, merged: Mapping[str, Any]) -> str:
+    """The nearest known key of the table that the unknown `key` stands in, or all of them."""
+    *parents, last = key
+    table: type[BaseModel] = Settings
+    match parents:
+        case ["backends", name]:
+            table = OpenAISettings if merged["backends"][name].get("kind") == "openai" else TorchSettings
+        case ["server", "api_keys", *_]:
+            table = ApiKey
+        case [section, *_]:
+            sections: dict[str, type[BaseModel]] = {"server": ServerSettings, "cache": CacheSettings}
+            table = sections.get(section, ModelSettings)
+    return _suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"
+
+
+def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    children: Any = None
+    if isinstance(value, BaseModel):
+        children = ((name, getattr(value, name)) for name in type(value).model_fields)
+    elif isinstance(value, Mapping):
+        children = value.items()
+    if children is None:
+        yield key, value
+        return
+    for name, child in children:
+        yield from _leaves(child, (*key, name))
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_masked(item) for item in value]
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    return int(value) if isinstance(value, int) else _without_password(str(value))
+
+
+def _without_password(url: str) -> str:
+    password = urlsplit(url).password if "://" in url else None
+    return url.replace(f":{password}@", ":**********@") if password else url

@@ -1,0 +1,147 @@
+"""The one error tree. Every class knows the HTTP status and the OpenAI `type` and `code` it is reported with.
+
+AgentSpecError
+├── ConfigurationError            settings that cannot work; says which setting to change
+├── InvalidRequestError      400  the caller's mistake; `param` names the field
+│   ├── ContextLengthError   400  prompt and max_tokens do not fit the model
+│   └── ModelNotFoundError   404  no configured model has this name
+├── AuthenticationError      401  missing or wrong API key
+├── RequestTooLargeError     413  body over the configured limit
+├── OverloadedError          429  queue full; `retry_after` seconds
+├── NotReadyError            503  the server still loads its models
+├── ShuttingDownError        503  the server drains
+├── RequestTimeoutError      504  no answer within the request's time limit
+├── ModelUnavailableError    500  a model's files cannot be had, read or verified
+├── EngineError              500  the local engine failed on this request
+├── CacheError               500  the cache cannot do what was asked
+│   ├── CacheClosedError          used after close()
+│   ├── CacheLockedError          another process writes to the folder
+│   └── CacheFormatError          files on disk are of another format, or damaged
+└── UpstreamError            502  an upstream could not be reached or broke off
+    ├── UpstreamTimeoutError 504  an upstream did not answer in time
+    └── UpstreamStatusError       an upstream answered with an error; `status`, `body` and `headers` are its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class AgentSpecError(Exception):
+    """Base of every error that agentspec raises on purpose."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI error body: `{"error": {message, type, param, code}}`."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class ConfigurationError(AgentSpecError):
+    code = "configuration_error"
+
+
+class InvalidRequestError(AgentSpecError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(InvalidRequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class AuthenticationError(AgentSpecError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class RequestTooLargeError(AgentSpecError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class OverloadedError(AgentSpecError):
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class NotReadyError(AgentSpecError):
+    status = 503
+    code = "not_ready"
+
+
+class ShuttingDownError(AgentSpecError):
+    status = 503
+    code = "shutting_down"
+
+
+class RequestTimeoutError(AgentSpecError):
+    status = 504
+    code = "request_timeout"
+
+
+class ModelUnavailableError(AgentSpecError):
+    code = "model_unavailable"
+
+
+class EngineError(AgentSpecError):
+    code = "engine_error"
+
+
+class CacheError(AgentSpecError):
+    code = "cache_error"
+
+
+class CacheClosedError(CacheError):
+    code = "cache_closed"
+
+
+class CacheLockedError(CacheError):
+    code = "cache_locked"
+
+
+class CacheFormatError(CacheError):
+    code = "cache_format"
+
+
+class UpstreamError(AgentSpecError):
+    status = 502
+    type = "upstream_error"
+    code = "upstream_unreachable"
+
+
+class UpstreamTimeoutError(UpstreamError):
+    status = 504
+    code = "upstream_timeout"
+
+
+class UpstreamStatusError(UpstreamError):
+    """An upstream's own error answer, kept whole so that a gateway can pass it on unchanged."""
+
+    code = "upstream_status"
+
+    def __init__(self, message: str, *, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.status = status
+        self.upstream_body = body
+        self.headers = dict(headers)

@@ -1,0 +1,322 @@
+"""`ChatAgentSpec`: one LangChain chat model for the in-process runtime and for a remote gateway or upstream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import fields
+from typing import Any, cast
+
+import anyio
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, message_chunk_to_message
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils import secret_from_env
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import ConfigDict, Field, HttpUrl, SecretStr
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RequestTimeoutError,
+    UpstreamError,
+    UpstreamStatusError,
+    UpstreamTimeoutError,
+)
+from agentspec.langchain import structured
+from agentspec.langchain.labels import labels_of_call
+from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
+from agentspec.runtime import Runtime, iterate_async, iterate_sync, remote_runtime, shared_runtime
+from agentspec.step import current_speculation, observe
+from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, Usage
+
+_SAMPLING = tuple(field.name for field in fields(SamplingParams))
+_OWN = ("model", "prediction", "speculation", "session", "store")  # further options that may be set per call
+_FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
+_RETRIED = (429, 502, 503, 504)
+
+
+class ChatAgentSpec(BaseChatModel):
+    """Chat with a model that agentspec runs or reaches.
+
+    `ChatAgentSpec(model="smollm2-135m")` runs it in this process (`agentspec.runtime.shared_runtime`, or the `runtime`
+    given, which stays yours to close). With `base_url` it talks to an agentspec gateway, or to any OpenAI-compatible
+    endpoint, under `api_key` (or `$AGENTSPEC_API_KEY`).
+
+    Every sampling option may be set here or per call. What an option of `SamplingParams` does not cover goes to the
+    endpoint as it is; the local engine refuses what it cannot honour. `speculation` and `session` default to those of
+    the step around the call, `session` then to LangGraph's `thread_id`. Raises `AgentSpecError`s.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    model: str = "smollm2-135m"
+    base_url: str | None = None
+    api_key: SecretStr | None = Field(default_factory=secret_from_env("AGENTSPEC_API_KEY", default=None))
+    runtime: Runtime | None = Field(default=None, exclude=True, repr=False)
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    prediction: str | None = None
+    speculation: bool | None = None
+    session: str | None = None
+    store: bool = True
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    streaming: bool = False  # as LangChain means it: `invoke` shows its tokens to callbacks as they come
+    timeout: float | None = Field(default=None, gt=0)
+    max_retries: int = Field(default=2, ge=0)
+
+    @property
+    def _llm_type(self) -> str:
+        return "chat-agentspec"
+
+    @property
+    def lc_secrets(self) -> dict[str, str]:
+        return {"api_key": "AGENTSPEC_API_KEY"}
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        names = ("model", "base_url", *_SAMPLING, "prediction", "extra_body")
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        params["ls_model_name"] = kwargs.get("model") or self.model
+        return params
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._call(messages, stop, run_manager, kwargs)
+        return _result([to_chunk(delta, call.model) for delta in iterate_sync(lambda: self._answer(call))])
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._call(messages, stop, run_manager, kwargs)
+        return _result([to_chunk(delta, call.model) async for delta in iterate_async(lambda: self._answer(call))])
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        call = self._call(messages, stop, run_manager, kwargs)
+        with closing(iterate_sync(lambda: self._answer(call))) as deltas:
+            for delta in deltas:
+                chunk = ChatGenerationChunk(message=to_chunk(delta, call.model))
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        call = self._call(messages, stop, run_manager, kwargs)
+        async with aclosing(iterate_async(lambda: self._answer(call))) as deltas:
+            async for delta in deltas:
+                chunk = ChatGenerationChunk(message=to_chunk(delta, call.model))
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: dict[str, Any] | str | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """This model with tools that it may call. The endpoint must support them; the local engine does not yet.
+
+        `tool_choice` is a tool's name, "auto", "none", "required" (also "any" and True), or OpenAI's object.
+        """
+        converted = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        if tool_choice:
+            names = [tool.get("function", tool).get("name", "") for tool in converted]
+            kwargs["tool_choice"] = to_tool_choice(tool_choice, names)
+        if parallel_tool_calls is not None:
+            kwargs["parallel_tool_calls"] = parallel_tool_calls
+        return self.bind(tools=converted, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        method: structured.Method = "function_calling",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """This model answering in `schema`: by a tool call, by a JSON schema, or as any JSON (`json_mode`).
+
+        The endpoint must support the method; the local engine supports none yet.
+        """
+        if kwargs or method not in ("function_calling", "json_schema", "json_mode"):
+            raise InvalidRequestError(f"with_structured_output does not take {kwargs or method!r}")
+        traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+        if method == "function_calling":
+            llm = self.bind_tools([schema], tool_choice="any", strict=strict, ls_structured_output_format=traced)
+            parser = structured.tool_parser(schema)
+        else:
+            asked = structured.response_format(schema, method, strict)
+            llm = self.bind(response_format=asked, ls_structured_output_format=traced)
+            parser = structured.json_parser(schema)
+        return structured.with_raw(llm, parser) if include_raw else llm | parser
+
+    def _call(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        run_manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None,
+        options: Mapping[str, Any],
+    ) -> GenerateRequest:
+        """One call as a request, labelled here, in the caller's own context."""
+        left = {name: value for name, value in options.items() if value is not None and name != "stream"}
+        if fixed := [name for name in _FIXED if name in left]:
+            raise InvalidRequestError(f"{fixed[0]} is set once, on ChatAgentSpec, not per call", param=fixed[0])
+        if stop is not None:
+            left["stop"] = stop
+        chosen = {name: left.pop(name, getattr(self, name)) for name in (*_SAMPLING, *_OWN)}
+        extra = {
+            **self.extra_body,
+            **left.pop("extra_body", {}),
+            **{name: value for name, value in left.items() if value != []},
+        }
+        prediction = _predicted(chosen["prediction"])
+        if prediction is not None and self.base_url is not None:
+            extra["prediction"] = {"type": "content", "content": prediction}
+        speculation = current_speculation() if chosen["speculation"] is None else chosen["speculation"]
+        return GenerateRequest(
+            model=chosen["model"],
+            messages=to_openai(messages),
+            sampling=_sampling(chosen),
+            labels=labels_of_call(chosen["session"], run_manager.metadata if run_manager else None),
+            prediction=prediction,
+            speculation=speculation is not False,
+            store=chosen["store"],
+            extra=extra,
+        )
+
+    async def _answer(self, call: GenerateRequest) -> AsyncGenerator[Delta]:
+        """The answer to `call`, counted on its step when it ends, fails or is given up."""
+        began = time.perf_counter()
+        usage: Usage | None = None
+        speculation: Speculation | None = None
+        failed = False
+        try:
+            with anyio.fail_after(self.timeout):
+                async with aclosing(self._attempts(call)) as deltas:
+                    async for delta in deltas:
+                        usage, speculation = delta.usage or usage, delta.speculation or speculation
+                        yield delta
+        except Exception as error:
+            failed = True
+            if isinstance(error, TimeoutError):
+                raise RequestTimeoutError(f"no whole answer within timeout={self.timeout!r} seconds") from None
+            raise
+        finally:
+            observe(usage, speculation, time.perf_counter() - began, labels=call.labels, failed=failed)
+
+    async def _attempts(self, call: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Try again, at most `max_retries` times, as long as nothing has come and it may go better the next time."""
+        runtime = self._runtime(call.model)
+        for attempt in range(self.max_retries + 1):
+            begun = False
+            try:
+                async with aclosing(runtime.generate(call)) as deltas:
+                    async for delta in deltas:
+                        begun = True
+                        yield delta
+                return
+            except (OverloadedError, UpstreamError) as error:
+                if begun or attempt == self.max_retries or not _temporary(error):
+                    raise
+                delay = _delay(error, attempt)
+            await anyio.sleep(delay)
+
+    def _runtime(self, model: str) -> Runtime:
+        if self.runtime is not None:
+            return self.runtime
+        if self.base_url is None:
+            return shared_runtime(model)
+        return remote_runtime(OpenAISettings(base_url=HttpUrl(self.base_url), api_key=self.api_key))
+
+
+def _result(chunks: list[AIMessageChunk]) -> ChatResult:
+    message = cast(AIMessage, message_chunk_to_message(chunks[0] + chunks[1:]))
+    return ChatResult(generations=[ChatGeneration(message=message, generation_info=dict(message.response_metadata))])
+
+
+def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
+    given: dict[str, Any] = {name: chosen[name] for name in _SAMPLING if chosen[name] is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    for name in ("stop", "stop_token_ids"):
+        given[name] = tuple(given.get(name, ()))
+    if "logit_bias" in given:
+        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+    if given.get("top_logprobs"):
+        given["logprobs"] = True
+    try:
+        return SamplingParams(**given)
+    except TypeError as error:
+        raise InvalidRequestError(f"a sampling option has the wrong type: {error}") from None
+
+
+def _predicted(prediction: Any) -> str | None:
+    """The text of a prediction, which is itself or OpenAI's `{"type": "content", "content": text or parts}`."""
+    content = prediction.get("content") if isinstance(prediction, Mapping) else prediction
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _temporary(error: OverloadedError | UpstreamError) -> bool:
+    if isinstance(error, UpstreamStatusError):
+        return error.status in _RETRIED
+    return not isinstance(error, UpstreamTimeoutError)  # which has cost its whole time limit already
+
+
+def _delay(error: OverloadedError | UpstreamError, attempt: int) -> float:
+    """Seconds to wait: what the server asks for, else twice as long each time; never more than half a minute."""
+    asked = error.retry_after if isinstance(error, OverloadedError) else None
+    if isinstance(error, UpstreamStatusError):
+        stated = {name.lower(): value for name, value in error.headers.items()}.get("retry-after", "")
+        asked = float(stated) if stated.isdigit() else None
+    return min(0.5 * 2**attempt if asked is None else asked, 30.0)

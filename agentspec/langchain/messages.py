@@ -1,0 +1,110 @@
+"""Between LangChain's messages and ours: prompts out, deltas back as message chunks, tools as OpenAI describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, convert_to_openai_messages
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
+
+from agentspec.errors import InvalidRequestError
+from agentspec.types import Delta, TokenLogprob, Usage
+
+PROVIDER = "agentspec"
+_SENT_BACK = ("text", "image_url", "image", "file", "input_audio", "audio")
+
+
+def to_openai(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+    """Messages as the OpenAI API takes them. An assistant's reasoning is not sent back."""
+    converted = convert_to_openai_messages([_without_thoughts(message) for message in messages])
+    return converted if isinstance(converted, list) else [converted]
+
+
+def to_chunk(delta: Delta, model_name: str) -> AIMessageChunk:
+    """One delta as a message chunk; the last one closes the message with usage and metadata."""
+    extra = dict(delta.extra)
+    calls = extra.pop("tool_calls", None) or []
+    reasoning = _reasoning(extra)
+    chunk = AIMessageChunk(
+        content=delta.text,
+        additional_kwargs=extra | ({"reasoning_content": reasoning} if reasoning else {}),
+        tool_call_chunks=[_tool_call(call, position) for position, call in enumerate(calls)],
+        response_metadata=_metadata(delta, model_name),
+    )
+    if delta.usage is not None:
+        chunk.usage_metadata = to_usage_metadata(delta.usage)
+    if delta.finish_reason is not None:
+        chunk.chunk_position = "last"
+    return chunk
+
+
+def to_usage_metadata(usage: Usage) -> UsageMetadata:
+    """Token counts in LangChain's form; prediction counts are output details of their own."""
+    output: dict[str, int] = {}
+    if usage.accepted_prediction_tokens is not None:
+        output["accepted_prediction"] = usage.accepted_prediction_tokens
+    if usage.rejected_prediction_tokens is not None:
+        output["rejected_prediction"] = usage.rejected_prediction_tokens
+    return UsageMetadata(
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
+        output_token_details=OutputTokenDetails(**output),  # type: ignore[typeddict-item]
+    )
+
+
+def to_tool_choice(choice: dict[str, Any] | str | bool, names: Sequence[str]) -> dict[str, Any] | str:
+    """Which tool must be called, said as OpenAI says it. Raises `InvalidRequestError` for a tool that is not there."""
+    if choice is True or choice == "any":
+        return "required"
+    if isinstance(choice, dict):
+        wanted = choice.get("function", {}).get("name", choice.get("name"))
+    elif choice in ("auto", "none", "required"):
+        return str(choice)
+    else:
+        wanted = choice
+    if wanted not in names:
+        raise InvalidRequestError(f"tool_choice {wanted!r} is none of the tools {list(names)!r}", param="tool_choice")
+    return {"type": "function", "function": {"name": wanted}}
+
+
+def _without_thoughts(message: BaseMessage) -> BaseMessage:
+    """An answer given back as history, without blocks that only a reader of that answer needs."""
+    if not isinstance(message, AIMessage) or isinstance(message.content, str):
+        return message
+    kept = [part for part in message.content if isinstance(part, str) or part.get("type") in _SENT_BACK]
+    return message.model_copy(update={"content": kept or ""})
+
+
+def _reasoning(extra: dict[str, Any]) -> str:
+    """Takes the upstream's thinking out of `extra`, whichever of its two names it has there."""
+    found = [extra.pop(name) for name in ("reasoning_content", "reasoning") if isinstance(extra.get(name), str)]
+    return next((text for text in found if text), "")
+
+
+def _tool_call(call: Mapping[str, Any], position: int) -> ToolCallChunk:
+    function = call.get("function") or {}
+    return tool_call_chunk(
+        name=function.get("name"), args=function.get("arguments"), id=call.get("id"), index=call.get("index", position)
+    )
+
+
+def _metadata(delta: Delta, model_name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if delta.logprobs:
+        found["logprobs"] = {"content": [_logprob(item) for item in delta.logprobs]}
+    if delta.finish_reason is None:
+        return found
+    found |= {"finish_reason": delta.finish_reason, "model_name": model_name, "model_provider": PROVIDER}
+    if delta.speculation is not None:
+        found["speculation"] = asdict(delta.speculation)
+    return found
+
+
+def _logprob(item: TokenLogprob) -> dict[str, Any]:
+    one = {"token": item.text, "token_id": item.token_id, "logprob": item.logprob, "bytes": list(item.text.encode())}
+    return one | {"top_logprobs": [{"token": top.text, "logprob": top.logprob} for top in item.top]}

@@ -1,0 +1,55 @@
+"""Answers parsed into a schema: by a tool call, by a JSON schema, or as free JSON."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any, Literal, cast
+
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+Method = Literal["function_calling", "json_schema", "json_mode"]
+Schema = dict[str, Any] | type
+
+
+def tool_parser(schema: Schema) -> Runnable[Any, Any]:
+    """Reads the arguments of the first tool call: an instance of a pydantic class, else a dictionary."""
+    if isinstance(schema, type) and is_basemodel_subclass(schema):
+        return PydanticToolsParser(tools=[schema], first_tool_only=True)
+    return JsonOutputKeyToolsParser(key_name=_function(schema)["name"], first_tool_only=True)
+
+
+def json_parser(schema: Schema) -> Runnable[Any, Any]:
+    """Reads the message's text as JSON: an instance of a pydantic class, else a dictionary."""
+    parser: BaseOutputParser[Any] = JsonOutputParser()
+    if isinstance(schema, type) and is_basemodel_subclass(schema):
+        parser = PydanticOutputParser(pydantic_object=schema)
+    return parser
+
+
+def response_format(schema: Schema, method: Method, strict: bool | None) -> dict[str, Any]:
+    """The `response_format` that asks an OpenAI-compatible server for `schema`."""
+    if method == "json_mode":
+        return {"type": "json_object"}
+    function = _function(schema, strict=strict)
+    described = {"name": function["name"], "schema": function["parameters"]}
+    return {"type": "json_schema", "json_schema": described | ({} if strict is None else {"strict": strict})}
+
+
+def with_raw(
+    llm: Runnable[LanguageModelInput, Any], parser: Runnable[Any, Any]
+) -> Runnable[LanguageModelInput, dict[str, Any]]:
+    """`{"raw": message, "parsed": value or None, "parsing_error": error or None}` instead of the value alone."""
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    both = RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    return cast(Runnable[LanguageModelInput, dict[str, Any]], both)
+
+
+def _function(schema: Schema, *, strict: bool | None = None) -> dict[str, Any]:
+    function: dict[str, Any] = convert_to_openai_tool(schema, strict=strict)["function"]
+    return function

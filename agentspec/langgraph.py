@@ -1,0 +1,20 @@
+"""LangGraph: tells model calls which graph they were made in."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from langgraph.pregel import Pregel
+
+from agentspec.step import WORKFLOW_KEY
+
+G = TypeVar("G", bound=Pregel[Any, Any, Any, Any])
+
+
+def label(graph: G, workflow: str | None = None) -> G:
+    """A copy of a compiled graph whose `ChatAgentSpec` calls carry `workflow`, by default the graph's own name.
+
+    LangGraph itself tells its nodes their node name and the thread id, which become step and session, but not the
+    graph's name. Of labelled graphs inside each other the outermost names the workflow.
+    """
+    return graph.with_config(metadata={WORKFLOW_KEY: workflow or graph.get_name()})

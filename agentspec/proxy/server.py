@@ -1,0 +1,72 @@
+"""The gateway under uvicorn: starts, serves, drains."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+import uvicorn
+
+from agentspec.config import Settings
+from agentspec.proxy import logs
+from agentspec.proxy.app import create_app
+from agentspec.proxy.door import Door
+from agentspec.runtime import Runtime
+
+
+def serve(settings: Settings, *, log_level: str = "INFO") -> None:
+    """Run the gateway until SIGTERM or SIGINT, then drain: new requests get 503, running ones `drain_timeout` seconds.
+
+    Returns once everything is flushed and closed. Raises what building the backends raises.
+    """
+    logs.configure(log_level)
+    runtime = Runtime.from_settings(settings)
+    door = create_app(runtime, settings)
+    GatewayServer(door, settings).run()
+    if door.loading.error is not None:
+        raise door.loading.error
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn with a drain in place of its immediate stop; a second signal ends the drain at once."""
+
+    def __init__(self, door: Door, settings: Settings) -> None:
+        server = settings.server
+        super().__init__(
+            uvicorn.Config(
+                door,
+                host=server.host,
+                port=server.port,
+                lifespan="on",
+                ws="none",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+                timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close first
+            )
+        )
+        self._door = door
+        self._drain_timeout = server.drain_timeout
+        self._draining_since: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._draining_since is not None:
+            self.should_exit = True
+            self.force_exit = sig == signal.SIGINT
+            return
+        self.drain()
+
+    def drain(self) -> None:
+        """Turn new requests away and stop once the running ones are done or out of time."""
+        self._door.gate.close()
+        self._draining_since = time.monotonic()
+
+    async def on_tick(self, counter: int) -> bool:
+        since = self._draining_since
+        if since is not None and (not self._door.gate.inside or time.monotonic() - since > self._drain_timeout):
+            return True
+        if self._door.loading.error is not None:
+            return True
+        return await super().on_tick(counter)

@@ -1,0 +1,382 @@
+"""The wiring: builds the cache and the backends that the settings name, and runs one request on the right one.
+
+Everything here is asynchronous. `iterate_sync` and `call_sync` are the one edge for synchronous callers: they work
+on an event loop in a thread of its own, shared by the process, started on demand and closed at exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import queue
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from agentspec.backends.base import Backend
+from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
+from agentspec.config import Settings, effective_values, load_settings
+from agentspec.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotReadyError,
+    ShuttingDownError,
+)
+from agentspec.types import Delta, GenerateRequest
+
+if TYPE_CHECKING:
+    from agentspec.cache import SuffixCache
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a model name leads: a backend and the name that the backend itself knows the model by."""
+
+    backend_name: str
+    backend: Backend
+    upstream_model: str
+
+
+class Runtime:
+    """One cache and one backend per `[backends.NAME]` table, and the model names that lead to them.
+
+    `backends` gives ready ones: each replaces the configured backend of its name, and a name that is not configured is
+    a model name as well. Without `settings` the given ones are all there is. `cache` gives an open cache, which stays
+    its owner's to close. Nothing is built before `start()`. Thread-safe, except that `aclose` is called once nothing
+    new arrives.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        backends: Mapping[str, Backend] | None = None,
+        cache: SuffixCache | None = None,
+    ) -> None:
+        self.settings = settings or (Settings(backends={}) if backends else Settings())
+        self._backends: dict[str, Backend] = dict(backends or {})
+        self._names = _model_names(self.settings, self._backends)
+        self._passthrough = _passthrough(self.settings, self._backends)
+        self._given_cache = cache
+        self._own_cache: SuffixCache | None = None
+        self._building = threading.Lock()
+        self._opening = threading.Lock()
+        self._started = False
+        self._closed = False
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Runtime:
+        """A runtime that builds everything `settings` names."""
+        return cls(settings)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every backend is built and requests are taken."""
+        return self._started and not self._closed
+
+    @property
+    def cache(self) -> SuffixCache:
+        """The token memory that all backends share, opened on first use. Raises `CacheError`s if it cannot be."""
+        if self._given_cache is not None:
+            return self._given_cache
+        with self._opening:
+            if self._own_cache is None:
+                from agentspec.cache import SuffixCache
+
+                chosen = self.settings.cache
+                self._own_cache = SuffixCache.open(chosen.path, memory_bytes=int(chosen.memory_bytes))
+            return self._own_cache
+
+    def start(self) -> None:
+        """Build the backends: blocks for as long as their models take to load. Idempotent.
+
+        Raises `ConfigurationError` or `ModelUnavailableError`; what was built before the failure is kept for the next
+        try and released by `aclose`.
+        """
+        with self._building:
+            for name, settings in self.settings.backends.items():
+                if self._closed:
+                    raise ShuttingDownError("the runtime is closed")
+                if name not in self._backends:
+                    self._backends[name] = self._build(name, settings)
+            self._started = True
+
+    def models(self) -> list[str]:
+        """The model names that `route` knows; a sole upstream takes further ones."""
+        return list(self._names)
+
+    def route(self, model: str) -> Route:
+        """Where `model` leads. Raises `ModelNotFoundError` for an unknown name, `NotReadyError` before `start()`."""
+        backend_name, upstream_model = self._resolve(model)
+        if not self.ready:
+            raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
+        return Route(backend_name, self._backends[backend_name], upstream_model)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Run `request` on the backend its model leads to, starting the runtime if need be.
+
+        Closing the iterator cancels the work. Raises what `route`, `start` and the backend raise.
+        """
+        self._resolve(request.model)
+        if not self.ready:
+            await anyio.to_thread.run_sync(self.start)
+        route = self.route(request.model)
+        if isinstance(self.settings.backends.get(route.backend_name), TorchSettings):
+            _refuse_extra(request)
+        store = request.store and self.settings.cache.store
+        answer = route.backend.generate(replace(request, model=route.upstream_model, store=store))
+        async with _closing(answer):
+            async for delta in answer:
+                yield delta
+
+    async def aclose(self) -> None:
+        """Cancel what runs, release the backends, then flush and close the cache. Idempotent."""
+        await self._close_backends()
+        if self._own_cache is not None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._own_cache.close)
+
+    async def __aenter__(self) -> Runtime:
+        await anyio.to_thread.run_sync(self.start)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    def _build(self, name: str, settings: BackendSettings) -> Backend:
+        if isinstance(settings, OpenAISettings):
+            from agentspec.backends.openai import OpenAIBackend
+
+            return OpenAIBackend(settings)
+        try:
+            from agentspec.backends.torch import TorchBackend
+        except ModuleNotFoundError as error:
+            advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'
+            raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
+        return TorchBackend.load(settings, cache=self.cache)
+
+    def _resolve(self, model: str) -> tuple[str, str]:
+        if model in self._names:
+            return self._names[model]
+        if self._passthrough is not None:
+            return self._passthrough, model
+        known = ", ".join(repr(name) for name in self._names) or "none"
+        raise ModelNotFoundError(f"no model {model!r} here; configured: {known}", param="model")
+
+    async def _close_backends(self) -> None:
+        self._closed = True  # a start() under way stops after the backend it is building
+        with anyio.CancelScope(shield=True):
+            while not self._building.acquire(blocking=False):
+                await anyio.sleep(0.05)
+            try:
+                async with AsyncExitStack() as stack:
+                    for backend in self._backends.values():
+                        stack.push_async_callback(backend.aclose)
+            finally:
+                self._building.release()
+
+
+def _model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, tuple[str, str]]:
+    """Model name -> (backend name, the backend's own name for the model)."""
+    names = {name: (name, name) for name in given if name not in settings.backends}
+    for name, model in settings.models.items():
+        own = settings.backends[model.backend].model
+        names[name] = (model.backend, model.upstream_model or own or name)
+    if settings.models:
+        return names
+    for name, backend in settings.backends.items():
+        if backend.model is None:
+            continue
+        if backend.model in names:
+            raise ConfigurationError(
+                f"backends.{names[backend.model][0]} and backends.{name} both serve {backend.model!r}:"
+                " give each a name of its own in a [models.NAME] table"
+            )
+        names[backend.model] = (name, backend.model)
+    return names
+
+
+_INERT = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_options"})
+
+
+def _refuse_extra(request: GenerateRequest) -> None:
+    """The local engine acts on no extra field: one that would change the answer must not be ignored in silence."""
+    for name, value in request.extra.items():
+        if name in _INERT or (name == "n" and value in (None, 1)):
+            continue
+        raise InvalidRequestError(
+            f"the local engine does not support {name!r}; leave it out, or use a model that an upstream serves",
+            param=name,
+        )
+
+
+def _passthrough(settings: Settings, given: Mapping[str, Backend]) -> str | None:
+    """The backend that takes any model name: a sole upstream, as long as nobody listed the names that exist."""
+    only = list({**settings.backends, **given})
+    if settings.models or len(only) != 1:
+        return None
+    return only[0] if isinstance(settings.backends.get(only[0]), OpenAISettings) else None
+
+
+def _closing(iterator: AsyncIterator[T]) -> Any:
+    """Close `iterator` on the way out if it can be closed; a backend may return any asynchronous iterator."""
+    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()
+
+
+# The sync edge -------------------------------------------------------------------------------------------------------
+
+
+class _Portal:
+    """The process's one background event loop and the runtimes that live on it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._stack = ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._runtimes: dict[str | OpenAISettings, Runtime] = {}
+
+    def get(self) -> BlockingPortal:
+        with self._lock:
+            if self._portal is None:
+                self._portal = self._stack.enter_context(start_blocking_portal("asyncio", name="agentspec"))
+                _at_exit(self.close)
+            return self._portal
+
+    def runtime(self, model: str | None) -> Runtime:
+        with self._lock:
+            if "" not in self._runtimes:
+                self._runtimes[""] = Runtime(load_settings())
+            base = self._runtimes[""]
+            if model is None or model in base.models() or base._passthrough or not _unconfigured(base.settings):
+                return base
+            if model not in self._runtimes:
+                local = TorchSettings(model=model)
+                settings = base.settings.model_copy(update={"backends": {"local": local}})
+                self._runtimes[model] = Runtime(settings, cache=base.cache)
+            return self._runtimes[model]
+
+    def remote(self, settings: OpenAISettings) -> Runtime:
+        with self._lock:
+            if settings not in self._runtimes:
+                self._runtimes[settings] = Runtime(Settings(backends={"remote": settings}))
+            return self._runtimes[settings]
+
+    def close(self) -> None:
+        """Close the backends, the cache they shared, and the loop."""
+        with self._lock:
+            portal, self._portal = self._portal, None
+            runtimes, self._runtimes = list(self._runtimes.values()), {}
+            for runtime in runtimes:
+                if portal is not None:
+                    portal.call(runtime._close_backends)
+            for runtime in runtimes:
+                if runtime._own_cache is not None:
+                    runtime._own_cache.close()
+            self._stack.close()
+
+
+def _at_exit(function: Callable[[], object]) -> None:
+    """Call `function` while threads still run: an `atexit` handler comes after the thread pools have ended.
+
+    The hooks run last in, first out, so the pools' own, which they set when first imported, must be there already.
+    """
+    import concurrent.futures.thread  # noqa: F401
+
+    getattr(threading, "_register_atexit", atexit.register)(function)
+
+
+_portal = _Portal()
+
+
+def shared_runtime(model: str | None = None) -> Runtime:
+    """The process's own runtime, from `$AGENTSPEC_CONFIG` and the environment, closed at exit.
+
+    Where nobody configured any backend, `model` may be whatever the local engine can load: a built-in name, a folder,
+    a GGUF file or a model-hub id. Its engine is then built beside the default one and shares its cache.
+    Drive it through `iterate_sync` or `iterate_async` only: its connections belong to the background loop.
+    """
+    return _portal.runtime(model)
+
+
+def remote_runtime(settings: OpenAISettings) -> Runtime:
+    """The process's own runtime for one endpoint, which takes any model name. Equal settings share connections."""
+    return _portal.remote(settings)
+
+
+def call_sync(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Run `function(*args)` on the background loop and wait for its result."""
+    return _portal.get().call(function, *args)
+
+
+def iterate_sync(make: Callable[[], AsyncIterator[T]]) -> Generator[T, None, None]:
+    """Iterate `make()` on the background loop from a synchronous caller. Closing the iterator cancels the work."""
+    items: queue.SimpleQueue[_Item[T]] = queue.SimpleQueue()
+    pump = _portal.get().start_task_soon(_pump, make, items.put)
+    ended = False
+    try:
+        while not (ended := (item := items.get()).last):
+            yield cast(T, item.value)
+        if item.error is not None:
+            raise item.error
+    finally:
+        pump.cancel()
+        while not ended:
+            ended = items.get().last
+
+
+async def iterate_async(make: Callable[[], AsyncIterator[T]]) -> AsyncGenerator[T]:
+    """Iterate `make()` on the background loop from any asyncio loop. Closing the iterator cancels the work.
+
+    What lives across calls (connections, engines) then belongs to one loop, however many loops the callers come from.
+    """
+    loop = asyncio.get_running_loop()
+    items: asyncio.Queue[_Item[T]] = asyncio.Queue()
+    pump = _portal.get().start_task_soon(_pump, make, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+    ended = False
+    try:
+        while not (ended := (item := await items.get()).last):
+            yield cast(T, item.value)
+        if item.error is not None:
+            raise item.error
+    finally:
+        pump.cancel()
+        with anyio.CancelScope(shield=True):
+            while not ended:
+                ended = (await items.get()).last
+
+
+@dataclass(frozen=True, slots=True)
+class _Item(Generic[T]):
+    value: T | None = None
+    error: BaseException | None = None
+    last: bool = False
+
+
+async def _pump(make: Callable[[], AsyncIterator[T]], put: Callable[[_Item[T]], object]) -> None:
+    """Iterate in one task from start to end, as cancel scopes inside generators require."""
+    error: BaseException | None = None
+    try:
+        iterator = make()
+        async with _closing(iterator):
+            async for value in iterator:
+                put(_Item(value))
+    except Exception as raised:
+        error = raised
+    except BaseException:
+        error = ShuttingDownError("the generation was cancelled")  # seen only by a consumer that did not ask for it
+        raise
+    finally:
+        put(_Item(error=error, last=True))
+
+
+def _unconfigured(settings: Settings) -> bool:
+    values = effective_values(settings)
+    return all(value.source == "default" for value in values if value.key.startswith(("backends.", "models.")))

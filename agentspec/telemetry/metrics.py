@@ -1,0 +1,141 @@
+"""The gateway's Prometheus metrics. Labels are routes, configured model names and outcomes: never anything of a user's.
+
+Ratios (acceptance, tokens per step) are left to queries over the counters.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OTHER = "other"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """What a local engine counts by itself; `drafted` and `accepted` are totals by source of the draft."""
+
+    backend: str
+    queued: int
+    active: int
+    drafted: Mapping[str, int]
+    accepted: Mapping[str, int]
+
+
+class Metrics:
+    """Counters and histograms of one gateway, in a registry of their own.
+
+    `models` are the names that may become a label value; every other one is counted as "other". `index_size` is asked
+    for (bytes, sequences) at each scrape and may answer None; `engines` likewise lists the local engines.
+    """
+
+    def __init__(
+        self,
+        *,
+        version: str,
+        models: Collection[str] = (),
+        index_size: Callable[[], tuple[int, int] | None] = lambda: None,
+        engines: Callable[[], Sequence[EngineSample]] = lambda: (),
+    ) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._models = frozenset(models)
+        model = ("model",)
+        self._requests = Counter(
+            "agentspec_requests", "Requests answered", ("route", "model", "outcome"), registry=registry
+        )
+        self._duration = Histogram(
+            "agentspec_request_duration_seconds",
+            "Whole request",
+            ("route", "model"),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._first = Histogram(
+            "agentspec_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            model,
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._prompt = Counter("agentspec_prompt_tokens", "Prompt tokens", model, registry=registry)
+        self._completion = Counter("agentspec_completion_tokens", "Tokens answered", model, registry=registry)
+        self._drafted = Counter("agentspec_draft_tokens", "Tokens proposed", model, registry=registry)
+        self._accepted = Counter("agentspec_accepted_tokens", "Proposed tokens kept", model, registry=registry)
+        self._steps = Counter("agentspec_verify_steps", "Verification forwards", model, registry=registry)
+        self.in_flight = Gauge("agentspec_requests_in_flight", "Requests being answered", registry=registry)
+        Info("agentspec_build", "What is running", registry=registry).info(
+            {"version": version, "python": platform.python_version()}
+        )
+        registry.register(_IndexCollector(index_size))
+        registry.register(_EngineCollector(engines))
+
+    def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
+        """Count one request that is over. `route` and `outcome` must come from a fixed set."""
+        label = self._label(model)
+        self._requests.labels(route, label, outcome).inc()
+        self._duration.labels(route, label).observe(seconds)
+
+    def first_token(self, model: str | None, seconds: float) -> None:
+        self._first.labels(self._label(model)).observe(seconds)
+
+    def tokens(self, model: str | None, *, prompt: int, completion: int) -> None:
+        self._prompt.labels(self._label(model)).inc(prompt)
+        self._completion.labels(self._label(model)).inc(completion)
+
+    def speculation(self, model: str | None, *, drafted: int, accepted: int, steps: int) -> None:
+        label = self._label(model)
+        self._drafted.labels(label).inc(drafted)
+        self._accepted.labels(label).inc(accepted)
+        self._steps.labels(label).inc(steps)
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _label(self, model: str | None) -> str:
+        if model is None:
+            return ""
+        return model if model in self._models else OTHER
+
+
+class _IndexCollector(Collector):
+    def __init__(self, index_size: Callable[[], tuple[int, int] | None]) -> None:
+        self._index_size = index_size
+
+    def collect(self) -> Iterator[Metric]:
+        size = self._index_size()
+        if size is not None:
+            yield GaugeMetricFamily("agentspec_index_bytes", "Memory of the token index", value=size[0])
+            yield GaugeMetricFamily("agentspec_index_sequences", "Sequences in the token index", value=size[1])
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engines: Callable[[], Sequence[EngineSample]]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("backend", "source")
+        drafted = CounterMetricFamily("agentspec_engine_draft_tokens", "Tokens proposed, by source", labels=labels)
+        accepted = CounterMetricFamily("agentspec_engine_accepted_tokens", "Tokens kept, by source", labels=labels)
+        queued = GaugeMetricFamily("agentspec_engine_queued", "Requests waiting for the engine", labels=("backend",))
+        active = GaugeMetricFamily("agentspec_engine_active", "Requests being decoded", labels=("backend",))
+        for engine in self._engines():
+            queued.add_metric([engine.backend], engine.queued)
+            active.add_metric([engine.backend], engine.active)
+            for family, counts in ((drafted, engine.drafted), (accepted, engine.accepted)):
+                for source, count in counts.items():
+                    family.add_metric([engine.backend, source], count)
+        yield from (drafted, accepted, queued, active)
+
+    def describe(self) -> list[Metric]:
+        return []

@@ -1,0 +1,233 @@
+"""Fakes for tests of code that uses agentspec: a backend that plays a script instead of running a model."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import anyio
+
+from agentspec.backends.base import Capabilities
+from agentspec.errors import ContextLengthError, OverloadedError
+from agentspec.types import Delta, FinishReason, GenerateRequest, Speculation, TokenLogprob, Usage
+
+_WORD = re.compile(r"\s*\S+|\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One scripted generation: `text`, cut into one token a word, or `token_ids`.
+
+    `latency` is the number of seconds before each token, `first_latency` those before the first one in addition.
+    With `error`, the generation raises it after `error_after` deltas (0: before the first). `extra` is sent on a
+    delta of its own before the end (an upstream's `tool_calls`, say). `usage` replaces the counts found.
+    """
+
+    text: str = ""
+    token_ids: Sequence[int] | None = None
+    latency: float = 0.0
+    first_latency: float = 0.0
+    error: Exception | None = None
+    error_after: int = 0
+    finish_reason: FinishReason = "stop"
+    usage: Usage | None = None
+    speculation: Speculation | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+Script = str | Sequence[int] | Exception | Answer
+Scripted = Script | Callable[[GenerateRequest], Script]
+
+
+class FakeBackend:
+    """A `Backend` that answers from a script: `FakeBackend("first answer", "second")`, then from its start again.
+
+    A script entry is a text, token ids, an exception to raise, an `Answer`, or a function from the request to one of
+    these. `max_tokens`, `stop`, `stop_token_ids`, `logprobs` and `prediction` act as on a real backend; other sampling
+    options do nothing, since the script decides. More than `max_active` generations at once raise `OverloadedError`.
+
+    `requests` lists every request seen, `cancelled` those given up before their end; `active` counts the running.
+    """
+
+    def __init__(
+        self,
+        *script: Scripted,
+        latency: float = 0.0,
+        max_active: int | None = None,
+        capabilities: Capabilities | None = None,
+    ) -> None:
+        self._script = script or ("ok",)
+        self._latency = latency
+        self._max_active = max_active
+        self._capabilities = capabilities or Capabilities(token_ids=True, logprobs=True, speculation=True)
+        self._vocabulary = _Vocabulary()
+        self._lock = threading.Lock()
+        self.requests: list[GenerateRequest] = []
+        self.cancelled: list[GenerateRequest] = []
+        self.active = 0
+        self.closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the words of `text`, blanks before a word being part of it."""
+        return [self._vocabulary.id_of(word) for word in _WORD.findall(text)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`; an id that `encode` never gave is written ` <id>`."""
+        return "".join(self._vocabulary.word_of(token_id) for token_id in token_ids)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        answer = self._enter(request)
+        finished = False
+        try:
+            for position, delta in enumerate(self._deltas(request, answer)):
+                if answer.error is not None and position == answer.error_after:
+                    break
+                await anyio.sleep(self._delay(answer, position))
+                finished = delta.finish_reason is not None
+                yield delta
+            if answer.error is not None:
+                finished = True
+                raise answer.error
+        finally:
+            self._leave(request, finished)
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+    def _enter(self, request: GenerateRequest) -> Answer:
+        with self._lock:
+            entry = self._script[len(self.requests) % len(self._script)]
+            self.requests.append(request)
+            if self._max_active is not None and self.active >= self._max_active:
+                raise OverloadedError(f"{self.active} generations are running already; try again later")
+            self.active += 1
+        try:
+            if not isinstance(entry, (str, Sequence, Exception, Answer)):
+                entry = entry(request)
+            return _answer(entry)
+        except BaseException:
+            self._leave(request, finished=True)
+            raise
+
+    def _leave(self, request: GenerateRequest, finished: bool) -> None:
+        with self._lock:
+            self.active -= 1
+            if not finished:
+                self.cancelled.append(request)
+
+    def _delay(self, answer: Answer, position: int) -> float:
+        return (answer.latency or self._latency) + (answer.first_latency if position == 0 else 0.0)
+
+    def _deltas(self, request: GenerateRequest, answer: Answer) -> list[Delta]:
+        prompt = self._prompt(request)
+        limit = self._capabilities.context_length
+        if limit is not None and len(prompt) > limit:
+            raise ContextLengthError(f"the prompt has {len(prompt)} tokens, the model takes {limit}", param="messages")
+        given = answer.token_ids if answer.token_ids is not None else self.encode(answer.text)
+        token_ids, words, reason = self._cut(request, list(given), answer.finish_reason)
+        deltas = [
+            Delta(text=word, token_ids=(token_id,), logprobs=_logprobs(request, token_id, word))
+            for token_id, word in zip(token_ids, words, strict=True)
+        ]
+        if answer.extra:
+            deltas.append(Delta(extra=answer.extra))
+        usage = answer.usage or _usage(request, prompt, token_ids, self.encode)
+        speculation = answer.speculation if request.speculation else None
+        return [*deltas, Delta(finish_reason=reason, usage=usage, speculation=speculation)]
+
+    def _prompt(self, request: GenerateRequest) -> list[int]:
+        if request.token_ids is not None:
+            return list(request.token_ids)
+        if request.text is not None:
+            return self.encode(request.text)
+        return [token for message in request.messages or () for token in self.encode(_text(message.get("content")))]
+
+    def _cut(
+        self, request: GenerateRequest, token_ids: list[int], reason: FinishReason
+    ) -> tuple[list[int], list[str], FinishReason]:
+        """Apply stop ids, the length limit and stop strings; a stop string is not part of the answer."""
+        sampling = request.sampling
+        for position, token_id in enumerate(token_ids):
+            if token_id in sampling.stop_token_ids:
+                token_ids, reason = token_ids[:position], "stop"
+                break
+        if sampling.max_tokens is not None and len(token_ids) > sampling.max_tokens:
+            token_ids, reason = token_ids[: sampling.max_tokens], "length"
+        words = [self._vocabulary.word_of(token_id) for token_id in token_ids]
+        text = "".join(words)
+        found = [at for at in (text.find(stop) for stop in sampling.stop) if at >= 0]
+        if not found:
+            return token_ids, words, reason
+        kept: list[str] = []
+        left = min(found)
+        for word in words:
+            if left <= 0:
+                break
+            kept.append(word[:left])
+            left -= len(word)
+        return token_ids[: len(kept)], kept, "stop"
+
+
+class _Vocabulary:
+    """Words numbered in the order in which they were first seen. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._words: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def id_of(self, word: str) -> int:
+        with self._lock:
+            token_id = self._ids.setdefault(word, len(self._ids))
+            self._words[token_id] = word
+            return token_id
+
+    def word_of(self, token_id: int) -> str:
+        return self._words.get(token_id, f" <{token_id}>")
+
+
+def _answer(entry: Script) -> Answer:
+    if isinstance(entry, Answer):
+        return entry
+    if isinstance(entry, Exception):
+        return Answer(error=entry)
+    if isinstance(entry, str):
+        return Answer(text=entry)
+    return Answer(token_ids=tuple(entry))
+
+
+def _usage(
+    request: GenerateRequest, prompt: list[int], token_ids: list[int], encode: Callable[[str], list[int]]
+) -> Usage:
+    usage = Usage(prompt_tokens=len(prompt), completion_tokens=len(token_ids))
+    if request.prediction is None:
+        return usage
+    predicted = encode(request.prediction)
+    accepted = 0
+    while accepted < min(len(predicted), len(token_ids)) and predicted[accepted] == token_ids[accepted]:
+        accepted += 1
+    rejected = len(predicted) - accepted
+    return replace(usage, accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
+
+
+def _logprobs(request: GenerateRequest, token_id: int, word: str) -> tuple[TokenLogprob, ...]:
+    """Certainty: the script leaves no other token."""
+    if not request.sampling.logprobs:
+        return ()
+    certain = TokenLogprob(token_id=token_id, text=word, logprob=0.0)
+    return (replace(certain, top=(certain,)) if request.sampling.top_logprobs else certain,)
+
+
+def _text(content: Any) -> str:
+    """The text of a message's content, which is a string or a list of parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return "".join(part.get("text", "") for part in parts if isinstance(part, Mapping))

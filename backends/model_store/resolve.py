@@ -1,0 +1,143 @@
+"""From what a user calls a model to a folder that the engine can load."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentspec.backends.model_store.builtin import BUILTIN, Builtin
+from agentspec.backends.model_store.convert import is_prepared, prepare
+from agentspec.backends.model_store.download import download
+from agentspec.backends.model_store.hub import is_hub_id, snapshot
+from agentspec.backends.model_store.store import compute_sha256, file_sha256, fingerprint, locked, store_folder
+from agentspec.errors import ModelUnavailableError
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model ready for `from_pretrained(folder)`.
+
+    `fingerprint` is a SHA-256 in hexadecimal that changes when the weights do; it is part of the cache namespace.
+    """
+
+    name: str
+    folder: Path
+    fingerprint: str
+
+
+def resolve(ref: str, *, progress: bool = True) -> ModelFiles:
+    """The files of a built-in name, local folder, GGUF file or model-hub id, fetched and prepared when needed.
+
+    Safe to call from several processes at once. Raises `ModelUnavailableError` saying how to provide the model.
+    """
+    return _resolve(ref, show=progress, fresh=False)
+
+
+def fetch(ref: str, *, progress: bool = True) -> ModelFiles:
+    """`resolve`, reading every byte of a built-in or GGUF model again and replacing what turns out damaged."""
+    return _resolve(ref, show=progress, fresh=True)
+
+
+def locate(ref: str) -> ModelFiles | None:
+    """The files if `ref` could be loaded now without network and without converting anything, else None."""
+    if model := BUILTIN.get(ref):
+        folder = _prepared_folder(model)
+        return ModelFiles(ref, folder, model.sha256) if is_prepared(folder, model.sha256) else None
+    path = Path(ref).expanduser()
+    if not path.exists():
+        return _cached_snapshot(ref) if is_hub_id(ref) else None
+    if (gguf := _only_gguf(path)) is None:
+        return _checked_folder(ref, path)
+    sha256 = file_sha256(gguf)
+    folder = _converted_folder(gguf, sha256)
+    return ModelFiles(ref, folder, sha256) if is_prepared(folder, sha256) else None
+
+
+def _resolve(ref: str, *, show: bool, fresh: bool) -> ModelFiles:
+    if model := BUILTIN.get(ref):
+        return _builtin(model, show=show, fresh=fresh)
+    path = Path(ref).expanduser()
+    if path.exists():
+        gguf = _only_gguf(path)
+        return _checked_folder(ref, path) if gguf is None else _gguf(ref, gguf, show=show, fresh=fresh)
+    if is_hub_id(ref):
+        return _checked_folder(ref, snapshot(ref, show=show))
+    nearest = difflib.get_close_matches(ref, BUILTIN, n=1)
+    raise ModelUnavailableError(
+        f"no model {ref!r}{f'; did you mean {nearest[0]!r}?' if nearest else ''} Give a built-in name"
+        f" ({', '.join(BUILTIN)}), an existing folder or .gguf file, or a model-hub id such as 'org/name'"
+    )
+
+
+def _builtin(model: Builtin, *, show: bool, fresh: bool) -> ModelFiles:
+    folder = _prepared_folder(model)
+    files = ModelFiles(model.name, folder, model.sha256)
+    if is_prepared(folder, model.sha256, fresh=fresh):
+        return files
+    with locked(folder.parent):
+        if is_prepared(folder, model.sha256):
+            return files  # another process was faster
+        gguf = folder.parent / model.filename
+        if not (gguf.is_file() and compute_sha256(gguf) == model.sha256):
+            download(model, gguf, show=show)
+        prepare(gguf, model.sha256, folder, show=show)
+    return files
+
+
+def _gguf(ref: str, gguf: Path, *, show: bool, fresh: bool) -> ModelFiles:
+    sha256 = file_sha256(gguf, fresh=fresh)
+    folder = _converted_folder(gguf, sha256)
+    files = ModelFiles(ref, folder, sha256)
+    if is_prepared(folder, sha256, fresh=fresh):
+        return files
+    with locked(folder.parent):
+        if not is_prepared(folder, sha256):
+            prepare(gguf, sha256, folder, show=show)
+    return files
+
+
+def _prepared_folder(model: Builtin) -> Path:
+    return store_folder() / model.name / "prepared"
+
+
+def _converted_folder(gguf: Path, sha256: str) -> Path:
+    return store_folder() / "gguf" / f"{gguf.stem}-{sha256[:16]}" / "prepared"
+
+
+def _only_gguf(path: Path) -> Path | None:
+    """The GGUF file that `path` is, or that a folder without safetensors holds; None for other folders."""
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelUnavailableError(f"{str(path)!r} is no .gguf file; name the folder of a Hugging Face model")
+        return path
+    found = sorted(path.glob("*.gguf"))
+    if not found or any(path.glob("*.safetensors")):
+        return None
+    if len(found) > 1:
+        raise ModelUnavailableError(f"{str(path)!r} holds {len(found)} .gguf files; name one of them")
+    return found[0]
+
+
+def _checked_folder(ref: str, folder: Path) -> ModelFiles:
+    if not any(folder.glob("*.safetensors")):
+        pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
+        reason = f": {pickles[0]} is a pickle, which runs code when it is read; convert it" if pickles else ""
+        raise ModelUnavailableError(f"{str(folder)!r} holds no *.safetensors or .gguf weights{reason}")
+    if not (folder / "config.json").is_file():
+        raise ModelUnavailableError(f"{str(folder)!r} has no config.json; it is no Hugging Face model folder")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ModelUnavailableError(f"{str(folder)!r} has no tokenizer.json; save the model's tokenizer there")
+    return ModelFiles(ref, folder, fingerprint(folder))
+
+
+def _cached_snapshot(ref: str) -> ModelFiles | None:
+    try:
+        from huggingface_hub import snapshot_download
+
+        return _checked_folder(ref, Path(snapshot_download(ref, local_files_only=True)))
+    except (ImportError, OSError, ModelUnavailableError):
+        return None

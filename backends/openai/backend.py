@@ -1,0 +1,144 @@
+"""The backend: requests out, deltas back, and bytes passed on as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
+from typing import Any
+
+from agentspec.backends.base import Capabilities
+from agentspec.backends.openai.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
+from agentspec.backends.openai.probe import ProbeReport, probe
+from agentspec.backends.openai.sse import SseDecoder
+from agentspec.backends.openai.wire import label_headers, payload, to_delta
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import UpstreamError
+from agentspec.types import Delta, GenerateRequest
+
+
+class OpenAIBackend:
+    """An OpenAI-compatible endpoint. Stateless apart from its connections; safe to use from several event loops.
+
+    The API key comes from the settings or a key file and appears in no `repr`, message or log.
+    Raises `ConfigurationError` when the key file cannot be read.
+    """
+
+    def __init__(self, settings: OpenAISettings, *, transport: Transport | None = None) -> None:
+        self.settings = settings
+        self._endpoint = Endpoint(settings, transport=transport)
+        self._capabilities = Capabilities(logprobs=True, continue_final=True)
+
+    def __repr__(self) -> str:
+        return f"OpenAIBackend({self._endpoint!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Optimistic until `probe` has found out what the upstream really does."""
+        return self._capabilities
+
+    @property
+    def has_key(self) -> bool:
+        """Whether requests carry a key of the operator's; if not, a client's own Authorization may be passed on."""
+        return self._endpoint.has_key
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Stream `request` under its model name, or the settings' if it has none.
+
+        The delta with the finish reason is held back until the usage is known.
+
+        Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for anything
+        else that breaks: also a stream that ends without a finish reason, so that a cut answer never looks whole.
+        """
+        path, body = payload(request, request.model or self.settings.model or "")
+        headers = {
+            "content-type": "application/json",
+            "accept": "text/event-stream, application/json",
+            **label_headers(request),
+        }
+        last: Delta | None = None
+        async with (
+            self._endpoint.send("POST", path, headers=headers, body=_encode(body)) as response,
+            aclosing(self._chunks(response)) as chunks,
+        ):
+            async for chunk in chunks:
+                delta = to_delta(chunk)
+                if last is not None:
+                    last = _merged(last, delta)
+                elif delta.finish_reason is not None:
+                    last = delta
+                else:
+                    yield delta
+        if last is None:
+            raise UpstreamError(f"upstream {self._endpoint.name} ended the answer before it was finished")
+        yield last
+
+    def forward(
+        self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b"", query: str = ""
+    ) -> AbstractAsyncContextManager[UpstreamResponse]:
+        """Pass a request on byte for byte to `path` below the base URL; the caller allow-lists paths.
+
+        Error answers are answers here, status and body intact. Closing the block cancels the upstream's work.
+        Raises `UpstreamError` where nothing answers, and for redirects.
+        """
+        return self._endpoint.send(method, path, headers=headers, body=body, query=query)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The upstream's own model list. Raises as `generate` does."""
+        async with self._endpoint.send("GET", "/models", headers={}) as response:
+            answer = decode_json(await self._checked(response), self._endpoint.name)
+        listed = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(listed, list):
+            raise UpstreamError(f"upstream {self._endpoint.name} answered /models without a list")
+        return [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
+
+    async def probe(self, timeout: float = 10.0) -> ProbeReport:
+        """Find out by trying, one token at a time, what the upstream can do. Never raises; see `ProbeReport.error`.
+
+        `timeout` bounds each phase of each try in seconds. Updates `capabilities`.
+        """
+        report = await probe(self._endpoint, self.settings.model, timeout)
+        if report.answers:
+            self._capabilities = Capabilities(
+                token_ids=report.token_ids, continue_final=report.continue_final, logprobs=report.logprobs
+            )
+        return report
+
+    async def aclose(self) -> None:
+        await self._endpoint.aclose()
+
+    async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
+        """The JSON of each event, or the one body of an upstream that does not stream."""
+        if response.status >= 400 or not response.is_stream:
+            yield decode_json(await self._checked(response), self._endpoint.name)
+            return
+        decoder = SseDecoder()
+        async with aclosing(response.aiter_raw()) as pieces:
+            async for piece in pieces:
+                for data in decoder.feed(piece):
+                    if data == "[DONE]":
+                        return
+                    yield decode_json(data.encode(), self._endpoint.name)
+
+    async def _checked(self, response: UpstreamResponse) -> bytes:
+        body = await response.aread()
+        if response.status >= 400:
+            raise status_error(self._endpoint.name, response.status, body, response.headers)
+        return body
+
+
+def _merged(last: Delta, late: Delta) -> Delta:
+    """`last`, with what came after the finish reason: usage, speculation, and whatever else an upstream sends late."""
+    return replace(
+        last,
+        text=last.text + late.text,
+        token_ids=last.token_ids + late.token_ids,
+        usage=late.usage or last.usage,
+        speculation=late.speculation or last.speculation,
+        extra={**last.extra, **late.extra},
+    )
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

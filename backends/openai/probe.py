@@ -1,0 +1,136 @@
+"""What an upstream can do, found by trying."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from agentspec.backends.openai.http import Endpoint, decode_json, status_error
+from agentspec.backends.openai.sse import SseDecoder
+from agentspec.errors import UpstreamError
+
+_QUESTION = [{"role": "user", "content": "Say hello."}]
+_BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """`reachable`: something OpenAI-like answered. `answers`: a chat request succeeded; only then can the rest be true.
+
+    `error` says what went wrong first, None if nothing did.
+    """
+
+    reachable: bool = False
+    error: str | None = None
+    models: tuple[str, ...] = ()
+    answers: bool = False
+    streaming_usage: bool = False
+    token_ids: bool = False
+    continue_final: bool = False
+    logprobs: bool = False
+
+
+async def probe(endpoint: Endpoint, model: str | None, timeout: float) -> ProbeReport:
+    """Try each ability with requests of one token. Never raises an `UpstreamError`."""
+    try:
+        models = await _models(endpoint, timeout)
+    except UpstreamError as error:
+        return ProbeReport(reachable=hasattr(error, "upstream_body"), error=error.message)
+    model = model or next(iter(models), None)
+    if model is None:
+        return ProbeReport(reachable=True, error="the upstream lists no model; set `model` for this backend")
+    prober = _Prober(endpoint, model, timeout)
+    try:
+        plain = await prober.ask(_BEGUN)
+    except UpstreamError as error:
+        return ProbeReport(reachable=True, error=error.message, models=models)
+    return ProbeReport(
+        reachable=True,
+        models=models,
+        answers=True,
+        streaming_usage=await prober.streams_usage(),
+        token_ids=await prober.returns_token_ids(),
+        continue_final=await prober.continues(_prompt_tokens(plain)),
+        logprobs=await prober.gives_logprobs(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prober:
+    endpoint: Endpoint
+    model: str
+    timeout: float
+
+    async def ask(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+        answer = decode_json(await self._post(messages, fields), self.endpoint.name)
+        return answer if isinstance(answer, dict) else {}
+
+    async def streams_usage(self) -> bool:
+        fields = {"stream": True, "stream_options": {"include_usage": True}}
+        try:
+            events = list(SseDecoder().feed(await self._post(_QUESTION, fields)))
+        except UpstreamError:
+            return False
+        return any(_prompt_tokens(_object(event)) is not None for event in events)
+
+    async def returns_token_ids(self) -> bool:
+        return bool(_choice(await self._try(_QUESTION, return_token_ids=True)).get("token_ids"))
+
+    async def gives_logprobs(self) -> bool:
+        return bool(_choice(await self._try(_QUESTION, logprobs=True, top_logprobs=1)).get("logprobs"))
+
+    async def continues(self, plain: int | None) -> bool:
+        """A continued message lacks the end of its turn and the start of the next, so its prompt must be shorter.
+
+        Success alone proves nothing: many upstreams ignore fields that they do not know.
+        """
+        answer = await self._try(_BEGUN, continue_final_message=True, add_generation_prompt=False)
+        continued = _prompt_tokens(answer)
+        return plain is not None and continued is not None and continued < plain
+
+    async def _try(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+        try:
+            return await self.ask(messages, **fields)
+        except UpstreamError:
+            return {}
+
+    async def _post(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> bytes:
+        body = {"model": self.model, "messages": messages, "max_tokens": 1, **fields}
+        return await _answer(self.endpoint, "POST", "/chat/completions", json.dumps(body).encode(), self.timeout)
+
+
+async def _models(endpoint: Endpoint, timeout: float) -> tuple[str, ...]:
+    answer = decode_json(await _answer(endpoint, "GET", "/models", b"", timeout), endpoint.name)
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    models = listed if isinstance(listed, list) else []
+    return tuple(str(model["id"]) for model in models if isinstance(model, dict) and "id" in model)
+
+
+async def _answer(endpoint: Endpoint, method: str, path: str, body: bytes, timeout: float) -> bytes:
+    headers = {"content-type": "application/json"}
+    async with endpoint.send(method, path, headers=headers, body=body, timeout=timeout) as response:
+        content = await response.aread()
+        if response.status >= 400:
+            raise status_error(endpoint.name, response.status, content, response.headers)
+        return content
+
+
+def _object(event: str) -> dict[str, Any]:
+    try:
+        value = json.loads(event)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _choice(answer: dict[str, Any]) -> dict[str, Any]:
+    choices = answer.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else {}
+    return first if isinstance(first, dict) else {}
+
+
+def _prompt_tokens(answer: dict[str, Any]) -> int | None:
+    usage = answer.get("usage")
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else None

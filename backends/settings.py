@@ -1,0 +1,42 @@
+"""Settings of the backends, composed into the application's settings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr
+
+
+class TorchSettings(BaseModel):
+    """`[backends.NAME] kind = "torch"`: a model run by the local engine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["torch"] = "torch"
+    model: str = Field(default="smollm2-135m", description="Built-in name, folder, GGUF file or model-hub id")
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N or mps")
+    dtype: str = Field(default="auto", description="auto, float32, bfloat16 or float16")
+    max_queue: int = Field(default=64, ge=1, description="Requests that may wait; one more is answered 429")
+    max_active: int = Field(default=4, ge=1, description="Requests decoded in turn; the others wait")
+    max_draft_tokens: int = Field(default=48, ge=0, description="Most tokens drafted a step; 0 turns speculation off")
+    default_max_tokens: int = Field(default=1024, ge=1, description="Answer length where a request names none")
+    prefix_bytes: ByteSize = Field(
+        default=ByteSize(1 << 30), ge=0, description="Key/value memory kept for sessions between their calls"
+    )
+
+
+class OpenAISettings(BaseModel):
+    """`[backends.NAME] kind = "openai"`: any OpenAI-compatible endpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["openai"] = "openai"
+    base_url: HttpUrl = Field(description="The endpoint's root, usually ending in /v1")
+    model: str | None = Field(default=None, description="Model name sent upstream; unset sends the client's")
+    api_key: SecretStr | None = Field(default=None, description="Set it from the environment or api_key_file only")
+    api_key_file: str | None = Field(default=None, description="File holding the API key")
+    connect_timeout: float = Field(default=5.0, gt=0, description="Seconds to connect")
+    read_timeout: float = Field(default=600.0, gt=0, description="Seconds without a byte from the upstream")
+
+
+BackendSettings = Annotated[TorchSettings | OpenAISettings, Field(discriminator="kind")]

@@ -1,0 +1,179 @@
+"""The local engine behind the `Backend` protocol: requests in, deltas out, the event loop never blocked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentspec.backends.base import Capabilities
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch.calibrate import measure_costs
+from agentspec.backends.torch.codec import Codec
+from agentspec.backends.torch.engine import Engine
+from agentspec.backends.torch.generation import Job, Shared
+from agentspec.backends.torch.loader import Loaded, load
+from agentspec.backends.torch.memory import Memory
+from agentspec.backends.torch.stats import EngineStats
+from agentspec.errors import ContextLengthError, InvalidRequestError
+from agentspec.types import Delta, GenerateRequest, Message, Source
+
+if TYPE_CHECKING:
+    from agentspec.cache import SuffixCache
+
+
+class TorchBackend:
+    """Generates with a Hugging Face model in this process, drafting from the token cache it was given.
+
+    The cache stays the caller's: it is not closed by `aclose`. Without one only `prediction` texts are drafted from.
+    """
+
+    def __init__(self, loaded: Loaded, settings: TorchSettings, cache: SuffixCache | None = None) -> None:
+        self.settings = settings
+        self.model_name = loaded.name
+        self.context_length = loaded.target.context_length
+        self.tokenizer: Any = loaded.tokenizer
+        self._loaded = loaded
+        self._cache = cache
+        self._codec = Codec(loaded.tokenizer)
+        self._stop_ids = end_ids(loaded)
+        shared = Shared(loaded.target, self._codec, max_draft_tokens=settings.max_draft_tokens)
+        if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
+            shared.governor.cost.calibrate(samples)
+        self._engine = Engine(shared, settings, self._open_memory)
+
+    @classmethod
+    def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
+        """Find and read the model (blocking, seconds). Raises `ModelUnavailableError` and `ConfigurationError`."""
+        return cls(load(settings), settings, cache)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            token_ids=True,
+            continue_final=True,
+            logprobs=True,
+            speculation=self._loaded.target.rewindable and self.settings.max_draft_tokens > 0,
+            context_length=self.context_length,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Yield the answer round by round; closing the iterator frees its place.
+
+        Raises `InvalidRequestError` or `ContextLengthError` for what cannot be generated, `OverloadedError` when the
+        queue is full, `EngineError` when this request fails, `ShuttingDownError` when the engine closes under it.
+        """
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        job = await asyncio.to_thread(self.prepare, request)
+
+        def deliver(item: Delta | Exception) -> None:
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                self._engine.cancel(job)
+
+        job.deliver = deliver
+        self._engine.submit(job)
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self._engine.cancel(job)
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._engine.close)
+
+    def prepare(self, request: GenerateRequest) -> Job:
+        """Tokenize and check a request. Raises `InvalidRequestError` with `param` naming what is wrong."""
+        prompt = self._codec.prompt(request)
+        self._check_ids(prompt, "prompt")
+        self._check_ids(list(request.sampling.logit_bias), "logit_bias")
+        if not prompt:
+            raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
+        prediction = None if request.prediction is None else self._codec.encode(request.prediction)
+        return Job(
+            request=request,
+            prompt=prompt,
+            max_tokens=self._max_tokens(request, len(prompt)),
+            stop_ids=self._stop_ids | set(request.sampling.stop_token_ids),
+            prediction=prediction,
+            deliver=lambda item: None,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as a completion prompt."""
+        return self._codec.encode(text, special=True)
+
+    def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
+        """Token ids of `messages` through the chat template, ready for the assistant's answer."""
+        return self._codec.encode_chat(messages, continue_final=continue_final)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` without special tokens."""
+        return self._codec.decode(token_ids)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of what the engine has done so far."""
+        engine, target = self._engine, self._loaded.target
+        counters = engine.shared.counters
+        return EngineStats(
+            model=self.model_name,
+            device=str(target.device),
+            dtype=str(target.dtype).removeprefix("torch."),
+            attention=target.attention,
+            packed_layers=self._loaded.packed,
+            speculation=self.capabilities.speculation,
+            queued=engine.queued,
+            active=engine.active,
+            requests=counters.requests,
+            failed=counters.failed,
+            cancelled=counters.cancelled,
+            tokens=counters.tokens,
+            steps=counters.steps,
+            drafted_by_source=_named(counters.drafted),
+            accepted_by_source=_named(counters.accepted),
+            prefill_tokens=counters.prefill_tokens,
+            reused_tokens=counters.reused_tokens,
+            prefix_sequences=len(engine.prefixes),
+            prefix_bytes=engine.prefixes.nbytes,
+            draft_sizes=dict(counters.draft_sizes),
+            cost_seconds=engine.shared.governor.cost.table(),
+        )
+
+    def _open_memory(self, job: Job) -> Memory:
+        request = job.request
+        wanted = request.store or (request.speculation and self.capabilities.speculation)
+        namespace = self._loaded.namespace(request.tenant)
+        return Memory.open(self._cache if wanted else None, request, job.prompt, namespace)
+
+    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        vocab_size = self._loaded.target.vocab_size
+        wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(f"token id {wrong!r} is not below the model's {vocab_size}", param=param)
+
+    def _max_tokens(self, request: GenerateRequest, prompt: int) -> int:
+        room, wanted = self.context_length - prompt, request.sampling.max_tokens
+        if room < 1 or (wanted is not None and wanted > room):
+            asked = "at least one" if wanted is None else wanted
+            message = f"{prompt} prompt tokens and {asked} more do not fit the model's {self.context_length}"
+            raise ContextLengthError(message, param="messages" if request.messages is not None else "prompt")
+        return min(self.settings.default_max_tokens, room) if wanted is None else wanted
+
+
+def end_ids(loaded: Loaded) -> frozenset[int]:
+    """The token ids that end an answer, by the model's generation settings and its tokenizer."""
+    configured = getattr(loaded.target.module.generation_config, "eos_token_id", None)
+    own = getattr(loaded.tokenizer, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(token) for token in [*ids, own] if token is not None)
+
+
+def _named(by_source: dict[int, int]) -> dict[str, int]:
+    return {Source.NAMES[source]: amount for source, amount in sorted(by_source.items())}

@@ -1,0 +1,43 @@
+"""A few timed forwards at load, so that the governor starts from this machine's costs."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from agentspec.backends.torch.kv_cache import SequenceCache
+from agentspec.backends.torch.model import TargetModel
+
+SIZES = (1, 2, 4, 8, 16, 32, 48)
+FAR = 1024  # rows of the long context
+PASSES = 3
+
+
+@torch.inference_mode()
+def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple[int, int, float]]:
+    """Timed forwards as (tokens, context, seconds), of every size in `SIZES` as far as the time allows.
+
+    Returns at least one sample; none for a model that cannot be rewound.
+    """
+    if not target.rewindable:
+        return []
+    started = perf_counter()
+    rows = target.new_rows(FAR + max(SIZES))
+    assert isinstance(rows, SequenceCache)
+    target.forward(rows, [0])
+    samples: list[tuple[int, int, float]] = []
+    far = min(FAR, target.context_length - max(SIZES))
+    plan = [(size, 0) for _ in range(PASSES) for size in SIZES] + [(1, far), (1, far), (16, far), (16, far)]
+    for size, context in plan:
+        if samples and perf_counter() - started > limit_seconds:
+            break
+        samples.append((size, context, _timed(target, rows, size, context)))
+    return samples[1:] or samples
+
+
+def _timed(target: TargetModel, rows: SequenceCache, size: int, context: int) -> float:
+    rows.fill_blank(max(context, 0))
+    started = perf_counter()
+    target.forward(rows, [0], [0] * (size - 1), range(-1, size - 2))[0, 0].item()
+    return perf_counter() - started

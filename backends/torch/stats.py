@@ -1,0 +1,53 @@
+"""What the engine counts, and how it shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Token counts are totals since load; `*_by_source` use the names of `Source.NAMES`."""
+
+    model: str
+    device: str
+    dtype: str
+    attention: str
+    packed_layers: int
+    speculation: bool
+    queued: int
+    active: int
+    requests: int
+    failed: int
+    cancelled: int
+    tokens: int
+    steps: int
+    drafted_by_source: Mapping[str, int]
+    accepted_by_source: Mapping[str, int]
+    prefill_tokens: int
+    reused_tokens: int
+    prefix_sequences: int
+    prefix_bytes: int
+    draft_sizes: Mapping[int, int]
+    cost_seconds: Mapping[int, float]
+
+
+@dataclass(slots=True)
+class Counters:
+    """The running totals behind `EngineStats`; written by the engine's thread alone."""
+
+    requests: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+    steps: int = 0
+    prefill_tokens: int = 0
+    reused_tokens: int = 0
+    drafted: dict[int, int] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)
+    draft_sizes: dict[int, int] = field(default_factory=dict)
+
+
+def count(counter: dict[int, int], key: int, amount: int = 1) -> None:
+    counter[key] = counter.get(key, 0) + amount

@@ -1,0 +1,52 @@
+"""Where each token of a forward stands and what it may see: committed rows, then a chain, then a draft tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The L tokens of one forward: `depths[i]` counts from the first of them, `sees[i, j]` includes i itself."""
+
+    depths: NDArray[np.int64]
+    sees: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.depths)
+
+
+def tree_layout(chain: int, parents: Sequence[int]) -> Layout:
+    """`chain` consecutive tokens, then tree nodes; a parent of -1 is the chain's last token, else a node's index."""
+    total = chain + len(parents)
+    depths = np.arange(total, dtype=np.int64)
+    sees = np.tri(total, dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        row, above = chain + node, chain + parent
+        depths[row] = depths[above] + 1
+        sees[row] = sees[above]
+        sees[row, row] = True
+    return Layout(depths, sees)
+
+
+def attention_mask(layout: Layout, past: int, *, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+    """The additive mask [1, 1, groups * L, past + L] of a layer that looks back `window` positions (None: all).
+
+    Committed rows stand at their position; a tree row's column follows them, whatever its position. The distance is
+    therefore taken between positions, never between columns.
+    """
+    hidden = np.zeros((len(layout), past + len(layout)), dtype=np.bool_)
+    hidden[:, past:] = ~layout.sees
+    if window is not None:
+        positions = past + layout.depths
+        columns = np.concatenate([np.arange(past), positions])
+        hidden |= columns[None, :] <= positions[:, None] - window
+    mask = torch.zeros(hidden.shape, dtype=dtype)
+    mask.masked_fill_(torch.from_numpy(hidden), torch.finfo(dtype).min)
+    return mask.repeat(groups, 1)[None, None]

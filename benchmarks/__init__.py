@@ -1,0 +1,1 @@
+"""Measurements behind `agentspec bench`; imported as `agentspec.benchmarks`."""

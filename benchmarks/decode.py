@@ -1,0 +1,239 @@
+"""Decoding speed of one request at a time: transformers, agentspec off, agentspec on with colder and warmer caches.
+
+Every variant answers the same token ids to the natural end of the text, one after another for each prompt and in an
+order that rotates from prompt to prompt, so that a busy machine hits all of them alike. A pair is one prompt under
+two variants; time is wall time including prefill. Each cache state is a tenant of its own and is not written to while
+it is measured; key/value rows are never kept between calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.benchmarks.prompt_sets import PromptSet, load_prompts
+from agentspec.benchmarks.stats import Ratio, distinct_ngrams, paired_ratio
+from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
+
+MAX_TOKENS = 512
+CONTROL_TOKENS = 128
+CONTROL_DISTINCT = 0.95
+WARM_COUNTS = (10, 100)
+LOOKUP_TOKENS = 10
+PREFIX_BYTES_OFF = 0
+
+TRANSFORMERS, LOOKUP, OFF, COLD, SECOND = "transformers", "prompt lookup", "off", "on, cold", "on, second pass"
+
+
+def warm_name(count: int) -> str:
+    return f"on, after {count} others"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One answer: its token ids, seconds from request to last token, and what speculation did."""
+
+    tokens: tuple[int, ...]
+    seconds: float
+    speculation: Speculation | None = None
+
+
+@dataclass(slots=True)
+class Table:
+    """Runs of one prompt set: `runs[variant][i]` answers prompt i."""
+
+    name: str
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+
+    def add(self, variant: str, run: Run) -> None:
+        self.runs.setdefault(variant, []).append(run)
+
+    def speeds(self, variant: str) -> list[float]:
+        """Tokens a second of each prompt."""
+        return [len(run.tokens) / run.seconds for run in self.runs[variant]]
+
+    def total_speed(self, variant: str) -> float:
+        runs = self.runs[variant]
+        return sum(len(run.tokens) for run in runs) / sum(run.seconds for run in runs)
+
+    def tokens_per_step(self, variant: str) -> float | None:
+        counted = [run for run in self.runs[variant] if run.speculation]
+        steps = sum(run.speculation.steps for run in counted if run.speculation)
+        return sum(len(run.tokens) for run in counted) / steps if steps else None
+
+    def identical(self, variant: str, baseline: str) -> int:
+        """How many answers equal the baseline's, token for token."""
+        pairs = zip(self.runs[variant], self.runs[baseline], strict=True)
+        return sum(left.tokens == right.tokens for left, right in pairs)
+
+    def ratio(self, variant: str, baseline: str) -> Ratio:
+        return paired_ratio(self.speeds(variant), self.speeds(baseline))
+
+
+Variant = Callable[[Sequence[int], int], Run]
+Progress = Callable[[str], None]
+
+
+def run_decode(model: str, *, sets: Sequence[PromptSet], limit: int | None, progress: Progress) -> list[Table]:
+    """Measure every variant on the prompt sets and the control; one table each. Raises what the backend raises."""
+    bench = Bench.load(model, progress)
+    try:
+        tables = [bench.measure(name, load_prompts(name)[:limit]) for name in sets]
+        return [*tables, bench.control(load_prompts("control")[:limit])]
+    finally:
+        bench.close()
+
+
+@dataclass(slots=True)
+class Bench:
+    """One loaded model, its plain transformers twin, and the warmed caches."""
+
+    backend: TorchBackend
+    peer: Any
+    loop: asyncio.AbstractEventLoop
+    progress: Progress
+
+    @classmethod
+    def load(cls, model: str, progress: Progress) -> Bench:
+        from transformers import AutoModelForCausalLM
+
+        from agentspec.backends.model_store import resolve
+        from agentspec.backends.torch import TorchBackend
+        from agentspec.cache import SuffixCache
+
+        progress(f"loading {model}")
+        settings = TorchSettings(model=model, prefix_bytes=PREFIX_BYTES_OFF)  # type: ignore[arg-type]
+        backend = TorchBackend.load(settings, cache=SuffixCache.open())
+        peer: Any = AutoModelForCausalLM.from_pretrained(resolve(model).folder, dtype="auto")
+        return cls(backend, peer.eval(), asyncio.new_event_loop(), progress)
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.backend.aclose())
+        self.loop.close()
+
+    def measure(self, name: PromptSet, prompts: Sequence[str]) -> Table:
+        table = Table(name)
+        encoded = [self.backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+        self._warm(encoded)
+        self._transformers(encoded[0])  # its first call sets things up that later ones find ready
+        variants = self._variants()
+        for index, prompt in enumerate(encoded):
+            self.progress(f"{name}: prompt {index + 1} of {len(encoded)}")
+            for label, variant in _rotated(variants, index):
+                table.add(label, variant(prompt, index))
+        return table
+
+    def control(self, prompts: Sequence[str]) -> Table:
+        """Sampled answers that do not repeat, speculation off and on; raises ValueError where they repeat after all."""
+        table = Table("control")
+        for index, prompt in enumerate(prompts):
+            self.progress(f"control: prompt {index + 1} of {len(prompts)}")
+            ids = self.backend.encode_chat([{"role": "user", "content": prompt}])
+            sampling = SamplingParams(temperature=1.0, seed=index, max_tokens=CONTROL_TOKENS)
+            variants = {OFF: self._agentspec(OFF, sampling, False), COLD: self._agentspec(COLD, sampling, True)}
+            for label, variant in _rotated(variants, index):
+                table.add(label, variant(ids, index))
+        _require_distinct(table.runs[OFF])
+        return table
+
+    def _warm(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Fill the tenants that stand for warmed caches: others of the kind, and the prompts themselves."""
+        others = [
+            self.backend.encode_chat([{"role": "user", "content": text}])
+            for text in load_prompts("edit_warm")[: max(WARM_COUNTS)]
+        ]
+        for count in WARM_COUNTS:
+            self._record(warm_name(count), others[:count])
+        self._record(SECOND, prompts)
+
+    def _record(self, tenant: str, prompts: Sequence[Sequence[int]]) -> None:
+        for index, prompt in enumerate(prompts):
+            self.progress(f"warming {tenant!r}: {index + 1} of {len(prompts)}")
+            self._generate(prompt, tenant, f"warm-{index}", _greedy(), speculation=True, store=True)
+
+    def _variants(self) -> dict[str, Variant]:
+        warm = {warm_name(count): self._agentspec(warm_name(count), _greedy(), True) for count in WARM_COUNTS}
+        return {
+            TRANSFORMERS: lambda prompt, _: self._transformers(prompt),
+            LOOKUP: lambda prompt, _: self._transformers(prompt, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+            OFF: self._agentspec(OFF, _greedy(), False),
+            COLD: self._agentspec(COLD, _greedy(), True),
+            **warm,
+            SECOND: self._agentspec(SECOND, _greedy(), True),
+        }
+
+    def _agentspec(self, tenant: str, sampling: SamplingParams, speculation: bool) -> Variant:
+        def variant(prompt: Sequence[int], index: int) -> Run:
+            owner = f"{tenant} {index}" if tenant == COLD else tenant
+            return self._generate(prompt, owner, f"run-{index}", sampling, speculation=speculation, store=False)
+
+        return variant
+
+    def _generate(
+        self,
+        prompt: Sequence[int],
+        tenant: str,
+        session: str,
+        sampling: SamplingParams,
+        *,
+        speculation: bool,
+        store: bool,
+    ) -> Run:
+        request = GenerateRequest(
+            model=self.backend.model_name,
+            token_ids=prompt,
+            sampling=sampling,
+            labels=Labels(session=session),
+            tenant=tenant,
+            speculation=speculation,
+            store=store,
+        )
+        return self.loop.run_until_complete(self._collect(request))
+
+    async def _collect(self, request: GenerateRequest) -> Run:
+        tokens: list[int] = []
+        stats: Speculation | None = None
+        start = time.perf_counter()
+        async for delta in self.backend.generate(request):
+            tokens.extend(delta.token_ids)
+            stats = delta.speculation or stats
+        return Run(tuple(tokens), time.perf_counter() - start, stats)
+
+    def _transformers(self, prompt: Sequence[int], **options: int) -> Run:
+        import torch
+
+        ids = torch.tensor([list(prompt)])
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = self.peer.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS, **options
+            )
+        seconds = time.perf_counter() - start
+        return Run(tuple(output[0, ids.shape[1] :].tolist()), seconds)
+
+
+def _greedy() -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+
+def _rotated(variants: Mapping[str, Variant], by: int) -> Iterator[tuple[str, Variant]]:
+    items = list(variants.items())
+    start = by % len(items)
+    yield from items[start:] + items[:start]
+
+
+def _require_distinct(runs: Sequence[Run]) -> None:
+    """The control is one only if its text does not repeat: judged over all answers together."""
+    shares = [distinct_ngrams(run.tokens) for run in runs]
+    share = sum(shares) / len(shares)
+    if share < CONTROL_DISTINCT:
+        raise ValueError(
+            f"the control repeats itself: {share:.3f} of its 4-grams are distinct, need {CONTROL_DISTINCT}"
+        )

@@ -1,0 +1,214 @@
+"""The native suffix index and drafter with Python types. Thin: no algorithm lives here.
+
+`cache/reference.py` does the same in plain Python and explains what is computed. Every method may be called from
+several threads at once; the interpreter lock is released meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
+from agentspec.errors import CacheFormatError, ConfigurationError, InvalidRequestError
+from agentspec.types import Draft
+
+T = TypeVar("T")
+
+
+class NativeExtensionError(ConfigurationError, ImportError):
+    """The native extension is not built for this interpreter."""
+
+
+try:
+    from agentspec.cache import _native
+except ImportError as error:
+    raise NativeExtensionError(f"agentspec's native extension is missing: run `pip install -e .` ({error})") from error
+
+DEPTH = 64
+"""Contexts count up to this many tokens."""
+
+_SCAN_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Successors:
+    """What followed a context: distinct tokens in ascending order with their counts, and the newest of all."""
+
+    tokens: NDArray[np.int32]
+    counts: NDArray[np.int64]
+    most_recent: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One row per sequence. `last_used` is a clock that ticks with every insert and hit."""
+
+    sequences: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    hits: NDArray[np.int64]
+    last_used: NDArray[np.int64]
+
+
+class SuffixIndex:
+    """Which tokens followed a context, over many sequences of token ids named by integers.
+
+    Unknown sequences raise `KeyError`, appending to a closed one `InvalidRequestError`. At most `tail` tokens are
+    matched one by one and a sorted run is at least `ratio` times as large as the next; answers depend on neither.
+    """
+
+    def __init__(self, *, tail: int = 128, ratio: int = 8) -> None:
+        self._native = _native.SuffixIndex(tail, ratio)
+
+    def append(self, sequence: int, tokens: TokensLike, context: TokensLike = EMPTY) -> None:
+        """Add tokens at the end of a sequence; visible to queries at once. A new sequence is opened.
+
+        `context`, for a new sequence only, is what stood before it: it is matched, and never counted or drafted.
+        """
+        try:
+            self._native.append(sequence, as_tokens(tokens), as_tokens(context, "context"))
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+
+    def close(self, sequence: int) -> None:
+        """Refuse further tokens for a sequence."""
+        self._known(sequence, self._native.close)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens of an open sequence from `length` on."""
+        try:
+            self._native.truncate(sequence, length)
+        except IndexError:
+            raise KeyError(sequence) from None
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+
+    def remove(self, sequences: Sequence[int] | NDArray[np.int64]) -> None:
+        """Forget sequences in one pass over the index. Unknown ones are ignored."""
+        self._native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
+
+    def tokens(self, sequence: int) -> Tokens:
+        return self._known(sequence, self._native.tokens)
+
+    def length(self, sequence: int) -> int:
+        return self._known(sequence, self._native.length)
+
+    def common_prefix(self, sequence: int, tokens: TokensLike) -> int:
+        """Number of leading tokens that the sequence shares with `tokens`.
+
+        Called with one prompt for many sessions, so an int32 array is taken as it is.
+        """
+        ready = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.flags.c_contiguous
+        array = cast(Tokens, tokens) if ready else as_tokens(tokens)
+        return self._known(sequence, lambda known: self._native.common_prefix(known, array))
+
+    def count(self, context: TokensLike) -> int:
+        """How often the last `DEPTH` tokens of a non-empty context occurred with a token after them."""
+        return self._native.count(_context(context))
+
+    def successors(self, context: TokensLike) -> Successors:
+        """The tokens that followed the last `DEPTH` tokens of a non-empty context."""
+        tokens, counts, most_recent = self._native.successors(_context(context))
+        return Successors(tokens, counts, most_recent if most_recent >= 0 else None)
+
+    def usage(self) -> Usage:
+        return Usage(*self._native.usage())
+
+    @property
+    def sequence_count(self) -> int:
+        return self._native.sequence_count
+
+    @property
+    def token_count(self) -> int:
+        return self._native.token_count
+
+    def memory_bytes(self) -> int:
+        """Bytes held, by the capacity of every part. Constant time."""
+        return self._native.memory_bytes()
+
+    def check_integrity(self) -> None:
+        """Raise `CacheFormatError` saying what is wrong when an invariant does not hold. Linear in the index."""
+        try:
+            self._native.check_integrity()
+        except RuntimeError as error:
+            raise CacheFormatError(str(error)) from error
+
+    @staticmethod
+    def _known(sequence: int, call: Callable[[int], T]) -> T:
+        try:
+            return call(sequence)
+        except IndexError:
+            raise KeyError(sequence) from None
+
+
+Sourced = tuple[SuffixIndex, int]
+"""An index and the `Source` its tokens go by."""
+
+
+class Drafter:
+    """Blends match lengths and indexes into calibrated draft trees, and learns how far to trust each.
+
+    Of more than `scan_limit` new matches in one sorted run an even sample is looked at.
+    """
+
+    def __init__(self, *, scan_limit: int = _SCAN_LIMIT) -> None:
+        self._native = _native.Drafter(scan_limit)
+
+    def draft(
+        self, indexes: Sequence[Sourced], context: TokensLike, max_tokens: int = 32, min_probability: float = 0.0
+    ) -> Draft:
+        """A tree continuing `context`, most likely paths first; at equal match length an earlier index goes first.
+
+        Raises `InvalidRequestError` for a bad budget, an index given twice or an unknown source.
+        """
+        require_budget(max_tokens, min_probability)
+        pairs = [(index._native, source) for index, source in indexes]
+        try:
+            tree = self._native.draft(pairs, as_tokens(context, "context")[-DEPTH:], max_tokens, min_probability)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+        return Draft(*tree)
+
+    def observe(self, indexes: Sequence[Sourced], context: TokensLike, tokens: TokensLike) -> None:
+        """Learn from `tokens`, which turned out to follow `context`. Call before adding them to any index."""
+        pairs = [(index._native, source) for index, source in indexes]
+        try:
+            self._native.observe(pairs, as_tokens(context, "context")[-DEPTH:], as_tokens(tokens))
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+
+    def observe_end(self, token: int) -> None:
+        """Learn that an output ended with `token`: less is then drafted behind it."""
+        self._native.observe_end(token)
+
+    def state(self) -> NDArray[np.float64]:
+        """What was learned, as plain numbers for `restore`."""
+        return self._native.state()
+
+    def restore(self, state: NDArray[np.float64]) -> None:
+        """Take over a learned state. Raises `CacheFormatError` where it is not one of this version."""
+        try:
+            self._native.restore(np.ascontiguousarray(state, dtype=np.float64))
+        except ValueError as error:
+            raise CacheFormatError(str(error)) from error
+
+
+def require_budget(max_tokens: int, min_probability: float) -> None:
+    """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
+        raise InvalidRequestError(f"max_tokens must be an integer, 0 or more, not {max_tokens!r}", param="max_tokens")
+    if not isinstance(min_probability, int | float | np.floating) or not 0.0 <= min_probability <= 1.0:
+        raise InvalidRequestError(
+            f"min_probability must lie between 0 and 1, not {min_probability!r}", param="min_probability"
+        )
+
+
+def _context(context: TokensLike) -> Tokens:
+    array = as_tokens(context, "context")
+    if array.size == 0:
+        raise InvalidRequestError("a context needs at least one token", param="context")
+    return array

@@ -1,0 +1,138 @@
+// Python bindings: conversions only. The interpreter lock is released around every call into the index.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+#include <utility>
+
+#include "drafter.hpp"
+#include "suffix_index.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace agentspec;
+
+namespace {
+
+template <class T>
+using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Output = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+using Indexes = std::vector<std::pair<const SuffixIndex*, int>>;
+
+template <class T>
+std::span<const T> view(const Input<T>& array) {
+    return {array.data(), array.size()};
+}
+
+template <class T>
+Output<T> array_of(std::vector<T> items) {
+    auto* owned = new std::vector<T>(std::move(items));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return Output<T>(owned->data(), {owned->size()}, owner);
+}
+
+template <class Call>
+auto unlocked(Call&& call) {
+    const nb::gil_scoped_release release;
+    return call();
+}
+
+std::vector<SourcedIndex> sourced(const Indexes& indexes) {
+    std::vector<SourcedIndex> out;
+    for (const auto& [index, source] : indexes) out.push_back({index, source});
+    return out;
+}
+
+void bind_index(nb::module_& m) {
+    using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<SuffixIndex>(m, "SuffixIndex")
+        .def(nb::init<std::size_t, std::size_t>(), "tail"_a = 128, "ratio"_a = 8)
+        .def(
+            "append",
+            [](SuffixIndex& self, SequenceId sequence, const Input<Token>& tokens, const Input<Token>& context) {
+                unlocked([&] { self.append(sequence, view(tokens), view(context)); });
+            },
+            "sequence"_a, "tokens"_a.noconvert(), "context"_a.noconvert())
+        .def("close", &SuffixIndex::close, "sequence"_a, Unlocked())
+        .def("truncate", &SuffixIndex::truncate, "sequence"_a, "length"_a, Unlocked())
+        .def(
+            "remove",
+            [](SuffixIndex& self, const Input<SequenceId>& sequences) { unlocked([&] { self.remove(view(sequences)); }); },
+            "sequences"_a.noconvert())
+        .def(
+            "tokens",
+            [](const SuffixIndex& self, SequenceId id) { return array_of(unlocked([&] { return self.tokens(id); })); },
+            "sequence"_a)
+        .def("length", &SuffixIndex::length, "sequence"_a, Unlocked())
+        .def(
+            "common_prefix",
+            [](const SuffixIndex& self, SequenceId id, const Input<Token>& tokens) {
+                return unlocked([&] { return self.common_prefix(id, view(tokens)); });
+            },
+            "sequence"_a, "tokens"_a.noconvert())
+        .def(
+            "count",
+            [](const SuffixIndex& self, const Input<Token>& context) {
+                return unlocked([&] { return self.count(view(context)); });
+            },
+            "context"_a.noconvert())
+        .def(
+            "successors",
+            [](const SuffixIndex& self, const Input<Token>& context) {
+                Successors found = unlocked([&] { return self.successors(view(context)); });
+                return std::tuple(array_of(std::move(found.tokens)), array_of(std::move(found.counts)),
+                                  found.most_recent);
+            },
+            "context"_a.noconvert())
+        .def("usage",
+             [](const SuffixIndex& self) {
+                 Usage usage = unlocked([&] { return self.usage(); });
+                 return std::tuple(array_of(std::move(usage.sequences)), array_of(std::move(usage.lengths)),
+                                   array_of(std::move(usage.hits)), array_of(std::move(usage.last_used)));
+             })
+        .def_prop_ro("sequence_count", &SuffixIndex::sequence_count, Unlocked())
+        .def_prop_ro("token_count", &SuffixIndex::token_count, Unlocked())
+        .def_prop_ro("run_count", &SuffixIndex::run_count, Unlocked())
+        .def("memory_bytes", &SuffixIndex::memory_bytes, Unlocked())
+        .def("check_integrity", &SuffixIndex::check_integrity, Unlocked());
+}
+
+void bind_drafter(nb::module_& m) {
+    nb::class_<Drafter>(m, "Drafter")
+        .def(nb::init<std::uint32_t>(), "scan_limit"_a)
+        .def(
+            "draft",
+            [](const Drafter& self, const Indexes& indexes, const Input<Token>& context, std::size_t max_tokens,
+               double min_probability) {
+                DraftTree tree = unlocked(
+                    [&] { return self.draft(sourced(indexes), view(context), max_tokens, min_probability); });
+                return std::tuple(array_of(std::move(tree.tokens)), array_of(std::move(tree.parents)),
+                                  array_of(std::move(tree.probabilities)), array_of(std::move(tree.match_length)),
+                                  array_of(std::move(tree.sources)));
+            },
+            "indexes"_a, "context"_a.noconvert(), "max_tokens"_a, "min_probability"_a)
+        .def(
+            "observe",
+            [](Drafter& self, const Indexes& indexes, const Input<Token>& context, const Input<Token>& tokens) {
+                unlocked([&] { self.observe(sourced(indexes), view(context), view(tokens)); });
+            },
+            "indexes"_a, "context"_a.noconvert(), "tokens"_a.noconvert())
+        .def("observe_end", &Drafter::observe_end, "token"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("state", [](const Drafter& self) { return array_of(unlocked([&] { return self.state(); })); })
+        .def(
+            "restore",
+            [](Drafter& self, const Input<double>& state) { unlocked([&] { self.restore(view(state)); }); },
+            "state"_a.noconvert());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "The native suffix index and drafter; use them through agentspec.cache.index.";
+    bind_index(m);
+    bind_drafter(m);
+}

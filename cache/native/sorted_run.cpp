@@ -1,0 +1,125 @@
+#include "sorted_run.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <span>
+
+namespace agentspec {
+namespace {
+
+constexpr auto kBoundaryHalf = static_cast<std::uint32_t>(kBoundary);
+
+constexpr std::uint64_t kSigns = 0x8000000080000000;  // flips two signs: boundaries sort below tokens
+
+bool holds_boundary(std::uint64_t pair) {
+    return static_cast<std::uint32_t>(pair >> 32) == kBoundaryHalf || static_cast<std::uint32_t>(pair) == kBoundaryHalf;
+}
+
+/// Order of two unequal pairs; zero when both contexts ended at the nearer token, so that the farther one is foreign.
+int compare_pairs(std::uint64_t a, std::uint64_t b) {
+    const auto near = static_cast<std::uint32_t>(a >> 32);
+    if (near == static_cast<std::uint32_t>(b >> 32) && near == kBoundaryHalf) return 0;
+    return (a ^ kSigns) < (b ^ kSigns) ? -1 : 1;
+}
+
+struct Keyed {
+    std::uint64_t key;
+    Position position;
+
+    bool operator<(const Keyed& other) const {
+        return key != other.key ? key < other.key : position < other.position;
+    }
+};
+
+/// Sort contexts that share `depth` tokens by the next pair, then groups of equal pairs by what comes after: linear in
+/// the number of equal contexts, however long they are. What lies beyond a boundary is kept out of the key.
+void sort_from(const Token* log, std::span<Keyed> items, int depth) {
+    for (Keyed& item : items) {
+        const std::uint64_t pair = pair_before(log + item.position - depth);
+        const bool ended = static_cast<std::uint32_t>(pair >> 32) == kBoundaryHalf;
+        item.key = (ended ? pair | kBoundaryHalf : pair) ^ kSigns;
+    }
+    if (!std::is_sorted(items.begin(), items.end())) std::sort(items.begin(), items.end());
+    for (std::size_t begin = 0, end; begin < items.size(); begin = end) {
+        for (end = begin + 1; end < items.size() && items[end].key == items[begin].key; ++end) {
+        }
+        const bool differs_later = depth + 2 < kDepth && !holds_boundary(items[begin].key ^ kSigns);
+        if (end - begin > 1 && differs_later) sort_from(log, items.subspan(begin, end - begin), depth + 2);
+    }
+}
+
+}  // namespace
+
+int compare_contexts(const Token* a, const Token* b, int known) {
+    for (int depth = known; depth < kDepth; depth += 2) {
+        const std::uint64_t x = pair_before(a - depth), y = pair_before(b - depth);
+        if (x != y) return compare_pairs(x, y);
+        if (holds_boundary(x)) return 0;
+    }
+    return 0;
+}
+
+Run sort_positions(const Token* log, const Run& positions) {
+    std::vector<Keyed> keyed;
+    keyed.reserve(positions.size());
+    for (const Position position : positions) keyed.push_back({0, position});
+    sort_from(log, keyed, 0);
+    Run sorted;
+    sorted.reserve(keyed.size());
+    for (const Keyed& item : keyed) sorted.push_back(item.position);
+    return sorted;
+}
+
+Run merge_runs(const Token* log, const Run& older, const Run& newer) {
+    Run merged;
+    merged.reserve(older.size() + newer.size());
+    std::merge(older.begin(), older.end(), newer.begin(), newer.end(), std::back_inserter(merged),
+               [log](Position a, Position b) { return compare_contexts(log + a, log + b) < 0; });
+    return merged;
+}
+
+RunCursor::RunCursor(const Token* log, const Run& run, const Token* query_end)
+    : log_(log), run_(run.data()), query_end_(query_end), count_(static_cast<std::uint32_t>(run.size())) {
+    std::uint32_t low = 0, high = count_;
+    while (low < high) {
+        const std::uint32_t middle = low + (high - low) / 2;
+        const Token* end = log_ + run_[middle];
+        const int shared = shared_context(end, query_end_, std::min(left_, right_));
+        const bool before = shared < kDepth && end[-1 - shared] < query_end_[-1 - shared];
+        if (before) {
+            low = middle + 1;
+            left_ = shared;
+        } else {
+            high = middle;
+            right_ = shared;
+        }
+    }
+    low_ = high_ = low;
+}
+
+// Shared lengths fall with the distance from the insertion point, so a galloping search finds where they drop.
+void RunCursor::widen_left(int length) {
+    std::uint32_t step = 1;
+    while (step <= low_ && shared_at(low_ - step) >= length) {
+        low_ -= step;
+        step *= 2;
+    }
+    for (; step >= 1; step /= 2) {
+        if (step <= low_ && shared_at(low_ - step) >= length) low_ -= step;
+    }
+    left_ = low_ > 0 ? shared_at(low_ - 1) : 0;
+}
+
+void RunCursor::widen_right(int length) {
+    std::uint32_t step = 1;
+    while (step <= count_ - high_ && shared_at(high_ + step - 1) >= length) {
+        high_ += step;
+        step *= 2;
+    }
+    for (; step >= 1; step /= 2) {
+        if (step <= count_ - high_ && shared_at(high_ + step - 1) >= length) high_ += step;
+    }
+    right_ = high_ < count_ ? shared_at(high_) : 0;
+}
+
+}  // namespace agentspec

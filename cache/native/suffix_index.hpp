@@ -1,0 +1,143 @@
+// The suffix index: which tokens followed a context, over many sequences. No Python in here.
+//
+// All tokens lie in one log, piece by piece. Positions of the log are indexed by their context: the newest few in an
+// unsorted tail, the others in a handful of sorted runs that merge as they grow (the logarithmic method of Bentley and
+// Saxe, "Decomposable searching problems", 1980). Every public method is safe to call from several threads at once.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <shared_mutex>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "sorted_run.hpp"
+
+namespace agentspec {
+
+using SequenceId = std::int64_t;
+
+struct Successors {
+    std::vector<Token> tokens;          // ascending
+    std::vector<std::int64_t> counts;   // of the token at the same place
+    Token most_recent = kBoundary;      // kBoundary where there is none
+};
+
+struct Usage {
+    std::vector<SequenceId> sequences;
+    std::vector<std::int64_t> lengths, hits, last_used;  // last_used: a clock that ticks with every insert and hit
+};
+
+class SuffixIndex {
+public:
+    /// At most `tail` positions are matched one by one; a sorted run is at least `ratio` times as large as the next.
+    /// Drafts do not depend on either. Throws std::invalid_argument unless tail >= 1 and ratio >= 1.
+    explicit SuffixIndex(std::size_t tail = 128, std::size_t ratio = 8);
+
+    /// Add tokens at the end of a sequence, which is opened where it does not exist. `context` (new sequences only) is
+    /// what stood before: it is matched but never counted. Throws std::invalid_argument for a closed sequence or a
+    /// negative token, std::length_error when 2^32 positions are used up.
+    void append(SequenceId sequence, std::span<const Token> tokens, std::span<const Token> context = {});
+    /// Refuse further tokens for a sequence. Throws std::out_of_range where there is no such sequence, as all below.
+    void close(SequenceId sequence);
+    /// Forget all tokens from `length` on.
+    void truncate(SequenceId sequence, std::size_t length);
+    /// Forget sequences altogether, all in one pass over the index; unknown ones are ignored.
+    void remove(std::span<const SequenceId> sequences);
+
+    std::vector<Token> tokens(SequenceId sequence) const;
+    std::size_t length(SequenceId sequence) const;
+    /// Number of leading tokens that a sequence shares with `tokens`.
+    std::size_t common_prefix(SequenceId sequence, std::span<const Token> tokens) const;
+
+    /// How often the last min(64, n) tokens of a non-empty context occurred with a token after them.
+    std::int64_t count(std::span<const Token> context) const;
+    Successors successors(std::span<const Token> context) const;
+
+    std::size_t sequence_count() const;
+    std::size_t token_count() const;
+    std::size_t run_count() const;
+    Usage usage() const;
+    /// Bytes held by the index, by capacity of its parts. Constant time.
+    std::size_t memory_bytes() const;
+    /// Throws std::runtime_error with a description when an invariant does not hold. Linear in the index.
+    void check_integrity() const;
+
+private:
+    friend class IndexView;
+    struct Span {
+        Position begin, end;
+        std::size_t size() const { return end - begin; }
+    };
+    struct Sequence {
+        std::vector<Span> spans;
+        std::size_t length = 0;
+        bool closed = false;
+        std::atomic<std::int64_t> hits{0}, last_used{0};
+    };
+    struct Piece {
+        Position begin;
+        SequenceId sequence;
+    };
+
+    const Sequence& at(SequenceId sequence) const;
+    Sequence& at(SequenceId sequence);
+    void begin_piece(SequenceId id, Sequence& sequence, std::span<const Token> context);
+    std::vector<Token> context_before(Position end) const;
+    void settle();
+    std::vector<Span> take_from(Sequence& sequence, std::size_t length);
+    void drop(std::vector<Span> dead, double slack);
+    void shrink_log();
+    void compact();
+    const Piece& piece_of(Position position) const;
+    void touch(Position position) const;
+    template <class Visit>
+    void visit_matches(std::span<const Token> context, Visit&& visit) const;
+    void check_runs() const;
+    void check_positions() const;
+
+    const std::size_t tail_limit_, ratio_;
+    mutable std::shared_mutex mutex_;
+    mutable std::atomic<std::int64_t> clock_{0};
+    std::vector<Token> log_ = std::vector<Token>(kPadding, kBoundary);
+    std::vector<Piece> pieces_;  // by begin
+    mutable std::unordered_map<SequenceId, Sequence> sequences_;
+    std::vector<Run> runs_;      // largest first; every position below those of the tail
+    Run tail_;                   // ascending
+    std::size_t live_ = 0;       // tokens of all sequences
+};
+
+/// A query: up to kDepth tokens, padded so that comparisons never run over its start.
+class Query {
+public:
+    explicit Query(std::span<const Token> context);
+    const Token* end() const { return buffer_ + kPadding; }
+    int length() const { return length_; }
+    /// Replace by the last tokens of `context` followed by `path`.
+    void assign(std::span<const Token> context, std::span<const Token> path);
+
+private:
+    Token buffer_[kPadding];
+    int length_ = 0;
+};
+
+/// Read access to one index for a drafter. The caller holds `lock()` for as long as it uses the rest.
+class IndexView {
+public:
+    explicit IndexView(const SuffixIndex& index) : index_(&index) {}
+    std::shared_lock<std::shared_mutex> lock() const { return std::shared_lock(index_->mutex_); }
+    const SuffixIndex* index() const { return index_; }
+    const Token* log() const { return index_->log_.data(); }
+    const std::vector<Run>& runs() const { return index_->runs_; }
+    const Run& tail() const { return index_->tail_; }
+    Token token_at(Position position) const { return index_->log_[position]; }
+    /// Count a hit for the sequence that holds `position`.
+    void touch(Position position) const { index_->touch(position); }
+
+private:
+    const SuffixIndex* index_;
+};
+
+}  // namespace agentspec

@@ -1,0 +1,195 @@
+"""The suffix index and the drafter in plain Python: what `cache/native` computes, without what makes it fast.
+
+Read this first. The tests hold the native code to it: equal counts and successors, equal drafts. Every query looks at
+every token, so it is of no use for anything else.
+
+A *context* is what stands before a token, read backwards. Two contexts match over p tokens when their nearest p tokens
+are equal. Drafting asks, for the longest match lengths first, which tokens followed contexts like this one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+DEPTH = 64
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48)
+RECENCY_BONUS = 1.0
+NEGLIGIBLE = 1e-4
+PRIOR_TRIES, MEMORY = 6.0, 400.0
+END_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """`token` followed a context; later ones have a higher `time`."""
+
+    sequence: int
+    time: int
+    before: tuple[int, ...]
+    token: int
+
+    def shares(self, context: Sequence[int]) -> int:
+        """How many tokens of the context match, nearest first."""
+        shared = 0
+        for mine, theirs in zip(reversed(self.before), reversed(context[-DEPTH:]), strict=False):
+            if mine != theirs:
+                break
+            shared += 1
+        return shared
+
+
+@dataclass
+class ReferenceIndex:
+    """Sequences of tokens; `leads` holds what stood before each, which is matched but never counted."""
+
+    leads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    occurrences: list[Occurrence] = field(default_factory=list)
+    closed: set[int] = field(default_factory=set)
+    clock: int = 0
+
+    def append(self, sequence: int, tokens: Sequence[int], context: Sequence[int] = ()) -> None:
+        if sequence in self.closed or (sequence in self.leads and context):
+            raise ValueError(sequence)
+        past = [*self.leads.setdefault(sequence, tuple(context)), *self.tokens(sequence)]
+        for token in tokens:
+            self.clock += 1
+            self.occurrences.append(Occurrence(sequence, self.clock, tuple(past[-DEPTH:]), token))
+            past.append(token)
+
+    def close(self, sequence: int) -> None:
+        self.closed.add(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        kept = {o.time for o in [o for o in self.occurrences if o.sequence == sequence][:length]}
+        self.occurrences = [o for o in self.occurrences if o.sequence != sequence or o.time in kept]
+
+    def remove(self, sequences: Sequence[int]) -> None:
+        self.occurrences = [o for o in self.occurrences if o.sequence not in sequences]
+        self.closed -= set(sequences)
+        for sequence in sequences:
+            self.leads.pop(sequence, None)
+
+    def tokens(self, sequence: int) -> list[int]:
+        return [o.token for o in self.occurrences if o.sequence == sequence]
+
+    def matches(self, context: Sequence[int], length: int) -> list[Occurrence]:
+        """Oldest first."""
+        return [o for o in self.occurrences if o.shares(context) >= length]
+
+    def successors(self, context: Sequence[int]) -> tuple[Counter[int], int | None]:
+        """Counts of the tokens that followed the last DEPTH tokens of a context, and the newest of them."""
+        found = self.matches(context, min(len(context), DEPTH))
+        return Counter(o.token for o in found), found[-1].token if found else None
+
+
+Cell = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Level:
+    """The matches of one length in one index: symbols that no longer match offered, with their occurrences."""
+
+    source: int
+    length: int
+    counts: Counter[int]
+    newest: int
+    excluded: int
+
+    @property
+    def cell(self) -> Cell:
+        """What confidence is keyed by: source, length, and coarse numbers of occurrences, symbols and exclusions."""
+        excluded = 1 + bucket(self.excluded, 4) if self.excluded else 0
+        return self.source, self.length, bucket(self.counts.total(), 8), bucket(len(self.counts), 5), excluded
+
+    def share(self, token: int) -> float:
+        """Part of the level's probability that goes to a token: by count, with a bonus for the most recent."""
+        return self.counts[token] + (RECENCY_BONUS if token == self.newest else 0.0)
+
+
+def levels(indexes: Sequence[tuple[ReferenceIndex, int]], context: Sequence[int]) -> Iterator[Level]:
+    """Longest match first, earlier indexes first at each length (prediction by partial matching, with exclusion)."""
+    offered: set[int] = set()
+    for length in reversed(LENGTHS):
+        for index, source in indexes:
+            novel = [o for o in index.matches(context, length) if o.token not in offered]
+            if novel:
+                yield Level(source, length, Counter(o.token for o in novel), novel[-1].token, len(offered))
+                offered.update(o.token for o in novel)
+
+
+def bucket(n: float, buckets: int) -> int:
+    """0, 1, 2, 3, ... up to 1, 2, 4, 8, ...; the last takes all the rest."""
+    return min(buckets - 1, max(0, math.ceil(math.log2(n))))
+
+
+@dataclass
+class ReferenceDrafter:
+    """Running hit rate of every kind of level, and of going on after tokens that ended an output."""
+
+    rates: dict[Cell, tuple[float, float]] = field(default_factory=dict)
+    ends: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def record(self, cell: Cell) -> tuple[float, float]:
+        """(hits, tries) of a cell; before it saw anything, a guess from match length, occurrences and exclusions."""
+        log_odds = -1.9 + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
+        return self.rates.get(cell, (PRIOR_TRIES * (1.0 / (1.0 + math.exp(-log_odds))), PRIOR_TRIES))
+
+    def goes_on(self, token: int) -> float:
+        ends, gone_on = self.ends.get(token, (0.0, 0.0))
+        return (gone_on + 0.5) / (ends + gone_on + 0.5)
+
+    def observe(
+        self, indexes: Sequence[tuple[ReferenceIndex, int]], context: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """Learn from what followed `context`: every level down to the one that held the token was asked."""
+        for i, token in enumerate(tokens):
+            if token in self.ends:
+                self.ends[token] = self.ends[token][0], self.ends[token][1] + 1.0
+            for level in levels(indexes, [*context, *tokens[:i]]):
+                hit = token in level.counts
+                hits, tries = self.record(level.cell)
+                scale = 0.5 if tries + 1.0 > MEMORY else 1.0
+                self.rates[level.cell] = (hits + hit) * scale, (tries + 1.0) * scale
+                if hit:
+                    break
+
+    def observe_end(self, token: int) -> None:
+        ends, gone_on = self.ends.get(token, (0.0, 0.0))
+        self.ends[token] = ends + 1.0, max(0.0, gone_on - 1.0)
+        if len(self.ends) > END_TOKENS:
+            del self.ends[min(self.ends, key=lambda t: (self.ends[t][0], t))]
+
+    def draft(
+        self,
+        indexes: Sequence[tuple[ReferenceIndex, int]],
+        context: Sequence[int],
+        max_tokens: int,
+        min_probability: float = 0.0,
+    ) -> list[tuple[int, int, float, int, int]]:
+        """Rows of (token, parent, path probability, match length, source), likeliest path first."""
+        tree: list[tuple[int, int, float, int, int]] = []
+        open_: list[tuple[float, int, int, int, int]] = []
+        node, reach = -1, 1.0
+        while len(tree) < max_tokens and context:
+            path, at = [], node
+            while at >= 0:
+                path.append(tree[at][0])
+                at = tree[at][1]
+            for level in levels(indexes, [*context, *reversed(path)]):
+                hits, tries = self.record(level.cell)
+                scale = reach * (hits / tries) / (level.counts.total() + RECENCY_BONUS)
+                for token in level.counts:
+                    probability = scale * level.share(token)
+                    if probability >= max(min_probability, NEGLIGIBLE):
+                        heappush(open_, (-probability, node, token, level.length, level.source))
+                reach *= 1.0 - hits / tries
+            if not open_:
+                break
+            score, parent, token, length, source = heappop(open_)
+            tree.append((token, parent, -score, length, source))
+            node, reach = len(tree) - 1, -score * self.goes_on(token)
+        return tree

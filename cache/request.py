@@ -1,0 +1,148 @@
+"""One generation's view of the cache: draft, extend, close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentspec.cache.index import DEPTH, Drafter, Sourced, SuffixIndex, require_budget
+from agentspec.cache.sessions import TRANSCRIPT, Session
+from agentspec.cache.space import Space
+from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
+from agentspec.errors import CacheClosedError
+from agentspec.types import Draft, Labels, Source
+
+if TYPE_CHECKING:
+    from agentspec.cache.suffix_cache import SuffixCache
+
+_ROUND = 32  # tokens learned from before they are added to the session's index
+
+
+class CacheRequest:
+    """An open request. Leaving the `with` block without an exception closes it and shares its output.
+
+    Used by one thread at a time; different requests of one cache may run in different threads.
+    """
+
+    def __init__(
+        self, cache: SuffixCache, space: Space, session: Session, prompt: Tokens, labels: Labels, *, store: bool
+    ) -> None:
+        self.labels = labels
+        self.store = store
+        self._cache = cache
+        self._space = space
+        self._session = session
+        self._prompt_end = prompt[-DEPTH:].copy()
+        self._context = self._prompt_end
+        self._output: list[Tokens] = []
+        self._indexes: list[Sourced] = [(session.index, Source.SESSION), (space.shared, Source.SHARED)]
+        self._draft: Draft | None = None
+        self._open = True
+
+    @property
+    def context(self) -> Tokens:
+        """The last `DEPTH` tokens of prompt and output."""
+        return self._context
+
+    @property
+    def output(self) -> Tokens:
+        """Every token extended so far."""
+        return np.concatenate(self._output) if self._output else EMPTY
+
+    @property
+    def drafter(self) -> Drafter:
+        return self._space.drafter
+
+    @property
+    def indexes(self) -> list[Sourced]:
+        """What this request drafts from, the first going first at equal match length."""
+        return list(self._indexes)
+
+    def include(self, index: SuffixIndex, source: int) -> None:
+        """Draft from one more index too, such as one over a predicted output. It goes before the shared past."""
+        self._require_open()
+        self._indexes.insert(len(self._indexes) - 1, (index, source))
+
+    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft:
+        """Propose a token tree that continues prompt and output; empty when nothing similar was seen.
+
+        Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
+        """
+        self._require_open()
+        require_budget(max_tokens, min_probability)
+        self._draft = self.drafter.draft(self._indexes, self._context, max_tokens, min_probability)
+        return self._draft
+
+    def extend(self, tokens: TokensLike) -> None:
+        """Record the tokens committed in this round, the target's own included. The session sees them at once.
+
+        Raises `InvalidRequestError` for what are not token ids, `CacheClosedError` after close.
+        """
+        self._require_open()
+        committed = as_tokens(tokens)
+        self._count(committed)
+        for start in range(0, len(committed), _ROUND):
+            part = committed[start : start + _ROUND]
+            self.drafter.observe(self._indexes, self._context, part)
+            self._session.index.append(TRANSCRIPT, part)
+            self._context = np.concatenate((self._context, part))[-DEPTH:]
+        if len(committed):
+            self._output.append(committed.copy())
+            self._cache._grown(self._space, self._session)
+
+    def close(self) -> None:
+        """End cleanly: the output joins the namespace's shared past. Idempotent."""
+        self._end(self._share)
+
+    def abandon(self) -> None:
+        """End without sharing: the output so far is partial and stays in this session alone. Idempotent."""
+        self._end(self._cache._abandoned)
+
+    def _share(self) -> None:
+        if self._output:
+            self.drafter.observe_end(int(self._context[-1]))
+            self._cache._share(self._space, self.labels, self.output, self._prompt_end)
+
+    def _end(self, act: Callable[[], None]) -> None:
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if not self._cache.closed and self.store:
+                act()
+        finally:
+            self._cache._release(self._space, self._session)
+
+    def __enter__(self) -> CacheRequest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise CacheClosedError("this cache request is closed")
+        self._cache._require_open()
+
+    def _count(self, committed: Tokens) -> None:
+        """Follow the committed tokens down the last draft, to know how many were accepted."""
+        if self._draft is None:
+            return
+        draft, self._draft = self._draft, None
+        edges = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
+        children = {edge: node for node, edge in enumerate(edges)}
+        node, accepted = -1, 0
+        for token in committed.tolist():
+            if (node, token) not in children:
+                break
+            node = children[node, token]
+            accepted += 1
+        self._cache._drafted(len(draft), accepted)

@@ -1,0 +1,122 @@
+"""Sessions: each conversation's own index over its latest transcript, extended by the difference only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+
+from agentspec.cache.index import SuffixIndex
+from agentspec.cache.tokens import Tokens
+
+TRANSCRIPT = 0
+"""Number of the one sequence in a session's index."""
+
+_OVERHEAD = 1024  # bytes of the Python objects around an index
+_SEARCHED = 512  # sessions looked through for one that a prompt continues
+
+
+class Session:
+    """One conversation. Not thread-safe: the request that acquired it is its only user."""
+
+    __slots__ = ("_mark", "_needed", "busy", "index", "measured", "name")
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.index = SuffixIndex()
+        self.busy = True
+        self.measured = 0
+        self._needed = 0  # tokens of the last prompt that a continuation must share
+        self._mark = b""  # the last of them
+
+    def begin(self, prompt: Tokens, most: int) -> None:
+        """Make the transcript `prompt`: what it shares with the last one stays, the rest is cut off or added.
+
+        A prompt of more than `most` tokens is remembered by its end only.
+        """
+        kept = prompt[-most:]
+        known = self.index.common_prefix(TRANSCRIPT, kept) if self.index.sequence_count else 0
+        if not self.index.sequence_count or known < self.index.length(TRANSCRIPT) // 2:
+            self.index, known = SuffixIndex(), 0
+        elif known < self.index.length(TRANSCRIPT):
+            self.index.truncate(TRANSCRIPT, known)
+        self.index.append(TRANSCRIPT, kept[known:])
+        self._needed = len(kept) - min(16, len(kept) // 4)
+        self._mark = _mark(kept, self._needed)
+
+    def size(self) -> int:
+        """Bytes this session takes."""
+        return self.index.memory_bytes() + _OVERHEAD
+
+    def continued_by(self, prompt: Tokens) -> int:
+        """Tokens shared with `prompt` when it goes on from this session's last prompt, else 0.
+
+        The last few tokens of that prompt may differ: chat templates end a prompt otherwise than they continue it.
+        """
+        if len(prompt) < self._needed or _mark(prompt, self._needed) != self._mark:
+            return 0  # the usual case, and much cheaper than comparing whole transcripts
+        shared = self.index.common_prefix(TRANSCRIPT, prompt)
+        return shared if shared >= self._needed else 0
+
+
+def _mark(prompt: Tokens, end: int) -> bytes:
+    return prompt[max(0, end - 8) : end].tobytes()
+
+
+class Sessions:
+    """The sessions of one namespace, least recently used first. The caller holds the cache's lock."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[int, Session] = OrderedDict()
+        self._by_name: dict[str, Session] = {}
+        self.memory_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def acquire(self, name: str | None, prompt: Tokens) -> Session:
+        """The session of that name, or without a name the one that `prompt` continues; a new one where there is none.
+
+        One that another request holds is not shared: the request gets a new, nameless session.
+        """
+        found = self._by_name.get(name) if name is not None else self._continued_by(prompt)
+        if found is not None and not found.busy:
+            found.busy = True
+            self._sessions.move_to_end(id(found))
+            return found
+        session = Session(name if found is None else None)
+        self._sessions[id(session)] = session
+        if session.name is not None:
+            self._by_name[session.name] = session
+        return session
+
+    def _continued_by(self, prompt: Tokens) -> Session | None:
+        newest = islice((session for session in reversed(self._sessions.values()) if not session.busy), _SEARCHED)
+        scored = [(session.continued_by(prompt), session) for session in newest]
+        shared, session = max(scored, key=lambda pair: pair[0], default=(0, None))
+        return session if shared else None
+
+    def measure(self, session: Session) -> None:
+        """Account for the session's present size."""
+        if id(session) in self._sessions:
+            size = session.size()
+            self.memory_bytes += size - session.measured
+            session.measured = size
+
+    def release(self, session: Session) -> None:
+        session.busy = False
+        self.measure(session)
+
+    def evict(self) -> bool:
+        """Forget the least recently used idle session; false where there is none."""
+        session = next((session for session in self if not session.busy), None)
+        if session is None:
+            return False
+        del self._sessions[id(session)]
+        if session.name is not None:
+            del self._by_name[session.name]
+        self.memory_bytes -= session.measured
+        return True

@@ -1,0 +1,231 @@
+"""Sequences on disk: written behind by one thread, read on open, other processes' rows picked up as they come."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import sqlalchemy as sa
+from sqlalchemy import exc
+from sqlalchemy.dialects.sqlite import insert
+
+from agentspec.cache.batch_writer import BatchWriter
+from agentspec.cache.row import Row
+from agentspec.cache.schema import damaged, learned, open_database, sequences
+from agentspec.cache.writer_lock import WriterLock
+from agentspec.errors import CacheFormatError, CacheLockedError, ConfigurationError
+from agentspec.types import Labels, Namespace
+
+DATABASE = "sequences.sqlite3"
+_POLL_SECONDS = 1.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _UsageUpdate:
+    hits: list[tuple[int, int]]
+    learned: dict[str, bytes]
+
+
+class Store:
+    """The database of one folder. Thread-safe. Open it with `Store.open`."""
+
+    def __init__(self, folder: Path, engine: sa.Engine, lock: WriterLock | None, disk_bytes: int | None) -> None:
+        self.folder = folder
+        self.mode: Literal["writer", "follower"] = "writer" if lock else "follower"
+        self._engine = engine
+        self._lock = lock
+        self._disk_limit = disk_bytes
+        self._writer: BatchWriter[Row | _UsageUpdate] = BatchWriter(self._commit, name="agentspec-cache-writer")
+        self._poll_lock = threading.Lock()
+        self._polled_at = time.monotonic()
+        self._last_id = 0
+
+    @classmethod
+    def open(cls, folder: Path, *, disk_bytes: int | None, mode: Literal["auto", "writer", "follower"]) -> Store:
+        """Raises `CacheLockedError`, `CacheFormatError`, and `ConfigurationError` for a folder that cannot be used."""
+        folder = folder.expanduser().absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = cls._take_lock(folder, mode)
+        except OSError as error:
+            raise ConfigurationError(f"the cache folder {folder} cannot be used: {error}", param="path") from error
+        try:
+            engine = open_database(folder / DATABASE)
+        except BaseException as error:
+            if lock:
+                lock.release()
+            if isinstance(error, OSError | exc.OperationalError):
+                message = f"the cache database in {folder} cannot be opened: {error}"
+                raise ConfigurationError(message, param="path") from error
+            raise
+        return cls(folder, engine, lock, disk_bytes)
+
+    @staticmethod
+    def _take_lock(folder: Path, mode: str) -> WriterLock | None:
+        if mode == "follower":
+            return None
+        try:
+            return WriterLock(folder)
+        except CacheLockedError:
+            if mode == "writer":
+                raise
+            return None
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing is written any more."""
+        return self._writer.error
+
+    def put(self, row: Row) -> None:
+        """Store a sequence soon; `flush` waits for it."""
+        self._writer.put(row)
+
+    def put_usage(self, hits: list[tuple[int, int]], learned: dict[str, bytes]) -> None:
+        """Add hits to sequences; the writer also saves what each namespace (by key) learned."""
+        if hits or (learned and self._lock):
+            self._writer.put(_UsageUpdate(hits, learned if self._lock else {}))
+
+    def flush(self) -> None:
+        """Return when everything put so far is durable. Raises `CacheError` when it cannot be written."""
+        self._writer.flush()
+
+    def newest(self, most: int) -> list[Row]:
+        """The newest rows of at most `most` tokens together, oldest first. Raises `CacheFormatError` for damage."""
+        rows: list[Row] = []
+        query = sa.select(sequences).order_by(sequences.c.id.desc()).execution_options(yield_per=256)
+        try:
+            with self._engine.connect() as connection:
+                for record in connection.execute(query):
+                    self._last_id = max(self._last_id, record.id)
+                    most -= record.token_count
+                    if most < 0:
+                        break
+                    rows.append(self._row(record))
+        except exc.DatabaseError as error:
+            raise damaged(self.folder / DATABASE, error) from error
+        return rows[::-1]
+
+    def news(self, origin: int) -> list[Row]:
+        """Rows that processes other than `origin` added since the last look; nothing within a second of it."""
+        with self._poll_lock:
+            if time.monotonic() - self._polled_at < _POLL_SECONDS:
+                return []
+            self._polled_at = time.monotonic()
+            query = sa.select(sequences).where(sequences.c.id > self._last_id).order_by(sequences.c.id)
+            try:
+                with self._engine.connect() as connection:
+                    records = connection.execute(query).all()
+            except exc.DatabaseError as error:
+                _log.warning("new sequences of other processes cannot be read: %s", error)
+                return []
+            self._last_id = max((record.id for record in records), default=self._last_id)
+        return list(self._readable(record for record in records if record.number >> 32 != origin))
+
+    def _readable(self, records: Iterable[sa.Row[tuple[object, ...]]]) -> Iterator[Row]:
+        for record in records:
+            try:
+                yield self._row(record)
+            except CacheFormatError as error:
+                _log.warning("%s", error)
+
+    def learned(self) -> dict[str, bytes]:
+        """What was learned about drafting, by namespace key."""
+        with self._engine.connect() as connection:
+            return {row.namespace: row.state for row in connection.execute(sa.select(learned))}
+
+    def disk_bytes(self) -> int:
+        """Size of the database with its journal."""
+        files = (self.folder / (DATABASE + suffix) for suffix in ("", "-wal", "-shm"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def close(self) -> None:
+        """Write what is left and release the folder. Idempotent."""
+        self._writer.close()
+        self._engine.dispose()
+        if self._lock:
+            self._lock.release()
+
+    def _row(self, record: sa.Row[tuple[object, ...]]) -> Row:
+        try:
+            packed = np.frombuffer(zlib.decompress(record.tokens), dtype="<i4").astype(np.int32)
+        except (zlib.error, ValueError) as error:
+            raise damaged(self.folder / DATABASE, f"sequence {record.id}: {error}") from error
+        if len(packed) < record.token_count or packed.min(initial=0) < 0:
+            raise damaged(self.folder / DATABASE, f"sequence {record.id}")
+        split = len(packed) - record.token_count
+        return Row(
+            record.number,
+            Namespace(record.tenant, record.model_fingerprint, record.tokenizer_hash, record.template_hash),
+            Labels(record.session, record.workflow, record.step),
+            packed[split:],
+            packed[:split],
+            record.created_at,
+        )
+
+    # In the writer's thread.
+
+    def _commit(self, jobs: list[Row | _UsageUpdate]) -> None:
+        rows = [_record(job) for job in jobs if isinstance(job, Row)]
+        with self._engine.begin() as connection:
+            if rows:
+                connection.execute(sequences.insert(), rows)
+            for job in jobs:
+                if isinstance(job, _UsageUpdate):
+                    self._save_usage(connection, job)
+        if self._disk_limit is not None and self._lock and self.disk_bytes() > self._disk_limit:
+            self._shrink(self._disk_limit)
+
+    def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> None:
+        for number, hits in usage.hits:
+            row = sequences.update().where(sequences.c.number == number)
+            connection.execute(row.values(hits=sequences.c.hits + hits))
+        for namespace, state in usage.learned.items():
+            saved = insert(learned).values(namespace=namespace, state=state)
+            connection.execute(saved.on_conflict_do_update(index_elements=["namespace"], set_={"state": state}))
+
+    def _shrink(self, limit: int) -> None:
+        """Delete the oldest sequences, an eighth at a time, and give their room back to the file system."""
+        self._vacuum()
+        while self.disk_bytes() > limit:
+            with self._engine.begin() as connection:
+                total = connection.execute(sa.select(sa.func.count()).select_from(sequences)).scalar_one()
+                oldest = sa.select(sequences.c.id).order_by(sequences.c.id).limit(max(1, total // 8))
+                connection.execute(sequences.delete().where(sequences.c.id.in_(oldest)))
+            self._vacuum()
+            if total <= 1:
+                break
+
+    def _vacuum(self) -> None:
+        connection = self._engine.raw_connection()
+        try:
+            # A script runs each statement to its end; incremental_vacuum frees one page a step.
+            connection.cursor().executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
+        finally:
+            connection.close()
+
+
+def _record(row: Row) -> dict[str, object]:
+    packed = np.concatenate((row.context, row.tokens)).astype("<i4")
+    return {
+        "number": row.sequence,
+        "namespace": row.namespace.key,
+        "tenant": row.namespace.tenant,
+        "model_fingerprint": row.namespace.model_fingerprint,
+        "tokenizer_hash": row.namespace.tokenizer_hash,
+        "template_hash": row.namespace.template_hash,
+        "session": row.labels.session,
+        "workflow": row.labels.workflow,
+        "step": row.labels.step,
+        "token_count": len(row.tokens),
+        "tokens": zlib.compress(packed.tobytes(), level=1),
+        "created_at": row.created_at,
+        "hits": 0,
+    }

@@ -1,0 +1,289 @@
+"""The token cache: namespaces that share nothing, sessions that grow by the difference, a budget in bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from agentspec.cache.request import CacheRequest
+from agentspec.cache.row import Row
+from agentspec.cache.sessions import Session
+from agentspec.cache.space import Space
+from agentspec.cache.tokens import Tokens, TokensLike, as_tokens
+from agentspec.errors import CacheClosedError, ConfigurationError, InvalidRequestError
+from agentspec.types import Labels, Namespace
+
+if TYPE_CHECKING:
+    from agentspec.cache.store import Store
+
+__all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
+
+Mode = Literal["auto", "writer", "follower"]
+
+_BYTES_PER_TOKEN = 32  # most that an index holds for a token, with room to merge
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A snapshot. Counts are since open unless said otherwise; a step is an `extend` that followed a draft."""
+
+    namespaces: int = 0  # now
+    sessions: int = 0  # remembered now
+    sequences: int = 0  # in the shared past now
+    tokens: int = 0  # in the shared past now
+    memory_bytes: int = 0  # now
+    disk_bytes: int = 0  # now
+    requests: int = 0
+    steps: int = 0
+    hits: int = 0  # steps with at least one accepted token
+    drafted: int = 0
+    accepted: int = 0
+    partial: int = 0  # requests abandoned
+    evicted: int = 0  # sequences and sessions forgotten for room
+    mode: Literal["memory", "writer", "follower"] = "memory"
+    store_error: str | None = None  # why nothing is written any more
+
+
+class SuffixCache:
+    """Remembers prompts and outputs and drafts what is likely to come next. Thread-safe; a context manager.
+
+    Open it with `SuffixCache.open`.
+    """
+
+    def __init__(self, store: Store | None, namespace: Namespace, memory_bytes: int) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._memory_limit = memory_bytes
+        self._lock = threading.RLock()
+        self._spaces: dict[Namespace, Space] = {}
+        self._counts: Counter[str] = Counter()
+        self._learned: dict[str, bytes] = {}
+        # Sequence numbers are unique among the processes that share a store.
+        self._origin = int.from_bytes(os.urandom(4)) >> 1
+        self._sequence = count(self._origin << 32)
+        self.closed = False
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path | None = None,
+        *,
+        namespace: str | Namespace = "default",
+        memory_bytes: int = 512 << 20,
+        disk_bytes: int | None = None,
+        mode: Mode = "auto",
+    ) -> SuffixCache:
+        """A cache in memory, or with `path`, a folder, one that is there again after a restart.
+
+        `namespace` is where requests go that name none. `memory_bytes` bounds the index, `disk_bytes` the database.
+        One process per folder is its writer, which keeps the database within bounds; any number follow. Mode
+        "writer" raises `CacheLockedError` where another process is the writer, "auto" follows then. Raises
+        `ConfigurationError` for settings that cannot work, `CacheFormatError` for a database that cannot be read.
+        """
+        if mode not in ("auto", "writer", "follower"):
+            raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
+        for name, limit in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
+            if limit is not None and limit <= 0:
+                raise ConfigurationError(f"{name} must be positive, not {limit!r}")
+        if path is None:
+            return cls(None, Namespace.of(namespace), memory_bytes)
+        from agentspec.cache.store import Store
+
+        cache = cls(Store.open(Path(path), disk_bytes=disk_bytes, mode=mode), Namespace.of(namespace), memory_bytes)
+        try:
+            cache._load()
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
+    @property
+    def path(self) -> Path | None:
+        """The folder of a cache that is kept on disk."""
+        return self._store.folder if self._store else None
+
+    def request(
+        self,
+        prompt: TokensLike,
+        *,
+        namespace: str | Namespace | None = None,
+        session: str | None = None,
+        workflow: str | None = None,
+        step: str | None = None,
+        store: bool = True,
+    ) -> CacheRequest:
+        """Begin a generation that continues `prompt`. `store=False` keeps its output from the shared past.
+
+        Without a session name, the session whose last prompt this one continues is found. Raises
+        `InvalidRequestError` for what are not token ids, `CacheClosedError` after close.
+        """
+        tokens = as_tokens(prompt, "prompt")
+        if not isinstance(session, str | None):
+            raise InvalidRequestError(f"session must be a string or None, not {session!r}", param="session")
+        self._require_open()
+        self._follow()
+        with self._lock:
+            space = self._space(self._namespace if namespace is None else Namespace.of(namespace))
+            found = space.sessions.acquire(session, tokens)
+            self._add(requests=1)
+        try:
+            found.begin(tokens, most=max(1, self._memory_limit // (2 * _BYTES_PER_TOKEN)))
+            self._grown(space, found)
+        except BaseException:
+            self._release(space, found)
+            raise
+        return CacheRequest(self, space, found, tokens, Labels(session, workflow, step), store=store)
+
+    def flush(self) -> None:
+        """Return when everything closed so far is on disk. Raises `CacheError` when it cannot be written."""
+        self._require_open()
+        if self._store:
+            self._report_usage()
+            self._store.flush()
+
+    def stats(self) -> CacheStats:
+        """Raises `CacheClosedError` after close."""
+        self._require_open()
+        with self._lock:
+            spaces = self._spaces.values()
+            return CacheStats(
+                **self._counts,
+                namespaces=len(spaces),
+                sessions=sum(len(space.sessions) for space in spaces),
+                sequences=sum(space.shared.sequence_count for space in spaces),
+                tokens=sum(space.shared.token_count for space in spaces),
+                memory_bytes=self._memory_bytes(),
+                disk_bytes=self._store.disk_bytes() if self._store else 0,
+                mode=self._store.mode if self._store else "memory",
+                store_error=self._store.error if self._store else None,
+            )
+
+    def check_integrity(self) -> None:
+        """Raise `CacheFormatError` when an index is damaged. Linear in the size of the cache."""
+        self._require_open()
+        with self._lock:
+            indexes = [space.shared for space in self._spaces.values()]
+            indexes += [session.index for space in self._spaces.values() for session in space.sessions]
+        for index in indexes:
+            index.check_integrity()
+
+    def close(self) -> None:
+        """Write what is left and release the folder. Requests still open cannot go on. Idempotent."""
+        with self._lock:
+            if self.closed:
+                return
+            if self._store:
+                self._report_usage()
+            self.closed = True
+            self._spaces.clear()
+        if self._store:
+            self._store.close()
+
+    def __enter__(self) -> SuffixCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What requests call back.
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise CacheClosedError("this cache is closed")
+
+    def _add(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def _drafted(self, drafted: int, accepted: int) -> None:
+        self._add(steps=1, drafted=drafted, accepted=accepted, hits=int(accepted > 0))
+
+    def _share(self, space: Space, labels: Labels, tokens: Tokens, context: Tokens) -> None:
+        sequence = next(self._sequence)
+        space.share(sequence, tokens, context)
+        if self._store:
+            self._store.put(Row(sequence, space.namespace, labels, tokens, context, time.time()))
+        self._enforce_budget()
+
+    def _abandoned(self) -> None:
+        self._add(partial=1)
+
+    def _grown(self, space: Space, session: Session) -> None:
+        """Account for a session's growth, and make room where it went over the budget."""
+        if session.size() == session.measured:
+            return
+        with self._lock:
+            space.sessions.measure(session)
+        self._enforce_budget()
+
+    def _release(self, space: Space, session: Session) -> None:
+        with self._lock:
+            space.sessions.release(session)
+
+    # Budget.
+
+    def _memory_bytes(self) -> int:
+        return sum(space.memory_bytes() for space in self._spaces.values())
+
+    def _enforce_budget(self) -> None:
+        """Evict until the measured size fits: from the largest namespace, so that a flood pushes out its own past."""
+        with self._lock:
+            spaces = sorted(self._spaces.values(), key=Space.memory_bytes)
+            while spaces and (excess := self._memory_bytes() - self._memory_limit) > 0:
+                evicted = spaces[-1].evict(excess)
+                self._add(evicted=evicted)
+                if not evicted:
+                    self._forget_if_empty(spaces.pop())
+                spaces.sort(key=Space.memory_bytes)
+
+    def _forget_if_empty(self, space: Space) -> None:
+        if not len(space.sessions) and not space.shared.sequence_count:
+            self._learned[space.namespace.key] = space.learned()
+            del self._spaces[space.namespace]
+            self._add(evicted=1)
+
+    # Store.
+
+    def _space(self, namespace: Namespace) -> Space:
+        if namespace not in self._spaces:
+            space = self._spaces[namespace] = Space(namespace)
+            if state := self._learned.get(namespace.key):
+                space.restore(state)
+        return self._spaces[namespace]
+
+    def _load(self) -> None:
+        """Rebuild the shared past from the newest rows that fit."""
+        assert self._store is not None
+        self._learned = self._store.learned()
+        self._take_in(self._store.newest(most=self._memory_limit // _BYTES_PER_TOKEN))
+
+    def _follow(self) -> None:
+        """Take in what other processes wrote since the last look, at most once a second."""
+        if self._store and (rows := self._store.news(self._origin)):
+            self._take_in(rows)
+
+    def _take_in(self, rows: list[Row]) -> None:
+        for row in rows:
+            with self._lock:
+                space = self._space(row.namespace)
+            space.share(row.sequence, row.tokens, row.context)
+        self._enforce_budget()
+
+    def _report_usage(self) -> None:
+        """Hand the store what changes without a request closing: hits, and what was learned about drafting."""
+        assert self._store is not None
+        with self._lock:
+            spaces = list(self._spaces.values())
+        self._store.put_usage(
+            [hits for space in spaces for hits in space.fresh_hits()],
+            {space.namespace.key: space.learned() for space in spaces},
+        )

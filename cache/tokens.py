@@ -1,0 +1,38 @@
+"""Token arrays at the door: everything inside works on contiguous int32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.errors import InvalidRequestError
+
+Tokens = NDArray[np.int32]
+TokensLike = NDArray[np.integer] | Sequence[int]
+
+EMPTY: Tokens = np.zeros(0, dtype=np.int32)
+_MAX = int(np.iinfo(np.int32).max)
+
+
+def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
+    """A one-dimensional contiguous int32 array, without a copy where `value` is one already.
+
+    Raises `InvalidRequestError`, with `param` set to `name`, for another dtype or shape and for ids outside
+    0 .. 2^31 - 1.
+    """
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise InvalidRequestError(f"{name} must be a flat sequence of token ids: {error}", param=name) from error
+    if array.ndim != 1:
+        raise InvalidRequestError(f"{name} must be one-dimensional, not of shape {array.shape}", param=name)
+    if array.size == 0:
+        return EMPTY
+    if array.dtype.kind not in "iu":
+        raise InvalidRequestError(f"{name} must be integers, not of dtype {array.dtype}", param=name)
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > _MAX:
+        raise InvalidRequestError(f"{name} must be ids from 0 to {_MAX}, not {low if low < 0 else high}", param=name)
+    return np.ascontiguousarray(array, dtype=np.int32)

@@ -1,0 +1,40 @@
+"""The official OpenAI client on a gateway that runs already (`agentspec serve`), with labels and a report.
+
+OPENAI_BASE_URL=http://127.0.0.1:8700/v1 python examples/proxy_client.py [MODEL]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from openai import DefaultHttpxClient, OpenAI
+
+import agentspec
+from agentspec import httpx_hooks, step
+
+client = OpenAI(
+    base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8700/v1"),
+    api_key=os.environ.get("OPENAI_API_KEY", "not needed unless the gateway has keys"),
+    http_client=DefaultHttpxClient(event_hooks=httpx_hooks()),
+)
+
+
+@step("greet", workflow="example")
+def greet(model: str) -> None:
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Say hello."}],
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},  # the hooks read usage and speculation off the last event
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            print(choice.delta.content or "", end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    greet(sys.argv[1] if len(sys.argv) > 1 else client.models.list().data[0].id)
+    print(agentspec.report())

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from agentspec.backends.model_store import ModelFiles, fetch, locate, resolve
+from agentspec.backends.model_store.store import compute_sha256
+from agentspec.errors import ModelUnavailableError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model folder in which only the names matter."""
+    path = tmp_path_factory.mktemp("folder")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (path / name).write_text("{}")
+    return path
+
+
+def loads(files: ModelFiles) -> int:
+    """How many tokens the model of `files` scores for one of them."""
+    program = (
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "ids = AutoTokenizer.from_pretrained(sys.argv[1])('A', return_tensors='pt').input_ids\n"
+        "print(model(ids).logits.shape[-1])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(files.folder)], capture_output=True, text=True, check=True
+    )
+    return int(result.stdout)
+
+
+def test_a_folder_is_taken_as_it_is(store, folder):
+    files = resolve(str(folder))
+    assert files.folder == folder
+    assert files == locate(str(folder)) == fetch(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["config.json", "pytorch_model.bin", "tokenizer.json"], "pytorch_model.bin is a pickle"),
+        (["config.json", "model.pt"], "model.pt is a pickle"),
+        (["config.json"], "holds no"),
+        (["model.safetensors", "tokenizer.json"], "no config.json"),
+        (["model.safetensors", "config.json"], "no tokenizer.json"),
+        (["a.gguf", "b.gguf"], "holds 2 .gguf files"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(store, tmp_path, names, message):
+    path = tmp_path / "model"
+    path.mkdir()
+    for name in names:
+        (path / name).write_text("{}")
+    with pytest.raises(ModelUnavailableError, match=message):
+        resolve(str(path))
+
+
+def test_a_file_of_another_kind_is_refused(store, tmp_path):
+    (tmp_path / "model.bin").write_text("x")
+    with pytest.raises(ModelUnavailableError, match=r"no \.gguf file"):
+        resolve(str(tmp_path / "model.bin"))
+
+
+@pytest.mark.parametrize("name", ["smollm2-135", "./absent", "absent.gguf", "a/b/c"])
+def test_an_unknown_name_says_what_could_be_given(store, name):
+    with pytest.raises(ModelUnavailableError, match="smollm2-135m, gemma3-270m"):
+        resolve(name)
+    assert locate(name) is None
+
+
+def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
+    assert locate(str(tiny_gguf)) is None
+    files = resolve(str(tiny_gguf), progress=False)
+    assert files.fingerprint == compute_sha256(tiny_gguf)
+    assert loads(files) == 64
+    written = (files.folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve(str(tiny_gguf)) == locate(str(tiny_gguf)) == files
+    assert (files.folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(store, tiny_gguf):
+    assert resolve(str(tiny_gguf.parent), progress=False).fingerprint == compute_sha256(tiny_gguf)
+
+
+def test_a_damaged_gguf_file_is_refused(store, tmp_path, tiny_gguf):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(tiny_gguf.read_bytes()[:1000])
+    with pytest.raises(ModelUnavailableError, match=r"cannot prepare .*damaged\.gguf"):
+        resolve(str(damaged), progress=False)
+    assert not [path for path in store.rglob("*") if path.name.startswith((".partial", "prepared"))]
+
+
+@pytest.fixture
+def as_builtin(builtin, monkeypatch) -> str:
+    module = importlib.import_module("agentspec.backends.model_store.resolve")
+    monkeypatch.setattr(module, "BUILTIN", {builtin.name: builtin})
+    return builtin.name
+
+
+def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, as_builtin, builtin):
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: resolve(as_builtin, progress=False), range(2))
+    assert first == second == locate(as_builtin)
+    assert first.fingerprint == builtin.sha256
+    assert sorted(path.name for path in (store / "tiny").iterdir()) == ["prepared", "tiny.gguf"]
+
+    weights = first.folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    (store / "tiny" / "tiny.gguf").write_bytes(b"also damaged")
+    assert locate(as_builtin) is None
+    assert fetch(as_builtin, progress=False) == first
+    assert weights.read_bytes() == whole
+    assert compute_sha256(store / "tiny" / "tiny.gguf") == builtin.sha256
+
+
+def test_a_file_put_into_the_store_by_hand_counts(store, as_builtin, tiny_gguf, monkeypatch):
+    monkeypatch.setenv("PIP_FIND_LINKS", "")  # nothing can be fetched
+    (store / "tiny").mkdir(parents=True)
+    shutil.copy(tiny_gguf, store / "tiny" / "tiny.gguf")
+    assert resolve(as_builtin, progress=False).folder == store / "tiny" / "prepared"
+
+
+@pytest.mark.model
+def test_the_default_model_is_the_pinned_artefact(default_model):
+    assert default_model.fingerprint.startswith("b179c9523d0e6a0f")
+    assert {path.name for path in default_model.folder.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+    assert locate("smollm2-135m") == default_model

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.backends.openai import OpenAIBackend, ProbeReport
+from agentspec.backends.settings import OpenAISettings
+
+pytestmark = pytest.mark.anyio
+
+
+def answer(body: Any, status: int = 200, content_type: str = "application/json") -> httpx.Response:
+    content = body if isinstance(body, str) else json.dumps(body)
+    stream = httpx.ByteStream(content.encode())
+    return httpx.Response(status, headers={"content-type": content_type}, stream=stream)
+
+
+class Upstream:
+    """An endpoint with the abilities it is given; like many real ones it ignores fields that it does not know."""
+
+    def __init__(self, *abilities: str, models: tuple[str, ...] = ("one", "two"), status: int = 200) -> None:
+        self._abilities = abilities
+        self._models = models
+        self._status = status
+        self.bodies: list[dict[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/models"):
+            return answer({"data": [{"id": name} for name in self._models]})
+        if self._status != 200:
+            return answer({"error": {"message": "broken"}}, self._status)
+        body = json.loads(request.content)
+        self.bodies.append(body)
+        continued = "continue" in self._abilities and body.get("continue_final_message")
+        usage = {"prompt_tokens": 8 if continued else 12, "completion_tokens": 1}
+        if body.get("stream"):
+            shown = {"choices": [], "usage": usage if "usage" in self._abilities else None}
+            content = f"data: {json.dumps(shown)}\n\ndata: [DONE]\n\n"
+            return answer(content, content_type="text/event-stream")
+        choice: dict[str, Any] = {"message": {"content": "x"}, "finish_reason": "length"}
+        if "ids" in self._abilities and body.get("return_token_ids"):
+            choice["token_ids"] = [1]
+        if "logprobs" in self._abilities and body.get("logprobs"):
+            choice["logprobs"] = {"content": [{"token": "x", "logprob": 0.0}]}
+        return answer({"choices": [choice], "usage": usage})
+
+
+def backend(upstream: Any, model: str | None = None) -> OpenAIBackend:
+    settings = OpenAISettings(base_url="http://upstream.test/v1", model=model)  # type: ignore[arg-type]
+    return OpenAIBackend(settings, transport=httpx.MockTransport(upstream))
+
+
+@pytest.mark.parametrize(
+    ("ability", "field"),
+    [
+        ("usage", "streaming_usage"),
+        ("ids", "token_ids"),
+        ("continue", "continue_final"),
+        ("logprobs", "logprobs"),
+    ],
+)
+async def test_each_ability_is_found_by_itself(ability: str, field: str) -> None:
+    report = await backend(Upstream(ability)).probe()
+    assert report == ProbeReport(reachable=True, models=("one", "two"), answers=True, **{field: True})
+
+
+async def test_requests_are_one_token_and_capabilities_follow() -> None:
+    upstream = Upstream("ids", "continue", "usage", "logprobs")
+    probed = backend(upstream)
+    await probed.probe()
+    assert {body["max_tokens"] for body in upstream.bodies} == {1}
+    assert {body["model"] for body in upstream.bodies} == {"one"}
+    assert probed.capabilities.token_ids and probed.capabilities.continue_final
+
+
+async def test_the_settings_model_is_probed() -> None:
+    upstream = Upstream()
+    await backend(upstream, "chosen").probe()
+    assert {body["model"] for body in upstream.bodies} == {"chosen"}
+
+
+async def test_an_upstream_that_refuses() -> None:
+    report = await backend(Upstream(status=400)).probe()
+    assert report.reachable and not report.answers and report.models == ("one", "two")
+    assert "broken" in (report.error or "")
+
+
+async def test_an_upstream_without_models() -> None:
+    report = await backend(Upstream(models=())).probe()
+    assert report.reachable and "lists no model" in (report.error or "")
+
+
+async def test_nobody_there() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    report = await backend(refuse).probe()
+    assert not report.reachable and "ConnectError" in (report.error or "")
+
+
+async def test_a_wrong_key_is_reachable() -> None:
+    report = await backend(lambda request: answer({}, 401)).probe()
+    assert report.reachable and not report.answers and "401" in (report.error or "")
+
+
+async def test_something_else_answers() -> None:
+    report = await backend(lambda request: answer("<html>")).probe()
+    assert not report.reachable and "not JSON" in (report.error or "")

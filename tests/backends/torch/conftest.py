@@ -1,0 +1,337 @@
+"""Tiny random models of every family, a byte tokenizer, and a laboratory that compares the engine with an oracle.
+
+The oracle is the untouched model, run without a cache on the whole text for every single token, and the sampling rule
+written out once more in plain numpy and integers. It shares no code with the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from agentspec.backends.torch.codec import Codec
+from agentspec.backends.torch.drafters import make_draft
+from agentspec.backends.torch.generation import Generation, Job, Shared
+from agentspec.backends.torch.loader import Loaded, prepare
+from agentspec.backends.torch.memory import Memory
+from agentspec.backends.torch.model import Rows
+from agentspec.governor import Governor, Pace
+from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
+
+EOS, USER, ASSISTANT = 256, 257, 258
+VOCAB = 259
+WINDOW = 6
+NEAR_TIE = 1e-3
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=WINDOW),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SHAPE, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "phi3": lambda: Phi3Config(**SHAPE),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=EOS,
+    ),
+}  # fmt: skip
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + m['role']) }}{% endif %}"
+    "<|{{ 'assistant' if m['role'] == 'assistant' else 'user' }}|>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny models gain nothing from threads, and lose much on a busy machine."""
+    torch.set_num_threads(1)
+
+
+def byte_tokenizer(template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per byte, plus an end of text and two chat markers."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=template)
+
+
+def tiny(name: str) -> Any:
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+
+
+class EagerGovernor(Governor):
+    """Verifies whatever is drafted, so that every draft meets the verifier."""
+
+    def choose(self, worth: Sequence[float], *, base: int = 1, context: int = 0) -> list[int]:
+        return list(range(len(worth)))
+
+    def pace(self) -> Pace:
+        return AlwaysAsk()
+
+
+class AlwaysAsk(Pace):
+    def ask(self) -> bool:
+        return True
+
+
+class ScriptedMemory(Memory):
+    """A place in a cache whose drafts come from a function of the text so far and the budget."""
+
+    def __init__(self, script: Callable[[list[int], int], Draft | None], prompt: Sequence[int]) -> None:
+        super().__init__(None)
+        self.script, self.text, self.clean = script, list(prompt), None
+
+    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
+        return self.script(self.text, max_tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.text += tokens
+
+    def close(self, *, clean: bool) -> None:
+        self.clean = clean
+
+
+@dataclass
+class Outcome:
+    """What one generation produced."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    speculation: Speculation | None = None
+    rounds: int = 0
+    generation: Generation | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.tokens += delta.token_ids
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        self.rounds += 1
+        if delta.finish_reason:
+            self.finish, self.usage, self.speculation = delta.finish_reason, delta.usage or Usage(), delta.speculation
+
+
+class Lab:
+    """One model twice: as the engine runs it, and untouched for the oracle."""
+
+    def __init__(self, module: Any, tokenizer: Any = None) -> None:
+        self.reference = copy.deepcopy(module)
+        self.loaded: Loaded = prepare(module, tokenizer or byte_tokenizer(), name="tiny", fingerprint="f")
+        self.target = self.loaded.target
+        self.codec = Codec(self.loaded.tokenizer)
+        self.divergences: list[str] = []
+
+    def run(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        script: Callable[[list[int], int], Draft | None] | None = None,
+        *,
+        max_tokens: int = 24,
+        stop_ids: Sequence[int] = (EOS,),
+        rows: Rows | None = None,
+        prediction: Sequence[int] | None = None,
+        governor: Governor | None = None,
+        max_draft: int = 48,
+    ) -> Outcome:
+        """Generate through the engine's own loop, verifying every draft of `script` (None: no speculation)."""
+        request = GenerateRequest(
+            "tiny", token_ids=list(prompt), sampling=sampling, speculation=script is not None or prediction is not None
+        )
+        predicted = None if prediction is None else list(prediction)
+        job = Job(request, list(prompt), max_tokens, frozenset(stop_ids), predicted, lambda item: None)
+        shared = Shared(self.target, self.codec, governor=governor or EagerGovernor(), max_draft_tokens=max_draft)
+        memory = ScriptedMemory(script or (lambda text, budget: None), prompt)
+        with torch.inference_mode():
+            generation = Generation(job, shared, rows or self.target.new_rows(1), memory)
+            outcome = Outcome(generation=generation)
+            while generation.finish is None:
+                if (delta := generation.advance()) is not None:
+                    outcome.add(delta)
+                    assert generation.rows.length == len(generation.tokens) - 1  # invariant I2
+                    assert generation.tokens == [*prompt, *outcome.tokens] == memory.text
+        return outcome
+
+    def oracle(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int = 24,
+        stop_ids: Sequence[int] = (EOS,),
+    ) -> list[int]:
+        answer: list[int] = []
+        while len(answer) < max_tokens and (not answer or answer[-1] not in stop_ids):
+            answer.append(int(np.argmax(self.scores(prompt, answer, sampling))))
+        return answer
+
+    def scores(self, prompt: Sequence[int], answer: Sequence[int], sampling: SamplingParams) -> np.ndarray:
+        """The perturbed scores [vocab] whose argmax is the next token; -inf where the rule excludes one."""
+        return plain_rule(self.logits([*prompt, *answer]), prompt, answer, sampling)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """The reference model's float32 logits [vocab] after `ids`."""
+        out = self.reference(input_ids=torch.tensor([list(ids)]), use_cache=False)
+        return out.logits[0, -1].float().numpy()
+
+    def require_same(
+        self, prompt: Sequence[int], sampling: SamplingParams, got: Sequence[int], want: Sequence[int]
+    ) -> None:
+        """Equal up to the first divergence, which must be a near-tie; each one is counted and printed."""
+        for i, (left, right) in enumerate(zip(got, want, strict=False)):
+            if left != right:
+                scores = self.scores(prompt, list(want[:i]), sampling)
+                gap = abs(float(scores[left] - scores[right]))
+                self.divergences.append(f"token {i}: {left} for {right}, gap {gap:.2e}")
+                print("near-tie divergence:", self.divergences[-1])
+                assert gap < NEAR_TIE, self.divergences[-1]
+                return
+        assert len(got) == len(want)
+
+
+def plain_rule(
+    logits: np.ndarray, prompt: Sequence[int], answer: Sequence[int], sampling: SamplingParams
+) -> np.ndarray:
+    """The sampling rule, written out plainly."""
+    scores = logits.astype(np.float64)
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
+    for token in {*prompt, *answer}:
+        scale = sampling.repetition_penalty
+        scores[token] = scores[token] / scale if scores[token] > 0 else scores[token] * scale
+    for token in set(answer):
+        scores[token] -= sampling.frequency_penalty * list(answer).count(token) + sampling.presence_penalty
+    if sampling.temperature == 0:
+        return scores
+    scores /= sampling.temperature
+    if sampling.min_p > 0:
+        scores[scores < scores.max() + math.log(sampling.min_p)] = -np.inf
+    if 0 < sampling.top_k < len(scores):
+        scores[scores < np.sort(scores)[-sampling.top_k]] = -np.inf
+    if sampling.top_p < 1:
+        order = np.argsort(-scores, kind="stable")
+        weights = np.exp(scores[order] - scores.max())
+        before = np.cumsum(weights / weights.sum()) - weights / weights.sum()
+        scores[order[before >= sampling.top_p]] = -np.inf
+    position = len(prompt) + len(answer)
+    return scores + np.array([plain_gumbel(sampling.seed or 0, position, token) for token in range(len(scores))])
+
+
+def _splitmix(word: int) -> int:
+    word %= 2**64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
+def plain_gumbel(seed: int, position: int, token: int) -> float:
+    golden = 0x9E3779B97F4A7C15
+    key = _splitmix(_splitmix(_splitmix(seed + golden)) + golden * (position + 1))
+    bits = _splitmix(token * golden + key) >> 32
+    return -math.log(-math.log1p(-min((bits + 0.5) / 2**32, 1 - 2**-25)))
+
+
+@pytest.fixture(scope="session", params=sorted(CONFIGS))
+def family(request: pytest.FixtureRequest) -> Lab:
+    """Each model family in turn."""
+    return Lab(tiny(request.param))
+
+
+@pytest.fixture(scope="session")
+def lab() -> Lab:
+    return Lab(tiny("llama"))
+
+
+@pytest.fixture(scope="session")
+def tree_of() -> Callable[[Sequence[int], Sequence[int]], Draft]:
+    """Make a draft from tokens and parents, every node equally probable."""
+    return lambda tokens, parents: make_draft(
+        tokens, parents, [0.5] * len(tokens), [1] * len(tokens), [0] * len(tokens)
+    )
+
+
+@pytest.fixture(scope="session")
+def lab_of() -> Callable[[str], Lab]:
+    """The laboratory of a family by name, made once."""
+    return functools.cache(lambda name: Lab(tiny(name)))
+
+
+@pytest.fixture(scope="session")
+def lab_class() -> type[Lab]:
+    return Lab
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[[str], Any]:
+    """A fresh model of a family."""
+    return tiny
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of() -> Callable[[str | None], PreTrainedTokenizerFast]:
+    """The byte tokenizer with another chat template."""
+    return byte_tokenizer
+
+
+@pytest.fixture(scope="session")
+def byte_tokens() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `from_pretrained` wants it."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    tiny("llama").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rule() -> Callable[..., np.ndarray]:
+    """The sampling rule written out plainly: logits, prompt, answer and params to perturbed scores."""
+    return plain_rule

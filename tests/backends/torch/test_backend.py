@@ -1,0 +1,250 @@
+"""The backend as its users see it: requests in, deltas out, on a real event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from agentspec.backends.base import Backend
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.backend import end_ids
+from agentspec.cache import SuffixCache
+from agentspec.errors import (
+    AgentSpecError,
+    ContextLengthError,
+    InvalidRequestError,
+    ModelUnavailableError,
+    OverloadedError,
+    ShuttingDownError,
+)
+from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture
+async def backend_of(lab: Any) -> AsyncIterator[Any]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(cache: SuffixCache | None = None, **settings: Any) -> TorchBackend:
+            backend = TorchBackend(lab.loaded, TorchSettings(**settings), cache)
+            stack.push_async_callback(backend.aclose)
+            return backend
+
+        yield make
+
+
+def ask(sampling: SamplingParams = GREEDY, **fields: Any) -> GenerateRequest:
+    prompt = {} if {"messages", "text", "token_ids"} & fields.keys() else {"messages": MESSAGES}
+    return GenerateRequest("tiny", sampling=sampling, **prompt, **fields)
+
+
+async def answer(backend: Backend, request: GenerateRequest) -> tuple[list[int], str, Delta]:
+    tokens: list[int] = []
+    text, last = "", Delta()
+    async for last in backend.generate(request):
+        tokens += last.token_ids
+        text += last.text
+    return tokens, text, last
+
+
+async def test_it_is_a_backend_and_says_what_it_can(backend_of: Any) -> None:
+    backend = backend_of()
+    assert isinstance(backend, Backend)
+    assert backend.capabilities.speculation and backend.capabilities.context_length == 512
+    assert not backend_of(max_draft_tokens=0).capabilities.speculation
+
+
+async def test_the_same_prompt_in_three_forms(backend_of: Any, lab: Any) -> None:
+    backend = backend_of()
+    ids = backend.encode_chat(MESSAGES)
+    tokens, text, last = await answer(backend, ask())
+    assert tokens == lab.oracle(ids, GREEDY, max_tokens=12)
+    assert (await answer(backend, ask(token_ids=ids)))[:2] == (tokens, text)
+    assert last.usage.prompt_tokens == len(ids) and last.finish_reason in ("stop", "length")
+    plain = await answer(backend, ask(text="hello"))
+    assert plain[0] == lab.oracle(backend.encode("hello"), GREEDY, max_tokens=12)
+    assert backend.decode(backend.encode("hello")) == "hello"
+
+
+async def test_an_assistant_message_can_be_continued(backend_of: Any, lab: Any) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    backend = backend_of()
+    tokens, _, _ = await answer(backend, ask(messages=messages, continue_final=True))
+    assert tokens == lab.oracle(backend.encode_chat(messages, continue_final=True), GREEDY, max_tokens=12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_second_pass_is_the_same_in_fewer_steps(backend_of: Any, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=4, max_tokens=60, logit_bias={256: -100.0})
+    with SuffixCache.open() as cache:
+        backend = backend_of(cache)
+        off = await answer(backend, ask(sampling, speculation=False, store=False))
+        first = await answer(backend, ask(sampling))
+        second = await answer(backend, ask(sampling, labels=Labels(session="s", workflow="w", step="x")))
+        assert off[:2] == first[:2] == second[:2]
+        assert off[2].speculation is None
+        assert second[2].speculation.steps <= first[2].speculation.steps
+        stats = backend.stats()
+    assert stats.tokens == 180 and stats.requests == 3 and stats.steps < 180
+    assert sum(stats.accepted_by_source.values()) > 0
+    assert stats.cost_seconds[1] > 0 and stats.attention == "agentspec_grouped" and stats.packed_layers == 15
+
+
+async def test_a_request_not_to_be_stored_is_not_recorded(backend_of: Any) -> None:
+    with SuffixCache.open() as cache:
+        backend = backend_of(cache)
+        await answer(backend, ask(store=False))
+        await answer(backend, ask(store=False, speculation=False))
+        assert cache.stats().sequences == 0
+        await answer(backend, ask(speculation=False))
+        assert cache.stats().sequences == 1
+
+
+async def test_tenants_share_nothing(backend_of: Any) -> None:
+    with SuffixCache.open() as cache:
+        backend = backend_of(cache)
+        await answer(backend, ask(tenant="a"))
+        assert (await answer(backend, ask(tenant="b")))[2].usage.cached_tokens == 0
+        assert cache.stats().namespaces == 2
+
+
+async def test_a_prediction_is_drafted_from(backend_of: Any) -> None:
+    backend = backend_of()
+    sampling = SamplingParams(temperature=0, max_tokens=40, logit_bias={256: -100.0, 257: -100.0, 258: -100.0})
+    tokens, text, _ = await answer(backend, ask(sampling))
+    again, _, last = await answer(backend, ask(sampling, prediction=text))
+    assert again == tokens
+    assert last.usage.accepted_prediction_tokens > 0
+    assert last.usage.rejected_prediction_tokens is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"token_ids": []}, InvalidRequestError, "prompt"),
+        ({"token_ids": [259]}, InvalidRequestError, "prompt"),
+        ({"token_ids": [-1]}, InvalidRequestError, "prompt"),
+        ({"text": ""}, InvalidRequestError, "prompt"),
+        ({"sampling": SamplingParams(logit_bias={259: 1.0})}, InvalidRequestError, "logit_bias"),
+        ({"messages": [{"role": "x", "content": ""}]}, InvalidRequestError, "messages"),
+        ({"token_ids": [1] * 512}, ContextLengthError, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, ContextLengthError, "messages"),
+        ({"token_ids": [1] * 500, "sampling": SamplingParams(max_tokens=13)}, ContextLengthError, "prompt"),
+    ],
+)
+async def test_what_cannot_be_generated_is_refused_by_name(
+    backend_of: Any, fields: dict[str, Any], error: type[AgentSpecError], param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        await answer(backend_of(), ask(**fields))
+    assert caught.value.param == param and type(caught.value) is error
+
+
+async def test_the_answer_ends_with_the_context(backend_of: Any, lab: Any) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=1, logit_bias={256: -100.0})
+    with SuffixCache.open() as cache:
+        backend = backend_of(cache)
+        tokens, _, last = await answer(backend, ask(sampling, token_ids=[7] * 490))
+        again, _, _ = await answer(backend, ask(sampling, token_ids=[7] * 490, prediction="xyz"))
+    assert len(tokens) == 22 and last.finish_reason == "length" and again == tokens
+    assert tokens == lab.oracle([7] * 490, sampling, max_tokens=22)
+
+
+async def test_default_length_of_an_answer(backend_of: Any) -> None:
+    sampling = SamplingParams(temperature=0, logit_bias={256: -100.0})
+    tokens, _, _ = await answer(backend_of(default_max_tokens=9), ask(sampling))
+    assert len(tokens) == 9
+
+
+async def test_without_a_seed_answers_differ(backend_of: Any) -> None:
+    backend = backend_of()
+    sampling = SamplingParams(temperature=2.0, max_tokens=30)
+    assert (await answer(backend, ask(sampling)))[0] != (await answer(backend, ask(sampling)))[0]
+
+
+async def test_closing_the_iterator_frees_the_place(backend_of: Any) -> None:
+    backend = backend_of(max_active=1, max_queue=1)
+    endless = SamplingParams(temperature=0, max_tokens=480, logit_bias={256: -100.0})
+    for _ in range(5):
+        stream = backend.generate(ask(endless))
+        await anext(stream)
+        await stream.aclose()
+    await answer(backend, ask())
+    assert backend.stats().cancelled == 5
+    assert backend.stats().tokens < 5 * 480
+
+
+async def test_a_cancelled_task_frees_the_place(backend_of: Any) -> None:
+    backend = backend_of(max_active=1)
+    task = asyncio.create_task(answer(backend, ask(SamplingParams(temperature=0, max_tokens=480))))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with anyio.fail_after(20):
+        while backend.stats().active:
+            await asyncio.sleep(0.005)
+
+
+async def test_twenty_at_once_and_one_too_many(backend_of: Any, lab: Any) -> None:
+    backend = backend_of(max_active=4, max_queue=16)
+    streams = [
+        backend.generate(ask(SamplingParams(temperature=0, max_tokens=40, logit_bias={256: -100.0}))) for _ in range(20)
+    ]
+    results = await asyncio.gather(*(drained(stream) for stream in streams), return_exceptions=True)
+    assert all(isinstance(result, list) and len(result) == 40 for result in results)
+    many = [answer(backend, ask()) for _ in range(40)]
+    refused = [r for r in await asyncio.gather(*many, return_exceptions=True) if isinstance(r, BaseException)]
+    assert len(refused) == 20 and all(isinstance(error, OverloadedError) for error in refused)
+
+
+async def drained(stream: AsyncIterator[Delta]) -> list[int]:
+    return [token async for delta in stream for token in delta.token_ids]
+
+
+async def test_the_event_loop_is_never_blocked(backend_of: Any) -> None:
+    backend = backend_of()
+    task = asyncio.create_task(answer(backend, ask(SamplingParams(temperature=0, max_tokens=300))))
+    turns, end = 0, time.monotonic() + 20
+    while not task.done() and time.monotonic() < end:
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 100
+    await task
+
+
+async def test_closing_fails_what_runs(lab: Any) -> None:
+    backend = TorchBackend(lab.loaded, TorchSettings())
+    stream = backend.generate(ask(SamplingParams(temperature=0, max_tokens=480, logit_bias={256: -100.0})))
+    await anext(stream)
+    await backend.aclose()
+    with pytest.raises(ShuttingDownError):
+        await drained(stream)
+    with pytest.raises(ShuttingDownError):
+        await answer(backend, ask())
+    await backend.aclose()
+
+
+async def test_loading_a_folder(tmp_path: Path, saved_model: Path) -> None:
+    backend = TorchBackend.load(TorchSettings(model=str(saved_model)))
+    tokens, _, _ = await answer(backend, ask())
+    assert 0 < len(tokens) <= 12
+    await backend.aclose()
+    with pytest.raises(ModelUnavailableError):
+        TorchBackend.load(TorchSettings(model=str(tmp_path)))
+
+
+async def test_end_ids_come_from_model_and_tokenizer(lab: Any) -> None:
+    assert end_ids(lab.loaded) == {256}

@@ -1,0 +1,258 @@
+"""The engine's thread: turns, places, cancellation, errors, shutdown."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch.engine import Engine, is_out_of_memory
+from agentspec.backends.torch.generation import PREFILL_CHUNK, Job, Shared
+from agentspec.backends.torch.memory import Memory
+from agentspec.backends.torch.prefix_store import PrefixStore
+from agentspec.errors import EngineError, OverloadedError, ShuttingDownError
+from agentspec.types import Delta, GenerateRequest, SamplingParams
+
+PROMPT = list(range(20, 40))
+WAIT = 30.0
+
+
+class Client:
+    """Submits one job and receives what is delivered."""
+
+    def __init__(
+        self, engine: Engine, prompt: list[int] = PROMPT, *, max_tokens: int = 8, seed: int = 0, **params: Any
+    ):
+        self.items: queue.Queue[Delta | Exception] = queue.Queue()
+        self.engine = engine
+        sampling = SamplingParams(temperature=1.0, seed=seed)
+        request = GenerateRequest("m", token_ids=prompt, sampling=sampling, **params)
+        self.job = Job(request, prompt, max_tokens, frozenset(), None, self.items.put)
+
+    def submit(self) -> Client:
+        self.engine.submit(self.job)
+        return self
+
+    def result(self) -> tuple[list[int], Delta]:
+        tokens: list[int] = []
+        while True:
+            item = self.items.get(timeout=WAIT)
+            if isinstance(item, Exception):
+                raise item
+            tokens += item.token_ids
+            if item.finish_reason:
+                return tokens, item
+
+
+@pytest.fixture
+def engine_of(lab: Any) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(memory: Callable[[Job], Memory] = lambda job: Memory(None), **settings: Any) -> Engine:
+        engines.append(Engine(Shared(lab.target, lab.codec), TorchSettings(**settings), memory))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.002)
+
+
+class Gate(Memory):
+    """A place in a cache that holds the engine's thread until it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def extend(self, tokens: Any) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT)
+
+
+class Broken(Memory):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(None)
+        self.error = error
+
+    def extend(self, tokens: Any) -> None:
+        raise self.error
+
+
+def test_twenty_requests_at_once_get_their_own_answers(lab: Any, engine_of: Any) -> None:
+    engine = engine_of(max_active=4)
+    prompts = [[*PROMPT[: 5 + n % 7], n] for n in range(20)]
+    clients = [Client(engine, prompt, seed=n).submit() for n, prompt in enumerate(prompts)]
+    for n, client in enumerate(clients):
+        want = lab.oracle(prompts[n], SamplingParams(temperature=1.0, seed=n), max_tokens=8, stop_ids=())
+        assert client.result()[0] == want
+    assert (engine.shared.counters.requests, engine.active, engine.queued) == (20, 0, 0)
+
+
+def test_active_requests_take_turns(engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=2)
+    first, second = Client(engine, max_tokens=20).submit(), Client(engine, max_tokens=20).submit()
+    assert gate.reached.wait(WAIT)
+    wait_until(lambda: engine.queued <= 1)
+    gate.opened.set()
+    first.result()
+    assert second.items.qsize() >= 15
+
+
+def test_a_full_queue_says_when_to_come_back(engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=1, max_queue=2)
+    clients = [Client(engine).submit() for _ in range(3)]
+    assert gate.reached.wait(WAIT)
+    with pytest.raises(OverloadedError) as caught:
+        Client(engine).submit()
+    assert caught.value.retry_after >= 1
+    gate.opened.set()
+    for client in clients:
+        client.result()
+    Client(engine).submit().result()
+
+
+def test_cancelling_frees_a_waiting_and_an_active_place_at_once(engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=1, max_queue=1)
+    active, waiting = Client(engine).submit(), Client(engine).submit()
+    assert gate.reached.wait(WAIT)
+    engine.cancel(waiting.job)
+    next_one = Client(engine).submit()  # would be refused if the place were still taken
+    engine.cancel(active.job)
+    after_next = Client(engine).submit()
+    gate.opened.set()
+    assert len(next_one.result()[0]) == len(after_next.result()[0]) == 8
+    assert waiting.items.empty()
+    assert engine.shared.counters.cancelled == 2
+
+
+def test_cancelling_in_the_middle_of_a_prompt_or_an_answer_stops_the_work(lab: Any, engine_of: Any) -> None:
+    engine = engine_of(max_active=2)
+    long = Client(engine, [5] * (2 * PREFILL_CHUNK - 100), max_tokens=90).submit()
+    engine.cancel(long.job)
+    answering = Client(engine, max_tokens=400).submit()
+    answering.items.get(timeout=WAIT)
+    engine.cancel(answering.job)
+    engine.cancel(answering.job)
+    wait_until(lambda: engine.active == 0)
+    assert engine.shared.counters.tokens < 300
+    assert len(engine.prefixes) == 0  # what was cut is not kept
+    want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=8, stop_ids=())
+    assert Client(engine).submit().result()[0] == want
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), MemoryError(), torch.OutOfMemoryError("cuda")])
+def test_an_error_in_one_request_is_that_requests_alone(engine_of: Any, error: Exception) -> None:
+    memories = iter([Memory(None), Broken(error), Memory(None)])
+    engine = engine_of(lambda job: next(memories), max_active=3)
+    clients = [Client(engine, max_tokens=12).submit() for _ in range(3)]
+    with pytest.raises(EngineError) as caught:
+        clients[1].result()
+    assert caught.value.__cause__ is error
+    assert len(clients[0].result()[0]) == len(clients[2].result()[0]) == 12
+    assert engine.shared.counters.failed == 1
+
+
+def test_the_end_of_the_thread_leaves_nobody_waiting(engine_of: Any) -> None:
+    engine = engine_of(lambda job: Broken(SystemExit()), max_active=1)
+    clients = [Client(engine) for _ in range(2)]
+    with engine._changed:  # both are there before the first turn
+        for client in clients:
+            client.submit()
+    for client in clients:
+        with pytest.raises(EngineError, match="SystemExit"):
+            client.result()
+    with pytest.raises(ShuttingDownError):
+        Client(engine).submit()
+
+
+def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:
+    calls: list[Job] = []
+
+    def open_memory(job: Job) -> Memory:
+        calls.append(job)
+        if len(calls) == 1:
+            raise OSError("disk")
+        return Memory(None)
+
+    engine = engine_of(open_memory)
+    with pytest.raises(EngineError, match="disk"):
+        Client(engine).submit().result()
+    assert len(Client(engine).submit().result()[0]) == 8
+
+
+def test_closing_ends_everything_and_refuses_more(engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=1)
+    clients = [Client(engine, max_tokens=400).submit() for _ in range(3)]
+    assert gate.reached.wait(WAIT)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    gate.opened.set()
+    for client in clients:
+        with pytest.raises(ShuttingDownError):
+            client.result()
+    closer.join(WAIT)
+    engine.close()
+    with pytest.raises(ShuttingDownError):
+        Client(engine).submit()
+    assert not any(thread.name == "agentspec-engine" and thread is engine._thread for thread in threading.enumerate())
+
+
+def test_the_next_prompt_of_a_conversation_is_not_computed_again(lab: Any, engine_of: Any) -> None:
+    engine = engine_of()
+    first, last = Client(engine, max_tokens=10).submit().result()
+    assert last.usage.cached_tokens == 0
+    prompt = [*PROMPT, *first, 1, 2, 3]
+    second, last = Client(engine, prompt, max_tokens=10).submit().result()
+    assert last.usage.cached_tokens == len(PROMPT) + 9  # the last token of an answer has no row yet
+    assert second == lab.oracle(prompt, SamplingParams(temperature=1.0, seed=0), max_tokens=10, stop_ids=())
+    _, last = Client(engine, prompt, tenant="other").submit().result()
+    assert last.usage.cached_tokens == 0
+    assert engine.shared.counters.reused_tokens == len(PROMPT) + 9
+
+
+def test_an_answer_not_to_be_stored_leaves_no_rows(engine_of: Any) -> None:
+    engine = engine_of()
+    Client(engine, store=False).submit().result()
+    assert len(engine.prefixes) == 0
+
+
+def test_without_prefix_bytes_nothing_is_kept(engine_of: Any) -> None:
+    engine = engine_of(prefix_bytes=0)
+    Client(engine).submit().result()
+    assert engine.prefixes.nbytes == 0
+
+
+def test_rows_that_find_no_room_are_let_go(engine_of: Any) -> None:
+    engine = engine_of()
+    Client(engine).submit().result()
+
+    class Full(PrefixStore):
+        def keep(self, tenant: str, tokens: Any, rows: Any) -> None:
+            raise torch.OutOfMemoryError("full")
+
+    engine.prefixes = Full(1 << 20)
+    assert len(Client(engine).submit().result()[0]) == 8
+    assert len(Client(engine).submit().result()[0]) == 8
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("shape")) and not is_out_of_memory(ValueError())

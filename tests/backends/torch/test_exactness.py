@@ -1,0 +1,168 @@
+"""The promise: with any drafter whatsoever the answer is the one that the model alone gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentspec.types import Draft, SamplingParams
+
+Script = Callable[[list[int], int], Draft | None]
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0),
+    "greedy, penalties": SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5),
+    "plain": SamplingParams(temperature=1.0, seed=5),
+    "cold nucleus": SamplingParams(temperature=0.3, top_p=0.9, seed=11),
+    "hot nucleus": SamplingParams(temperature=1.7, top_p=0.9, seed=12),
+    "top k": SamplingParams(temperature=0.8, top_k=3, seed=13),
+    "min p": SamplingParams(temperature=0.9, min_p=0.1, seed=14),
+    "penalties": SamplingParams(
+        temperature=0.7, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2, seed=15
+    ),
+    "bias": SamplingParams(temperature=0.5, logit_bias={65: 4.0, 66: -100.0}, seed=16),
+    "all": SamplingParams(
+        temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.3, frequency_penalty=-0.2,
+        repetition_penalty=1.1, logit_bias={70: 2.0}, seed=17,
+    ),
+}  # fmt: skip
+
+PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100, 257, 40, 41, 258]
+
+
+def chain(tokens: Sequence[int], tree_of: Any) -> Draft:
+    return tree_of(tokens, range(-1, len(tokens) - 1))
+
+
+def drafters(answer: Sequence[int], tree_of: Any) -> dict[str, Script]:
+    """Drafters good and bad; `answer` is the right one, which some of them know in part."""
+    whole, rng = [*PROMPT, *answer], np.random.default_rng(3)
+
+    def right(text: list[int], budget: int) -> Draft:
+        return chain(whole[len(text) : len(text) + min(budget, 5)], tree_of)
+
+    def wrong(text: list[int], budget: int) -> Draft:
+        rest = whole[len(text) : len(text) + min(budget, 5)] or [0]
+        return chain([(token + 1) % 256 for token in rest], tree_of)
+
+    def half_right(text: list[int], budget: int) -> Draft:
+        rest = whole[len(text) : len(text) + min(budget, 6)] or [0]
+        return chain([token if i % 3 < 2 else (token + 1) % 256 for i, token in enumerate(rest)], tree_of)
+
+    def random_tree(text: list[int], budget: int) -> Draft:
+        return knowing_tree(whole[len(text) :], rng, budget, tree_of)
+
+    return {
+        "right": right,
+        "always wrong": wrong,
+        "half right": half_right,
+        "random trees": random_tree,
+        "constant": lambda text, budget: chain([65] * min(budget, 8), tree_of),
+        "end first": lambda text, budget: chain([256, *whole[len(text) : len(text) + 2]], tree_of),
+        "too long": lambda text, budget: chain((whole[len(text) :] + [65] * 400)[:400], tree_of),
+        "illegal ids": lambda text, budget: illegal(whole[len(text) :], tree_of),
+        "wide": lambda text, budget: tree_of(list(range(40)), [-1] * 40),
+        "nothing": lambda text, budget: None,
+        "empty": lambda text, budget: tree_of([], []),
+    }
+
+
+def illegal(rest: Sequence[int], tree_of: Any) -> Draft:
+    """Ids the model does not have, a good node between them, and good nodes hanging on bad ones."""
+    follow = list(rest[:2]) + [65] * (2 - len(rest[:2]))
+    return tree_of([-1, 10**6, follow[0], 259, follow[0], follow[1]], [-1, -1, -1, 0, 1, 2])
+
+
+def knowing_tree(rest: Sequence[int], rng: np.random.Generator, budget: int, tree_of: Any) -> Draft:
+    """A random tree through which the right path winds, now and then."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    depth: list[int] = []
+    for node in range(min(budget, 20)):
+        parent = int(rng.integers(-1, node)) if node else -1
+        at = depth[parent] + 1 if parent >= 0 else 0
+        known = at < len(rest) and rng.random() < 0.7
+        tokens.append(int(rest[at]) if known else int(rng.integers(0, 259)))
+        parents.append(parent)
+        depth.append(at)
+    return tree_of(tokens, parents)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_every_drafter_gives_the_oracles_answer(family: Any, tree_of: Any, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    want = family.oracle(PROMPT, sampling)
+    family.require_same(PROMPT, sampling, family.run(PROMPT, sampling).tokens, want)
+    for drafter, script in drafters(want, tree_of).items():
+        outcome = family.run(PROMPT, sampling, script)
+        print(drafter, outcome.speculation)
+        family.require_same(PROMPT, sampling, outcome.tokens, want)
+    assert not family.divergences, "tiny float32 models should show no near-ties"
+
+
+def test_good_drafts_are_accepted_and_save_steps(family: Any, tree_of: Any) -> None:
+    sampling = SAMPLINGS["plain"]
+    want = family.oracle(PROMPT, sampling)
+    outcome = family.run(PROMPT, sampling, drafters(want, tree_of)["right"])
+    assert outcome.rounds == -(-len(want) // 6)
+    assert outcome.speculation.accepted == len(want) - outcome.rounds
+    assert outcome.speculation.steps == outcome.rounds
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_request_with_any_trees(lab: Any, tree_of: Any, data: st.DataObject) -> None:
+    """Sampling options, prompt, tree shapes and answer length drawn at random."""
+    sampling = data.draw(samplings())
+    prompt = data.draw(st.lists(st.integers(0, 258), min_size=1, max_size=12))
+    max_tokens = data.draw(st.integers(1, 12))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    want = lab.oracle(prompt, sampling, max_tokens=max_tokens)
+    whole = [*prompt, *want]
+    outcome = lab.run(
+        prompt,
+        sampling,
+        lambda text, budget: knowing_tree(whole[len(text) :], rng, budget, tree_of),
+        max_tokens=max_tokens,
+    )
+    lab.require_same(prompt, sampling, outcome.tokens, want)
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.2, 0.7, 1.0, 2.0])),
+        top_p=draw(st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.01])),
+        top_k=draw(st.sampled_from([0, 1, 2, 20, 1000])),
+        min_p=draw(st.sampled_from([0.0, 0.05, 0.5, 1.0])),
+        presence_penalty=draw(st.sampled_from([0.0, 1.0, -2.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.5, -1.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.5, 0.7])),
+        logit_bias=draw(st.dictionaries(st.integers(0, 258), st.floats(-100, 100), max_size=3)),
+        seed=draw(st.integers(0, 2**63 - 1)),
+    )
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_the_answer_ends_at_max_tokens_wherever_it_falls_in_a_draft(lab: Any, tree_of: Any, max_tokens: int) -> None:
+    sampling = SAMPLINGS["plain"]
+    want = lab.oracle(PROMPT, sampling, max_tokens=max_tokens)
+    for script in drafters(lab.oracle(PROMPT, sampling, max_tokens=30), tree_of).values():
+        outcome = lab.run(PROMPT, sampling, script, max_tokens=max_tokens)
+        assert outcome.tokens == want and outcome.finish == "length"
+        assert outcome.usage.completion_tokens == max_tokens
+
+
+def test_the_answer_ends_at_a_stop_id_wherever_it_falls_in_a_draft(lab: Any, tree_of: Any) -> None:
+    sampling = SAMPLINGS["plain"]
+    free = lab.oracle(PROMPT, sampling, max_tokens=14, stop_ids=())
+    for end in range(14):
+        want = free[: free.index(free[end]) + 1]
+        for script in drafters(free, tree_of).values():
+            outcome = lab.run(PROMPT, sampling, script, stop_ids=[free[end]])
+            assert outcome.tokens == want and outcome.finish == "stop"

@@ -1,0 +1,97 @@
+"""A generation's place in the token cache: recorded, kept back, or lost without harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from agentspec.backends.torch.memory import Memory
+from agentspec.cache import SuffixCache
+from agentspec.types import GenerateRequest, Labels, Namespace
+
+SPACE = Namespace("t", "model")
+PROMPT = list(range(100, 120))
+ANSWER = list(range(200, 240))
+
+
+@pytest.fixture
+def cache() -> Iterator[SuffixCache]:
+    with SuffixCache.open() as cache:
+        yield cache
+
+
+def opened(cache: SuffixCache | None, prompt: list[int] = PROMPT, *, store: bool = True, **labels: Any) -> Memory:
+    request = GenerateRequest("m", token_ids=prompt, labels=Labels(**labels), store=store)
+    return Memory.open(cache, request, prompt, SPACE)
+
+
+def drafted(memory: Memory, start: list[int]) -> list[int]:
+    memory.extend(start)
+    draft = memory.draft(8)
+    memory.close(clean=False)
+    return [] if draft is None else draft.tokens.tolist()
+
+
+def test_a_clean_end_is_shared(cache: SuffixCache) -> None:
+    memory = opened(cache)
+    memory.extend(ANSWER)
+    memory.close(clean=True)
+    assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6])[:2] == ANSWER[6:8]
+
+
+@pytest.mark.parametrize(("store", "clean"), [(False, True), (True, False)])
+def test_what_is_not_to_be_stored_or_was_cut_is_not_shared(cache: SuffixCache, store: bool, clean: bool) -> None:
+    memory = opened(cache, store=store)
+    memory.extend(ANSWER)
+    memory.close(clean=clean)
+    assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6]) == []
+
+
+def test_without_a_cache_nothing_happens() -> None:
+    assert drafted(opened(None), ANSWER) == []
+
+
+def test_closing_twice_is_fine(cache: SuffixCache) -> None:
+    memory = opened(cache)
+    memory.close(clean=True)
+    memory.close(clean=False)
+    memory.extend([1])
+    assert memory.draft(3) is None
+
+
+def test_a_cache_that_fails_costs_only_speed(cache: SuffixCache, caplog: pytest.LogCaptureFixture) -> None:
+    before, drafting, extending = opened(cache), opened(cache), opened(cache)
+    cache.close()
+    assert drafting.draft(4) is None
+    extending.extend([1, 2])
+    before.close(clean=True)
+    after = opened(cache)
+    assert after.draft(4) is None
+    assert "without the token cache" in caplog.text
+
+
+class Failing:
+    """A cache request whose disk is gone."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*args: Any) -> None:
+            self.calls.append(name)
+            raise OSError("the disk is gone")
+
+        return fail
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_an_error_of_any_kind_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture, clean: bool) -> None:
+    closing, extending, drafting = Failing(), Failing(), Failing()
+    Memory(closing).close(clean=clean)
+    Memory(extending).extend([1])
+    assert Memory(drafting).draft(3) is None
+    assert closing.calls == ["close" if clean else "abandon"]
+    assert (extending.calls, drafting.calls) == (["extend", "abandon"], ["draft", "abandon"])
+    assert caplog.text.count("the disk is gone") == 5

@@ -1,0 +1,162 @@
+"""Every guard of exactness is needed: with any one of them broken, the comparison with the oracle fails.
+
+A mutation changes one line of the source, compiles the changed module beside the real one, and puts the changed
+function or method in the real one's place for the duration of a test.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.backends.torch import generation, kv_cache, model, proposal, sampler, tree_mask, verify
+from agentspec.types import SamplingParams
+
+PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100]
+LENGTH = 36
+SAMPLINGS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.5, seed=3),
+    SamplingParams(temperature=0.9, top_p=0.9, frequency_penalty=1.5, repetition_penalty=1.4, seed=4),
+)
+
+# module, line to change, changed line, where the changed thing goes: (owner, name)
+MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
+    "siblings see each other": (tree_mask, "sees[row] = sees[above]", "pass", (model, "tree_layout")),
+    "positions are columns": (
+        tree_mask,
+        "depths[row] = depths[above] + 1",
+        "depths[row] = row",
+        (model, "tree_layout"),
+    ),
+    "window one wider": (
+        tree_mask,
+        "<= positions[:, None] - window",
+        "< positions[:, None] - window",
+        (model, "attention_mask"),
+    ),
+    "window between columns": (
+        tree_mask,
+        "np.arange(past), positions]",
+        "np.arange(past), past + np.arange(len(layout))]",
+        (model, "attention_mask"),
+    ),
+    "no compaction": (kv_cache, "self._gather(", "(", (kv_cache.SequenceCache, "commit")),
+    "rejected rows kept": (kv_cache, "start + len(path)", "start + len(path) + 1", (kv_cache.SequenceCache, "commit")),
+    "accepted rows forgotten": (kv_cache, "start + len(path)", "start", (kv_cache.SequenceCache, "commit")),
+    "noise by call, not by position": (sampler, "self._position += 1", "pass", (sampler.Sampler, "observe")),
+    "history not kept": (sampler, "self._counts[token] += 1", "pass", (sampler.Sampler, "observe")),
+    "noise by row": (
+        sampler,
+        "position_key(self.seed, 0, self._position)",
+        "position_key(self.seed, 0, row)",
+        (sampler.Sampler, "choose"),
+    ),
+    "seed ignored": (sampler, "position_key(self.seed, 0,", "position_key(0, 0,", (sampler.Sampler, "choose")),
+    "child of any parent": (
+        verify,
+        "children.get((node, token))",
+        "next((n for (p, t), n in children.items() if t == token), None)",
+        (generation, "walk"),
+    ),
+    "first child always": (
+        verify,
+        "children.get((node, token))",
+        "next((n for (p, t), n in children.items() if p == node), None)",
+        (generation, "walk"),
+    ),
+    "goes on past the end": (
+        verify,
+        "if emit(token, node + 1):",
+        "if emit(token, node + 1) and False:",
+        (generation, "walk"),
+    ),
+    "row of the parent": (verify, "token = choose(node + 1)", "token = choose(max(node, 0))", (generation, "walk")),
+    "illegal ids pass": (proposal, "0 <= token < vocab_size", "True", (proposal, "usable")),
+}
+
+
+def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
+    """A second copy of `module`, compiled from its source with one change."""
+    path = Path(str(module.__file__))
+    source = path.read_text()
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {path.name}"
+    twin = ModuleType(module.__name__ + "_mutated")
+    twin.__file__ = str(path)
+    sys.modules[twin.__name__] = twin
+    exec(compile(source.replace(old, new), str(path), "exec"), twin.__dict__)
+    return twin
+
+
+def place(owner: Any, name: str, twin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = twin if isinstance(owner, ModuleType) else getattr(twin, owner.__name__)
+    monkeypatch.setattr(owner, name, getattr(source, name))
+
+
+@pytest.fixture(scope="module")
+def labs(lab_of: Any) -> list[Any]:
+    return [lab_of("llama"), lab_of("gemma3")]
+
+
+def battery(labs: list[Any], tree_of: Any) -> None:
+    """A short version of the exactness tests; raises when an answer is wrong."""
+    for lab in labs:
+        for sampling in SAMPLINGS:
+            longer = lab.oracle(PROMPT, sampling, max_tokens=LENGTH + 8, stop_ids=())
+            for script in scripts(longer, tree_of):
+                got = lab.run(PROMPT, sampling, script, max_tokens=LENGTH, stop_ids=())
+                lab.require_same(PROMPT, sampling, got.tokens, longer[:LENGTH])
+            end = longer[LENGTH // 2]
+            got = lab.run(PROMPT, sampling, scripts(longer, tree_of)[0], max_tokens=LENGTH, stop_ids=[end])
+            lab.require_same(PROMPT, sampling, got.tokens, longer[: longer.index(end) + 1])
+
+
+def scripts(want: list[int], tree_of: Any) -> list[Any]:
+    whole = [*PROMPT, *want]
+
+    def winding(text: list[int], budget: int) -> Any:
+        """The right path behind wrong siblings and wrong children."""
+        rest = whole[len(text) : len(text) + 9]
+        tokens, parents, last = [], [], -1
+        for token in rest:
+            tokens += [(token + 1) % 256, (token + 2) % 256, token]
+            parents += [last, len(tokens) - 3, last]
+            last = len(tokens) - 1
+        return tree_of(tokens, parents)
+
+    def wrong(text: list[int], budget: int) -> Any:
+        return tree_of([(token + 1) % 256 for token in whole[len(text) : len(text) + 3]], [-1, 0, 1])
+
+    def illegal(text: list[int], budget: int) -> Any:
+        follow = [*whole[len(text) : len(text) + 2], 65, 65]
+        return tree_of([-1, 10**6, follow[1], follow[0]], [-1, -1, 1, -1])
+
+    def shifted(text: list[int], budget: int) -> Any:
+        """The right tokens under the wrong parents."""
+        rest = whole[len(text) : len(text) + 3]
+        return tree_of([*rest[1:], *rest], [-1, -1, 1, 1, 1])
+
+    return [winding, wrong, illegal, shifted]
+
+
+def test_the_battery_passes_without_a_mutation(labs: list[Any], tree_of: Any) -> None:
+    battery(labs, tree_of)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_guard_is_caught(labs: list[Any], tree_of: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, old, new, (owner, attribute) = MUTATIONS[name]
+    place(owner, attribute, mutated(module, old, new), monkeypatch)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
+        battery(labs, tree_of)
+
+
+def test_modules_are_whole_again() -> None:
+    assert importlib.import_module("agentspec.backends.torch.verify").walk is generation.walk
+    assert np.array_equal(model.tree_layout(1, [-1, -1]).sees, [[1, 0, 0], [1, 1, 0], [1, 0, 1]])

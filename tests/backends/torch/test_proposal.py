@@ -1,0 +1,102 @@
+"""Drafts made safe: only ids the model has, within the budget, whole paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.drafters import make_draft
+from agentspec.backends.torch.proposal import NOTHING, Proposer, usable
+from agentspec.backends.torch.stats import Counters
+from agentspec.governor import Governor
+from agentspec.types import Draft
+
+
+@given(st.lists(st.tuples(st.integers(-3, 12), st.floats(0, 1)), max_size=20), st.integers(0, 20), st.data())
+def test_what_is_left_is_legal_closed_and_within_budget(
+    nodes: list[tuple[int, float]], budget: int, data: st.DataObject
+) -> None:
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(nodes))]
+    tokens = [token for token, _ in nodes]
+    draft = make_draft(tokens, parents, [p for _, p in nodes], [0] * len(nodes), [1] * len(nodes))
+    kept = usable(draft, 10, budget)
+    assert len(kept.tokens) <= budget
+    assert all(0 <= token < 10 for token in kept.tokens)
+    assert all(-1 <= parent < node for node, parent in enumerate(kept.parents))
+    legal = legal_paths(tokens, parents)
+    assert legal_paths(kept.tokens, kept.parents) <= legal
+    if budget >= len(nodes):
+        assert len(kept.tokens) == sum(node_is_legal(tokens, parents, node) for node in range(len(tokens)))
+
+
+def node_is_legal(tokens: Sequence[int], parents: Sequence[int], node: int) -> bool:
+    return node < 0 or (0 <= tokens[node] < 10 and node_is_legal(tokens, parents, parents[node]))
+
+
+def legal_paths(tokens: Sequence[int], parents: Sequence[int]) -> set[tuple[int, ...]]:
+    def path(node: int) -> tuple[int, ...]:
+        return () if node < 0 else (*path(parents[node]), tokens[node])
+
+    return {path(node) for node in range(len(tokens)) if node_is_legal(tokens, parents, node)}
+
+
+class Scripted:
+    def __init__(self, draft: Draft | None) -> None:
+        self.draft, self.calls = draft, 0
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        self.calls += 1
+        return self.draft
+
+
+def proposer(draft: Draft | None, **costs: Any) -> tuple[Proposer, Scripted, Counters]:
+    drafter, counters, governor = Scripted(draft), Counters(), Governor()
+    governor.cost.calibrate([(1, 0, 1.0), (48, 0, 1.2)])
+    return Proposer(drafter, governor, counters, 100), drafter, counters
+
+
+def chain(tokens: list[int], chance: float, source: int = 0) -> Draft:
+    count = len(tokens)
+    return make_draft(tokens, range(-1, count - 1), [chance] * count, [1] * count, [source] * count)
+
+
+def test_likely_nodes_are_proposed_and_unlikely_ones_are_not() -> None:
+    likely, _, _ = proposer(chain([1, 2, 3], 0.9))
+    assert likely.propose([5, 6], 10, base=1).tokens == [1, 2, 3]
+    unlikely, _, _ = proposer(chain([1, 2, 3], 0.0001))
+    assert list(unlikely.propose([5, 6], 10, base=1).tokens) == []
+
+
+def test_nobody_is_asked_without_a_budget_or_a_drafter() -> None:
+    subject, drafter, counters = proposer(chain([1], 0.9))
+    assert subject.propose([5], 0, base=1) is NOTHING and drafter.calls == 0
+    none = Proposer(None, Governor(), counters, 100)
+    assert none.propose([5], 9, base=1) is NOTHING and none.speculation is None
+
+
+def test_totals_are_counted_by_source() -> None:
+    subject, _, counters = proposer(chain([1, 2, 3], 0.9, source=2))
+    for _ in range(2):
+        draft = subject.propose([5, 6], 10, base=1)
+        subject.learn(draft, [0, 1], base=1, rows=1, emitted=3, seconds=1.1)
+    assert (counters.drafted, counters.accepted, counters.steps) == ({2: 6}, {2: 4}, 2)
+    assert counters.draft_sizes == {3: 2}
+    total = subject.speculation
+    assert (total.drafted, total.accepted, total.steps) == (6, 4, 2)
+    assert 3 < total.estimated_seconds_saved < 4
+
+
+def test_a_drafter_that_never_pays_is_asked_ever_less_often_and_again_when_it_might() -> None:
+    subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
+    for _ in range(60):
+        draft = subject.propose([5, 6], 10, base=1)
+        subject.learn(draft, [], base=1, rows=1, emitted=1, seconds=1.0 + 0.05 * len(draft.tokens))
+    assert drafter.calls < 45
+    before = drafter.calls
+    for _ in range(40):
+        draft = subject.propose([5, 6], 10, base=1)
+        subject.learn(draft, [], base=1, rows=1, emitted=1, seconds=1.0)
+    assert drafter.calls > before

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.cache.index import Drafter, SuffixIndex
+from agentspec.errors import CacheFormatError, InvalidRequestError
+from agentspec.types import Draft, Source
+
+
+def index_of(*sequences: list[int]) -> SuffixIndex:
+    index = SuffixIndex()
+    for number, tokens in enumerate(sequences):
+        index.append(number, tokens)
+    return index
+
+
+def test_successors_of_a_context() -> None:
+    found = index_of([1, 2, 3], [1, 2, 4], [9, 1, 2, 3]).successors([1, 2])
+    assert (found.tokens.tolist(), found.counts.tolist(), found.most_recent) == ([3, 4], [2, 1], 3)
+    unknown = index_of([1, 2, 3]).successors([7])
+    assert (len(unknown.tokens), unknown.most_recent) == (0, None)
+
+
+def test_matches_never_cross_sequences() -> None:
+    index = index_of([1, 2], [3, 4])
+    assert index.count([2]) == 0
+    assert index.count([2, 3]) == 0
+
+
+def test_a_lead_is_matched_but_never_counted() -> None:
+    index = SuffixIndex()
+    index.append(0, [5, 6], context=[1, 2, 3])
+    assert index.successors([2, 3]).most_recent == 5
+    assert index.count([1]) == 0
+    assert index.tokens(0).tolist() == [5, 6]
+
+
+def test_unknown_and_closed_sequences() -> None:
+    index = index_of([1, 2, 3])
+    index.close(0)
+    with pytest.raises(InvalidRequestError, match="closed"):
+        index.append(0, [4])
+    with pytest.raises(InvalidRequestError, match="closed"):
+        index.truncate(0, 1)
+    with pytest.raises(InvalidRequestError):
+        index.append(1, [-1])
+    for call in (index.close, index.tokens, index.length):
+        with pytest.raises(KeyError):
+            call(99)
+    with pytest.raises(KeyError):
+        index.truncate(99, 0)
+    index.remove([99])
+    with pytest.raises(InvalidRequestError, match="context"):
+        index_of([1]).append(0, [1], context=[2])
+    with pytest.raises(InvalidRequestError):
+        index.count([])
+
+
+def test_common_prefix_over_interleaved_pieces() -> None:
+    index = SuffixIndex()
+    for step in range(5):
+        index.append(0, [step, step])
+        index.append(1, [7])
+    text = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert index.common_prefix(0, [*text, 5]) == 10
+    assert index.common_prefix(0, text[:3]) == 3
+    assert index.common_prefix(0, [0, 0, 1, 9]) == 3
+    assert index.count([3, 3]) == 1
+
+
+def test_a_removed_sequence_is_never_drafted() -> None:
+    rng = np.random.default_rng(0)
+    index = SuffixIndex()
+    for number in range(60):
+        index.append(number, 100 * number + rng.integers(0, 100, 50).astype(np.int32))
+    index.remove(range(0, 60, 2))
+    index.check_integrity()
+    for number in range(0, 60, 2):
+        for token in range(100 * number, 100 * number + 100):
+            assert index.count([token]) == 0
+            assert len(Drafter().draft([(index, Source.SHARED)], [token])) == 0
+    assert index.token_count == 30 * 50
+
+
+def test_removing_gives_memory_back() -> None:
+    index = SuffixIndex()
+    for number in range(100):
+        index.append(number, np.arange(2000, dtype=np.int32))
+    full = index.memory_bytes()
+    assert full >= 100 * 2000 * 8  # a token and a position each
+    index.remove(range(90))
+    assert index.memory_bytes() < full / 5
+    index.check_integrity()
+
+
+@pytest.mark.parametrize("text", [np.zeros(1 << 20), np.tile([1, 2], 1 << 19), np.arange(1 << 20) % 1000])
+def test_repetition_is_not_quadratic(text: np.ndarray) -> None:
+    tokens = text.astype(np.int32)
+    started = time.perf_counter()
+    index = SuffixIndex()
+    for begin in range(0, len(tokens), 256):
+        index.append(0, tokens[begin : begin + 256])
+    draft = Drafter().draft([(index, Source.SESSION)], tokens[-64:], 32)
+    assert time.perf_counter() - started < 20  # measured: about one second
+    assert len(draft) == 32
+    assert index.memory_bytes() < 24 * len(tokens)
+
+
+def assert_well_formed(draft: Draft, max_tokens: int, min_probability: float) -> None:
+    assert len(draft) <= max_tokens
+    arrays = (draft.tokens, draft.parents, draft.probabilities, draft.match_length, draft.source)
+    assert [array.dtype.name for array in arrays] == ["int32", "int32", "float32", "int32", "uint8"]
+    assert (draft.parents < np.arange(len(draft))).all() and (draft.parents >= -1).all()
+    edges = list(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
+    assert len(set(edges)) == len(edges)
+    above = np.where(draft.parents >= 0, draft.probabilities[draft.parents], np.float32(1))
+    assert (draft.probabilities <= above).all()
+    assert (draft.probabilities >= np.float32(min_probability)).all()
+    for parent in range(-1, len(draft)):
+        assert draft.probabilities[draft.parents == parent].sum() <= 1.0001
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    session=st.lists(st.integers(0, 3), max_size=300),
+    shared=st.lists(st.integers(0, 3), max_size=300),
+    max_tokens=st.integers(0, 40),
+    min_probability=st.floats(0, 1),
+)
+def test_drafts_are_well_formed_whatever_is_sampled(
+    session: list[int], shared: list[int], max_tokens: int, min_probability: float
+) -> None:
+    indexes = [(index_of(session), Source.SESSION), (index_of(shared), Source.SHARED)]
+    draft = Drafter(scan_limit=4).draft(indexes, session[-64:], max_tokens, min_probability)
+    assert_well_formed(draft, max_tokens, min_probability)
+
+
+def test_sampling_keeps_the_odds() -> None:
+    """Of 30 000 matches 64 a run are looked at; the odds of 3 to 1 must survive that."""
+    rng = np.random.default_rng(1)
+    text = np.empty(60_000, dtype=np.int32)
+    text[::2] = 7
+    text[1::2] = np.where(rng.random(30_000) < 0.75, 1, 2)
+    draft = Drafter().draft([(index_of(text.tolist()), Source.SHARED)], [7], 32)
+    first = draft.parents == -1
+    odds = dict(zip(draft.tokens[first].tolist(), draft.probabilities[first].tolist(), strict=True))
+    assert 1.5 < odds[1] / odds[2] < 6
+
+
+def test_probabilities_are_honest() -> None:
+    """A source that copies with a known error rate: predicted acceptance must come out as measured."""
+    rng = np.random.default_rng(2)
+    page = rng.integers(0, 50, 400).astype(np.int32)
+    index, drafter = SuffixIndex(), Drafter()
+    index.append(0, page)
+    predicted = accepted = 0.0
+    for _ in range(60):
+        noisy = np.where(rng.random(400) < 0.9, page, rng.integers(0, 50, 400)).astype(np.int32)
+        for at in range(20, 400, 5):
+            draft = drafter.draft([(index, Source.SESSION)], noisy[:at], 8)
+            predicted += float(draft.probabilities.sum())
+            accepted += len(accepted_path(draft, noisy[at:].tolist()))
+            drafter.observe([(index, Source.SESSION)], noisy[:at], noisy[at : at + 5])
+    assert accepted > 1000
+    assert abs(predicted - accepted) / accepted < 0.1
+
+
+def accepted_path(draft: Draft, truth: list[int]) -> list[int]:
+    path: list[int] = []
+    node = -1
+    for child, (parent, token) in enumerate(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)):
+        if parent == node and len(path) < len(truth) and token == truth[len(path)]:
+            path.append(node := child)
+    return path
+
+
+def test_little_is_drafted_behind_a_token_that_ends_outputs() -> None:
+    index, drafter = index_of([1, 2, 9, 5, 6, 7] * 20), Drafter()
+    before = drafter.draft([(index, Source.SESSION)], [1, 2], 4)
+    for _ in range(50):
+        drafter.observe_end(9)
+    after = drafter.draft([(index, Source.SESSION)], [1, 2], 4)
+    assert before.tokens.tolist() == [9, 5, 6, 7]
+    assert after.tokens[0] == 9
+    assert after.probabilities[1:].max() < 0.05 * before.probabilities[1]
+
+
+def test_few_end_tokens_are_remembered() -> None:
+    drafter = Drafter()
+    size = len(drafter.state())
+    for token in range(500):
+        drafter.observe_end(token % 100 if token < 300 else token)
+    assert len(drafter.state()) - size == 3 * 64
+
+
+def test_learned_state_round_trips() -> None:
+    index, drafter = index_of([1, 2, 3] * 50), Drafter()
+    drafter.observe([(index, Source.SESSION)], [1, 2], [3, 1, 1, 1])
+    drafter.observe_end(3)
+    copy = Drafter()
+    copy.restore(drafter.state())
+    one, two = (d.draft([(index, Source.SESSION)], [1, 2], 8) for d in (drafter, copy))
+    np.testing.assert_array_equal(one.probabilities, two.probabilities)
+    for damaged in (np.zeros(3), np.full_like(drafter.state(), np.nan), drafter.state()[:-1], -drafter.state()):
+        with pytest.raises(CacheFormatError):
+            copy.restore(damaged)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "min_probability", "param"),
+    [
+        (-1, 0.0, "max_tokens"),
+        (1.5, 0.0, "max_tokens"),
+        (True, 0.0, "max_tokens"),
+        (4, 1.5, "min_probability"),
+        (4, float("nan"), "min_probability"),
+        (4, "x", "min_probability"),
+    ],
+)
+def test_bad_budgets(max_tokens: int, min_probability: float, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Drafter().draft([(index_of([1]), Source.SESSION)], [1], max_tokens, min_probability)
+    assert caught.value.param == param
+
+
+def test_bad_indexes() -> None:
+    index = index_of([1, 2])
+    for indexes in ([(index, Source.SESSION), (index, Source.SHARED)], [(index, 3)], [(index, -1)]):
+        with pytest.raises(InvalidRequestError):
+            Drafter().draft(indexes, [1])
+        with pytest.raises(InvalidRequestError):
+            Drafter().observe(indexes, [1], [2])
+
+
+def test_threads_share_an_index() -> None:
+    """Readers run while a writer appends, truncates and removes; every answer is consistent and nothing breaks."""
+    index, drafter = SuffixIndex(tail=16, ratio=2), Drafter()
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                assert_well_formed(drafter.draft([(index, Source.SHARED)], [1, 2, 3], 16), 16, 0.0)
+                drafter.observe([(index, Source.SHARED)], [1, 2], [3])
+                assert index.memory_bytes() > 0
+        except BaseException as error:
+            failures.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for number in range(150):
+        index.append(number, [1, 2, 3, number % 7] * 20)
+        index.truncate(number, 40)
+        if number % 3 == 0:
+            index.remove([number - 2, number - 1])
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not failures
+    index.check_integrity()
+
+
+def test_two_indexes_are_read_in_any_order_without_a_deadlock() -> None:
+    one, two = index_of([1, 2, 3] * 30), index_of([1, 2, 4] * 30)
+    stop = threading.Event()
+    orders = ([(one, 0), (two, 1)], [(two, 0), (one, 1)])
+
+    def read(indexes: list[tuple[SuffixIndex, int]]) -> None:
+        while not stop.is_set():
+            Drafter().draft(indexes, [1, 2], 8)
+
+    def write(index: SuffixIndex) -> None:
+        number = 10
+        while not stop.is_set():
+            index.append(number, [1, 2, 5])
+            number += 1
+
+    threads = [threading.Thread(target=read, args=(order,), daemon=True) for order in orders]
+    threads += [threading.Thread(target=write, args=(index,), daemon=True) for index in (one, two)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    stop.set()
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_the_stub_is_current(tmp_path: Path, repository: Path) -> None:
+    fresh = tmp_path / "_native.pyi"
+    command = [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "agentspec.cache._native", "-o", str(fresh)]
+    subprocess.run(command, check=True)
+    checked_in = (repository / "cache" / "_native.pyi").read_text()
+    generated = "".join(line for line in checked_in.splitlines(keepends=True) if not line.startswith("# "))
+    assert generated == fresh.read_text(), f"run: {' '.join(command[:-1])} cache/_native.pyi, and keep its first lines"
+
+
+def test_a_missing_extension_names_the_build_command() -> None:
+    code = (
+        "import sys; sys.modules['agentspec.cache._native'] = None\n"
+        "from agentspec.errors import ConfigurationError\n"
+        "try:\n    import agentspec.cache.index\n"
+        "except ConfigurationError as error:\n"
+        "    assert isinstance(error, ImportError) and 'pip install -e .' in str(error); print('named')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "named\n"

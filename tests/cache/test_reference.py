@@ -1,0 +1,162 @@
+"""The native index and drafter agree with their plain Python twins after any sequence of operations."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from agentspec.cache.index import Drafter, SuffixIndex
+from agentspec.cache.reference import ReferenceDrafter, ReferenceIndex
+from agentspec.types import Source
+
+NO_SAMPLING = 1 << 30
+
+
+def periodic(pattern: list[int], length: int) -> list[int]:
+    return (pattern * (length // len(pattern) + 1))[:length]
+
+
+tiny = st.lists(st.integers(0, 2), max_size=60)
+wide = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+repetitive = st.builds(periodic, st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(0, 100))
+texts = st.one_of(tiny, wide, repetitive)
+contexts = st.one_of(st.lists(st.integers(0, 3), min_size=1, max_size=8), repetitive.filter(bool))
+
+
+def assert_same_answers(native: SuffixIndex, twin: ReferenceIndex, context: list[int]) -> None:
+    counts, newest = twin.successors(context)
+    found = native.successors(context)
+    assert dict(zip(found.tokens.tolist(), found.counts.tolist(), strict=True)) == counts
+    assert found.most_recent == newest
+    assert native.count(context) == counts.total()
+
+
+def assert_same_drafts(
+    pairs: list[tuple[SuffixIndex, ReferenceIndex, int]],
+    native: Drafter,
+    twin: ReferenceDrafter,
+    context: list[int],
+    max_tokens: int,
+    min_probability: float,
+) -> None:
+    draft = native.draft([(index, source) for index, _, source in pairs], context, max_tokens, min_probability)
+    rows = twin.draft([(index, source) for _, index, source in pairs], context, max_tokens, min_probability)
+    expected = list(zip(*rows, strict=True)) if rows else [(), (), (), (), ()]
+    assert draft.tokens.tolist() == list(expected[0])
+    assert draft.parents.tolist() == list(expected[1])
+    np.testing.assert_allclose(draft.probabilities, expected[2], rtol=0, atol=1e-5)
+    assert draft.match_length.tolist() == list(expected[3])
+    assert draft.source.tolist() == list(expected[4])
+
+
+class SameIndex(RuleBasedStateMachine):
+    """Open, append, close, truncate and remove sequences in any order, in both implementations."""
+
+    sequences = Bundle("sequences")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.native = SuffixIndex(tail=5, ratio=2)
+        self.twin = ReferenceIndex()
+        self.drafter = Drafter(scan_limit=NO_SAMPLING)
+        self.twin_drafter = ReferenceDrafter()
+
+    @rule(target=sequences, sequence=st.integers(0, 5), tokens=texts, context=tiny)
+    def open(self, sequence: int, tokens: list[int], context: list[int]) -> object:
+        if sequence in self.twin.leads:
+            return multiple()
+        self.native.append(sequence, tokens, context)
+        self.twin.append(sequence, tokens, context)
+        return sequence
+
+    @rule(sequence=sequences, tokens=texts)
+    def append(self, sequence: int, tokens: list[int]) -> None:
+        if sequence in self.twin.leads and sequence not in self.twin.closed:
+            self.native.append(sequence, tokens)
+            self.twin.append(sequence, tokens)
+
+    @rule(sequence=sequences)
+    def close(self, sequence: int) -> None:
+        if sequence in self.twin.leads:
+            self.native.close(sequence)
+            self.twin.close(sequence)
+
+    @rule(sequence=sequences, share=st.floats(0, 1))
+    def truncate(self, sequence: int, share: float) -> None:
+        if sequence in self.twin.leads and sequence not in self.twin.closed:
+            length = int(share * len(self.twin.tokens(sequence)))
+            self.native.truncate(sequence, length)
+            self.twin.truncate(sequence, length)
+
+    @rule(gone=st.lists(consumes(sequences), min_size=1, max_size=3))
+    def remove(self, gone: list[int]) -> None:
+        self.native.remove(gone)
+        self.twin.remove(gone)
+
+    @rule(context=contexts)
+    def query(self, context: list[int]) -> None:
+        assert_same_answers(self.native, self.twin, context)
+
+    @rule(context=contexts, tokens=st.lists(st.integers(0, 3), max_size=6))
+    def learn(self, context: list[int], tokens: list[int]) -> None:
+        self.drafter.observe([(self.native, Source.SHARED)], context, tokens)
+        self.twin_drafter.observe([(self.twin, Source.SHARED)], context, tokens)
+
+    @rule(token=st.integers(0, 3))
+    def end(self, token: int) -> None:
+        self.drafter.observe_end(token)
+        self.twin_drafter.observe_end(token)
+
+    @precondition(lambda self: len(self.twin.occurrences) < 250)
+    @rule(context=contexts, max_tokens=st.integers(0, 12))
+    def draft(self, context: list[int], max_tokens: int) -> None:
+        pairs = [(self.native, self.twin, Source.SHARED)]
+        assert_same_drafts(pairs, self.drafter, self.twin_drafter, context, max_tokens, 0.0)
+
+    @invariant()
+    def intact(self) -> None:
+        self.native.check_integrity()
+        assert self.native.sequence_count == len(self.twin.leads)
+        assert self.native.token_count == len(self.twin.occurrences)
+
+    @rule(sequence=sequences)
+    def read(self, sequence: int) -> None:
+        if sequence in self.twin.leads:
+            assert self.native.tokens(sequence).tolist() == self.twin.tokens(sequence)
+            assert self.native.length(sequence) == len(self.twin.tokens(sequence))
+
+
+SameIndex.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestSameIndex = SameIndex.TestCase
+
+
+@settings(max_examples=30, deadline=None)
+@given(session=texts, shared=texts, output=st.lists(st.integers(0, 3), max_size=10), floor=st.floats(0, 0.3))
+def test_two_sources_draft_alike_while_learning(
+    session: list[int], shared: list[int], output: list[int], floor: float
+) -> None:
+    natives, twins = (SuffixIndex(tail=3, ratio=1), SuffixIndex()), (ReferenceIndex(), ReferenceIndex())
+    for index in (natives, twins):
+        index[0].append(0, session)
+        index[1].append(0, shared)
+    sources = (Source.SESSION, Source.SHARED)
+    drafter, twin_drafter = Drafter(scan_limit=NO_SAMPLING), ReferenceDrafter()
+    context = session[-64:]
+    for token in output:
+        assert_same_drafts(list(zip(natives, twins, sources, strict=True)), drafter, twin_drafter, context, 8, floor)
+        drafter.observe(list(zip(natives, sources, strict=True)), context, [token])
+        twin_drafter.observe(list(zip(twins, sources, strict=True)), context, [token])
+        natives[0].append(0, [token])
+        twins[0].append(0, [token])
+        context = [*context, token][-64:]
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.one_of(tiny, repetitive), context=contexts)
+def test_counts_agree_for_one_text(text: list[int], context: list[int]) -> None:
+    native, twin = SuffixIndex(tail=8, ratio=4), ReferenceIndex()
+    native.append(7, text)
+    twin.append(7, text)
+    assert_same_answers(native, twin, context)

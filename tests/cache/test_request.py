@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.index import SuffixIndex
+from agentspec.errors import CacheClosedError, InvalidRequestError
+from agentspec.types import Source
+
+
+@pytest.fixture
+def cache() -> Iterator[SuffixCache]:
+    with SuffixCache.open() as cache:
+        yield cache
+        cache.check_integrity()
+
+
+def test_what_is_extended_is_drafted_in_the_session_at_once(cache: SuffixCache) -> None:
+    with cache.request([1, 2, 3]) as request:
+        assert len(request.draft()) == 0
+        request.extend([4, 5, 6, 1, 2])
+        draft = request.draft(max_tokens=3)
+        assert draft.tokens.tolist() == [3, 4, 5]
+        assert set(draft.source.tolist()) == {Source.SESSION}
+        request.extend(np.array([3], dtype=np.int64))
+        assert request.context.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 3]
+        assert request.output.tolist() == [4, 5, 6, 1, 2, 3]
+
+
+def test_others_see_an_output_after_a_clean_close_only(cache: SuffixCache) -> None:
+    with cache.request([1, 2, 3], session="a") as first:
+        first.extend([40, 41, 42])
+        with cache.request([9, 40], session="b") as second:
+            assert len(second.draft()) == 0
+    with cache.request([9, 40], session="c") as third:
+        draft = third.draft(max_tokens=2)
+        assert draft.tokens.tolist() == [41, 42]
+        assert set(draft.source.tolist()) == {Source.SHARED}
+
+
+def test_the_beginning_of_an_output_is_drafted_from_the_end_of_the_prompt(cache: SuffixCache) -> None:
+    with cache.request([7, 8, 9], session="a") as request:
+        request.extend([40, 41])
+    with cache.request([5, 8, 9], session="b") as request:
+        assert request.draft(max_tokens=2).tokens.tolist() == [40, 41]
+
+
+def test_prompts_stay_out_of_the_shared_past(cache: SuffixCache) -> None:
+    cache.request([50, 51, 52, 53], session="a").close()
+    with cache.request([50, 51], session="b") as request:
+        assert len(request.draft()) == 0
+
+
+def test_a_partial_output_stays_in_its_session(cache: SuffixCache) -> None:
+    def generate() -> None:
+        with cache.request([1, 2, 3], session="a") as request:
+            request.extend([40, 41, 42])
+            raise RuntimeError("cut")
+
+    with pytest.raises(RuntimeError, match="cut"):
+        generate()
+    with cache.request([9, 40], session="b") as other:
+        assert len(other.draft()) == 0
+    with cache.request([1, 2, 3, 40, 41, 42, 1, 2, 3], session="a") as same:
+        assert same.draft(max_tokens=1).tokens.tolist() == [40]
+    assert cache.stats().partial == 1
+    assert cache.stats().sequences == 0
+
+
+def test_abandon_and_no_store(cache: SuffixCache) -> None:
+    abandoned = cache.request([1], session="a")
+    abandoned.extend([40, 41])
+    abandoned.abandon()
+    abandoned.close()
+    with cache.request([1], session="b", store=False) as unstored:
+        unstored.extend([40, 41])
+    assert cache.stats().sequences == 0
+
+
+def test_use_after_close(cache: SuffixCache) -> None:
+    request = cache.request([1, 2])
+    request.close()
+    request.close()
+    for use in (request.draft, lambda: request.extend([1]), lambda: request.include(SuffixIndex(), 2)):
+        with pytest.raises(CacheClosedError):
+            use()
+
+
+def test_bad_arguments(cache: SuffixCache) -> None:
+    with cache.request([1, 2]) as request:
+        for tokens in ([-1], [1.5], [[1]], np.zeros(2)):
+            with pytest.raises(InvalidRequestError):
+                request.extend(tokens)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError):
+            request.draft(max_tokens=-1)
+        with pytest.raises(InvalidRequestError):
+            request.draft(min_probability=2.0)
+        assert len(request.output) == 0
+        request.extend([])
+        assert len(request.output) == 0
+
+
+def test_a_predicted_output_is_drafted_from(cache: SuffixCache) -> None:
+    prediction = SuffixIndex()
+    prediction.append(0, [70, 71, 72], context=[1, 2, 3])
+    with cache.request([1, 2, 3]) as request:
+        request.include(prediction, Source.PREDICTION)
+        draft = request.draft(max_tokens=3)
+        assert draft.tokens.tolist() == [70, 71, 72]
+        assert set(draft.source.tolist()) == {Source.PREDICTION}
+        request.extend(draft.tokens)
+
+
+def test_accepted_tokens_are_counted(cache: SuffixCache) -> None:
+    with cache.request([1, 2, 3, 4, 5, 1, 2]) as request:
+        draft = request.draft(max_tokens=3)
+        assert draft.tokens.tolist() == [3, 4, 5]
+        request.extend([3, 4, 9])
+        request.extend([9])  # follows no draft
+    stats = cache.stats()
+    assert (stats.steps, stats.hits, stats.drafted, stats.accepted, stats.requests) == (1, 1, 3, 2, 1)
+
+
+def test_an_ended_output_is_not_drafted_on(cache: SuffixCache) -> None:
+    """What follows an end of turn in a transcript belongs to the next prompt."""
+    transcript = [5, 6, 99]
+    for _ in range(30):
+        prompt = [*transcript, 1, 2]
+        with cache.request(prompt, session="s") as request:
+            request.extend([5, 6, 99])
+        transcript = [*prompt, 5, 6, 99]
+    with cache.request([*transcript, 1, 2], session="s") as request:
+        draft = request.draft(max_tokens=5)
+        assert draft.tokens[:3].tolist() == [5, 6, 99]
+        assert draft.probabilities[3:].max(initial=0) < 0.1 * draft.probabilities[2]

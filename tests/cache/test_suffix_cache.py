@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import CacheClosedError, ConfigurationError, InvalidRequestError
+from agentspec.types import Namespace
+
+
+def text(seed: int, length: int) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 5000, length).astype(np.int32)
+
+
+def record(cache: SuffixCache, prompt: object, output: object, **labels: str) -> None:
+    with cache.request(prompt, **labels) as request:  # type: ignore[arg-type]
+        request.extend(output)  # type: ignore[arg-type]
+
+
+def test_namespaces_share_nothing() -> None:
+    a, b = Namespace("t", "model-a"), Namespace("t", "model-b")
+    with SuffixCache.open(namespace=a) as cache:
+        record(cache, [1], [40, 41, 42])
+        record(cache, [1, 40, 41], [42], session="s")
+        for other in (b, "t", "stranger"):
+            with cache.request([1, 40], namespace=other, session="s") as request:
+                assert len(request.draft()) == 0
+        with cache.request([1, 40], namespace=a) as request:
+            assert request.draft(max_tokens=1).tokens.tolist() == [41]
+        assert cache.stats().namespaces == 4
+
+
+def test_what_one_namespace_learns_does_not_reach_another() -> None:
+    with SuffixCache.open() as cache:
+        fresh = cache.request([1], namespace="b").drafter.state()
+        for _ in range(5):
+            record(cache, [1, 2, 3, 1, 2], [3, 9], namespace="a")
+        np.testing.assert_array_equal(cache.request([1], namespace="b").drafter.state(), fresh)
+        assert not np.array_equal(cache.request([1], namespace="a").drafter.state(), fresh)
+
+
+def test_memory_stays_within_the_budget() -> None:
+    limit = 3 << 20
+    with SuffixCache.open(memory_bytes=limit) as cache:
+        for turn in range(300):
+            record(cache, text(turn, 700), text(1000 + turn, 900), session=f"s{turn}")
+            assert cache.stats().memory_bytes <= limit
+        stats = cache.stats()
+        assert stats.evicted > 0
+        assert stats.tokens > 20_000  # it evicts no more than it must
+        assert stats.sessions > 5
+        cache.check_integrity()
+        with cache.request(np.concatenate((text(1, 5), text(1299, 900)[:100])), session="new") as request:
+            assert request.draft(max_tokens=4).tokens.tolist() == text(1299, 900)[100:104].tolist()
+
+
+def test_a_flood_pushes_out_its_own_past() -> None:
+    with SuffixCache.open(memory_bytes=3 << 20) as cache:
+        record(cache, [1], text(0, 300), namespace="small")
+        for turn in range(300):
+            record(cache, [2], text(turn, 900), namespace="flood")
+        with cache.request([9, *text(0, 300)[:10]], namespace="small", session="x") as request:
+            assert len(request.draft(max_tokens=2)) == 2
+
+
+def test_many_namespaces_stay_within_the_budget() -> None:
+    with SuffixCache.open(memory_bytes=3 << 20) as cache:
+        for number in range(60):
+            record(cache, [1, 2], [3, 4], namespace=f"tenant-{number}")
+            assert cache.stats().memory_bytes <= 3 << 20
+        assert cache.stats().namespaces < 60
+
+
+def test_a_prompt_larger_than_the_budget_is_served() -> None:
+    with SuffixCache.open(memory_bytes=1 << 20) as cache:
+        prompt = text(0, 200_000)
+        with cache.request(np.concatenate((prompt, prompt[-100:-50])), session="s") as request:
+            assert request.draft(max_tokens=4).tokens.tolist() == prompt[-50:-46].tolist()
+            request.extend(prompt[-50:])
+        assert cache.stats().memory_bytes <= 1 << 20
+
+
+def test_use_after_close() -> None:
+    cache = SuffixCache.open()
+    request = cache.request([1, 2])
+    cache.close()
+    cache.close()
+    uses = (lambda: cache.request([1]), cache.flush, cache.stats, cache.check_integrity, request.draft)
+    for use in (*uses, lambda: request.extend([1])):
+        with pytest.raises(CacheClosedError):
+            use()
+    request.close()
+
+
+@pytest.mark.parametrize("settings", [{"memory_bytes": 0}, {"disk_bytes": -1}, {"mode": "reader"}])
+def test_settings_that_cannot_work(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(settings))):
+        SuffixCache.open(**settings)  # type: ignore[arg-type]
+
+
+def test_bad_requests() -> None:
+    with SuffixCache.open() as cache:
+        for prompt in ([1.0], [-1], [[1]]):
+            with pytest.raises(InvalidRequestError):
+                cache.request(prompt)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError):
+            cache.request([1], session=5)  # type: ignore[arg-type]
+        assert cache.stats().requests == 0
+
+
+def test_threads_use_one_cache() -> None:
+    failures: list[BaseException] = []
+
+    def work(worker: int) -> None:
+        try:
+            for turn in range(40):
+                prompt = text(worker, 100 + turn)
+                with cache.request(prompt, session=f"s{worker % 2}", namespace=f"n{worker % 2}") as request:
+                    request.draft(max_tokens=8)
+                    request.extend(text(turn, 40))
+                cache.stats()
+        except BaseException as error:
+            failures.append(error)
+
+    with SuffixCache.open(memory_bytes=1 << 20) as cache:
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert cache.stats().requests == 160
+        cache.check_integrity()
+
+
+def test_in_memory_needs_no_database() -> None:
+    code = (
+        "import sys\nfrom agentspec.cache import SuffixCache\n"
+        "with SuffixCache.open() as cache:\n"
+        "    with cache.request([1, 2]) as request:\n        request.extend([3])\n"
+        "    cache.flush()\n"
+        "print([name for name in ('sqlalchemy', 'sqlite3', 'filelock', 'torch') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_outputs_are_there_after_a_restart(tmp_path: Path) -> None:
+    namespace = Namespace("t", "m", "k", "c")
+    with SuffixCache.open(tmp_path / "cache", namespace=namespace) as cache:
+        for turn in range(20):
+            record(cache, [1, 2, 3], text(turn, 50), session="s", workflow="w", step="plan")
+        learned = cache.request([1]).drafter.state()
+    with SuffixCache.open(tmp_path / "cache", namespace=namespace) as cache:
+        stats = cache.stats()
+        assert (stats.sequences, stats.tokens, stats.mode) == (20, 1000, "writer")
+        assert stats.disk_bytes > 0
+        assert cache.path == tmp_path / "cache"
+        with cache.request([8, 3, *text(7, 50)[:3]]) as request:
+            assert request.draft(max_tokens=2).tokens.tolist() == text(7, 50)[3:5].tolist()
+            np.testing.assert_array_equal(request.drafter.state(), learned)
+        with cache.request([8, 3, *text(7, 50)[:3]], namespace="t") as request:
+            assert len(request.draft()) == 0
+
+
+def test_the_newest_that_fit_are_loaded(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        for turn in range(200):
+            record(cache, [1], text(turn, 1000))
+    with SuffixCache.open(tmp_path, memory_bytes=2 << 20) as cache:
+        assert cache.stats().memory_bytes <= 2 << 20
+        assert 20 < cache.stats().sequences < 200
+        with cache.request([9, *text(199, 1000)[:5]]) as request:
+            assert request.draft(max_tokens=1).tokens.tolist() == [text(199, 1000)[5]]
+
+
+def test_unshared_outputs_are_not_written(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        with cache.request([1], store=False) as request:
+            request.extend([2, 3])
+        partial = cache.request([1])
+        partial.extend([4, 5])
+        partial.abandon()
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().sequences == 0

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+COMMANDS = ["serve", "demo", "bench", "model", "cache", "config", "doctor"]
+
+
+def test_help_names_every_command_and_the_exit_codes(program):
+    result = program("--help")
+    assert result.exit_code == 0
+    assert "Exit codes: 0 done, 1 failed, 2 wrong usage or configuration" in result.output
+    for command in COMMANDS:
+        assert re.search(rf"^\W*{command}\b", result.output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(program, command):
+    result = program(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_version(program):
+    result = program("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"agentspec \d+\.\d+\.\d+\n", result.output)
+
+
+def test_wrong_usage_exits_with_2(program):
+    assert program("nonsense").exit_code == 2
+    assert program("serve", "--port", "x").exit_code == 2
+    assert program("model", "fetch").exit_code == 2

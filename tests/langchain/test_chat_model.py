@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Annotated, Any, TypedDict, cast
+
+import pytest
+from langchain_core.load import dumps
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, StateGraph
+from langgraph.graph.message import add_messages
+from langgraph.prebuilt import ToolNode, tools_condition
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from agentspec.config import Settings
+from agentspec.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    RequestTimeoutError,
+    UpstreamError,
+    UpstreamStatusError,
+)
+from agentspec.langchain import ChatAgentSpec
+from agentspec.langgraph import label
+from agentspec.ledger import StepRow
+from agentspec.runtime import Runtime
+from agentspec.step import report, step, workflow
+from agentspec.testing import Answer, FakeBackend, Scripted
+from agentspec.types import Labels, Speculation, Usage
+
+pytestmark = pytest.mark.anyio
+SPECULATION = Speculation(drafted=4, accepted=3, steps=2, estimated_seconds_saved=0.25)
+
+
+@pytest.fixture(autouse=True)
+def fresh_report() -> Iterator[None]:
+    report().reset()
+    yield
+    report().reset()
+
+
+def chat(*script: Scripted, **options: Any) -> tuple[ChatAgentSpec, FakeBackend]:
+    """A model on a fake backend that is no local engine, so that it takes every option."""
+    fake = FakeBackend(*script)
+    return ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake}), **options), fake
+
+
+def row(step: str | None, workflow: str | None = None) -> StepRow:
+    return next(row for row in report() if (row.workflow, row.step) == (workflow, step))
+
+
+def test_answer_metadata_and_usage() -> None:
+    model, _ = chat(Answer(text="hello you", speculation=SPECULATION, usage=Usage(9, 2, 4, 1, 0)))
+    answer = model.invoke("hi there")
+    assert answer.content == "hello you"
+    assert answer.usage_metadata == {
+        "input_tokens": 9,
+        "output_tokens": 2,
+        "total_tokens": 11,
+        "input_token_details": {"cache_read": 4},
+        "output_token_details": {"accepted_prediction": 1, "rejected_prediction": 0},
+    }
+    assert answer.response_metadata["model_name"] == "fake"
+    assert answer.response_metadata["finish_reason"] == "stop"
+    assert answer.response_metadata["speculation"]["accepted"] == 3
+
+
+def test_streams_token_by_token() -> None:
+    model, _ = chat("one two three")
+    chunks = list(model.stream("hi"))
+    assert [chunk.content for chunk in chunks][:3] == ["one", " two", " three"]
+    assert chunks[-1].chunk_position == "last" and chunks[-1].usage_metadata is not None
+
+
+async def test_async_doors() -> None:
+    model, fake = chat("one two")
+    assert (await model.ainvoke("hi")).content == "one two"
+    assert "".join([str(chunk.content) async for chunk in model.astream("hi")]) == "one two"
+    assert len(fake.requests) == 2
+
+
+def test_async_calls_from_loops_that_come_and_go() -> None:
+    model, _ = chat("one two")
+    answers = [asyncio.run(model.ainvoke("hi")).content for _ in range(3)]
+    assert answers == ["one two"] * 3
+
+
+def test_every_sampling_option_reaches_the_backend() -> None:
+    model, fake = chat(temperature=0.5, top_p=0.9, seed=7, stop=["\n"], logit_bias={3: -1.0}, top_logprobs=2)
+    model.invoke("hi", stop=["END"], temperature=0.0, max_tokens=5, min_p=0.1, top_k=4, repetition_penalty=1.1)
+    got = fake.requests[0].sampling
+    assert (got.temperature, got.top_p, got.seed, got.stop) == (0.0, 0.9, 7, ("END",))
+    assert (got.max_tokens, got.min_p, got.top_k, got.repetition_penalty) == (5, 0.1, 4, 1.1)
+    assert got.logit_bias == {3: -1.0} and (got.logprobs, got.top_logprobs) == (True, 2)
+
+
+def test_logprobs_come_back() -> None:
+    model, _ = chat("one two", logprobs=True)
+    content = model.invoke("hi").response_metadata["logprobs"]["content"]
+    assert [item["token"] for item in content] == ["one", " two"]
+
+
+def test_request_switches() -> None:
+    model, fake = chat(prediction="abc", session="s", speculation=False, store=False)
+    model.invoke("hi")
+    model.bind(speculation=True, session="t").invoke("hi", prediction={"type": "content", "content": "xyz"})
+    first, second = fake.requests
+    assert (first.prediction, first.labels.session, first.speculation, first.store) == ("abc", "s", False, False)
+    assert (second.prediction, second.labels.session, second.speculation) == ("xyz", "t", True)
+
+
+def test_unknown_and_wrong_options_are_refused() -> None:
+    with pytest.raises(ValidationError):
+        ChatAgentSpec(temprature=1)  # type: ignore[call-arg]
+    model, _ = chat()
+    wrong: list[dict[str, Any]] = [{"temperature": 9}, {"temperature": "hot"}, {"timeout": 3}, {"api_key": "k"}]
+    for options in wrong:
+        with pytest.raises(InvalidRequestError):
+            model.invoke("hi", **options)
+    with pytest.raises(ModelNotFoundError):
+        model.invoke("hi", model="nobody")
+
+
+@pytest.mark.parametrize(
+    "option", [{"tools": [{"type": "function"}]}, {"response_format": {}}, {"n": 2}, {"best_of": 2}]
+)
+def test_the_local_engine_refuses_what_it_cannot_do(option: dict[str, Any]) -> None:
+    model = ChatAgentSpec(runtime=Runtime(Settings(), backends={"local": FakeBackend()}))
+    with pytest.raises(InvalidRequestError, match="local engine") as caught:
+        model.invoke("hi", **option)
+    assert caught.value.param in option
+    assert model.invoke("hi", user="me", n=1).content == "ok"
+
+
+def test_secrets_stay_masked() -> None:
+    model = ChatAgentSpec(base_url="http://127.0.0.1:1/v1", api_key=SecretStr("very-secret"), max_retries=0)
+    with pytest.raises(UpstreamError) as caught:
+        model.invoke("hi")
+    shown = [repr(model), str(model), dumps(model), str(model._identifying_params), str(caught.value)]
+    assert not any("very-secret" in text for text in shown)
+    assert model.lc_secrets == {"api_key": "AGENTSPEC_API_KEY"}
+
+
+def test_tracing_names_the_model() -> None:
+    params = ChatAgentSpec(model="m", temperature=0.5)._get_ls_params(stop=["x"])
+    assert (params.get("ls_provider"), params.get("ls_model_name")) == ("agentspec", "m")
+    assert params.get("ls_temperature") == 0.5 and params.get("ls_stop") == ["x"]
+    assert ChatAgentSpec(model="m")._get_ls_params(model="other").get("ls_model_name") == "other"
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+def test_retries_only_what_may_go_better() -> None:
+    model, fake = chat(OverloadedError("busy", retry_after=0.01), "fine")
+    assert model.invoke("hi").content == "fine" and len(fake.requests) == 2
+    once, fake = chat(OverloadedError("busy"), "fine", max_retries=0)
+    with pytest.raises(OverloadedError):
+        once.invoke("hi")
+    wrong, fake = chat(InvalidRequestError("no"), "fine")
+    with pytest.raises(InvalidRequestError):
+        wrong.invoke("hi")
+    assert len(fake.requests) == 1
+
+
+def test_no_retry_once_text_has_come() -> None:
+    model, fake = chat(Answer(text="one two", error=OverloadedError("busy", retry_after=0.01), error_after=1), "fine")
+    seen = []
+    with pytest.raises(OverloadedError):
+        for chunk in model.stream("hi"):
+            seen.append(chunk.content)
+    assert seen == ["one"] and len(fake.requests) == 1
+    assert row(None).failed_calls == 1
+
+
+def test_timeout() -> None:
+    model, fake = chat(Answer(text="late", first_latency=30), timeout=0.05)
+    with pytest.raises(RequestTimeoutError, match=r"0\.05"):
+        model.invoke("hi")
+    assert fake.active == 0
+
+
+def test_leaving_a_stream_cancels_the_work() -> None:
+    model, fake = chat(Answer(text="one two three", latency=0.01))
+    with closing(cast(Any, model.stream("hi"))) as chunks:
+        next(chunks)
+    assert fake.active == 0 and len(fake.cancelled) == 1
+
+
+async def test_cancelling_a_task_cancels_the_work() -> None:
+    model, fake = chat(Answer(text="one", first_latency=30))
+    task = asyncio.create_task(model.ainvoke("hi"))
+    while not fake.active:
+        await asyncio.sleep(0.005)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert fake.active == 0
+
+
+# Labels --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_labels_and_counts_its_calls() -> None:
+    model, fake = chat(Answer(text="one two", speculation=SPECULATION))
+
+    @step("plan", workflow="w", session="s", speculation=False)
+    def plan() -> None:
+        model.invoke("hi")
+        list(model.stream("hi"))
+
+    plan()
+    assert [request.labels for request in fake.requests] == [Labels("s", "w", "plan")] * 2
+    assert not fake.requests[0].speculation
+    got = row("plan", "w")
+    assert (got.runs, got.calls, got.completion_tokens) == (1, 2, 4) and got.model_seconds > 0
+
+
+class State(TypedDict):
+    messages: Annotated[list[Any], add_messages]
+
+
+def graph_of(model: Any, *, name: str = "review") -> Any:
+    @step("polish")
+    async def polish(state: State) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    async def write(state: State) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    builder = StateGraph(State)
+    builder.add_node("write", write)
+    builder.add_node("polish_node", polish)
+    builder.add_edge(START, "write")
+    builder.add_edge("write", "polish_node")
+    builder.add_edge("polish_node", END)
+    return builder.compile(name=name, checkpointer=InMemorySaver())
+
+
+CONFIG: Any = {"configurable": {"thread_id": "thread-1"}}
+ASKED: Any = {"messages": [("user", "hi")]}
+
+
+async def test_langgraph_nodes_are_steps_and_threads_sessions() -> None:
+    model, fake = chat("first", "second")
+    final = await label(graph_of(model)).ainvoke(ASKED, CONFIG)
+    assert [message.content for message in final["messages"]] == ["hi", "first", "second"]
+    assert [request.labels for request in fake.requests] == [
+        Labels("thread-1", "review", "write"),
+        Labels("thread-1", None, "polish"),
+    ]
+
+
+async def test_a_workflow_around_the_graph_names_it() -> None:
+    model, fake = chat("answer")
+    with workflow("outer", session="mine"):
+        await label(graph_of(model), "inner").ainvoke(ASKED, CONFIG)
+    assert [request.labels for request in fake.requests] == [
+        Labels("mine", "outer", "write"),
+        Labels("mine", "outer", "polish"),
+    ]
+
+
+async def test_langgraph_streams_the_models_tokens() -> None:
+    model, fake = chat("one two", "three")
+    stream = graph_of(model).astream(ASKED, CONFIG, stream_mode="messages")
+    tokens = [(piece.content, metadata["langgraph_node"]) async for piece, metadata in stream if piece.content]
+    assert tokens == [("one", "write"), (" two", "write"), ("three", "polish_node")]
+    assert fake.requests[0].labels == Labels("thread-1", None, "write")
+
+
+# A remote endpoint ---------------------------------------------------------------------------------------------------
+
+
+def remote(server: Any, **options: Any) -> ChatAgentSpec:
+    return ChatAgentSpec(model="fast", base_url=server.base_url, api_key=SecretStr("k"), **options)
+
+
+def test_remote_answers_with_reasoning_usage_and_speculation(server: Any) -> None:
+    with workflow("größe"):
+        answer = remote(server, session="s", temperature=0.0, prediction="p").invoke("hi", reasoning_effort="low")
+    assert answer.content == "a plain answer to it"
+    assert answer.additional_kwargs["reasoning_content"] == "let me think"
+    assert {"type": "reasoning", "reasoning": "let me think"} in cast(Any, answer.content_blocks)
+    assert cast(Any, answer.usage_metadata)["input_token_details"] == {"cache_read": 4}
+    assert answer.response_metadata["speculation"]["drafted"] == 6
+    (body,), (sent,) = server.bodies, server.request_headers
+    assert (body["model"], body["temperature"], body["reasoning_effort"]) == ("fast", 0.0, "low")
+    assert body["prediction"] == {"type": "content", "content": "p"}
+    assert sent["authorization"] == "Bearer k" and sent["x-agentspec-session"] == "s"
+    assert sent["x-agentspec-workflow"] == "gr%C3%B6%C3%9Fe"
+    assert row(None, "größe").accepted == 3
+
+
+def test_remote_statuses(server: Any) -> None:
+    server.failures = [503, 429]
+    assert remote(server).invoke("hi").content == "a plain answer to it"
+    server.failures = [400]
+    with pytest.raises(UpstreamStatusError, match="scripted"):
+        remote(server).invoke("hi")
+    assert len(server.bodies) == 4
+
+
+async def test_through_a_real_gateway(gateway: tuple[str, FakeBackend]) -> None:
+    address, backend = gateway
+    model = ChatAgentSpec(model="fake", base_url=address, seed=3, top_k=5)
+
+    @step("plan", workflow="größe", session="s", speculation=False)
+    async def plan() -> list[str]:
+        return [str(chunk.content) async for chunk in model.astream("hi")]
+
+    with workflow("w", session="t"):
+        answer = model.invoke("hi", stop=["behind"])
+    assert "".join(await plan()) == "hello from behind"
+    assert answer.content == "hello from " and answer.response_metadata["speculation"]["drafted"] == 5
+    first, second = backend.requests
+    assert (first.labels, first.speculation) == (Labels("t", "w", None), True)
+    assert (second.labels, second.speculation) == (Labels("s", "größe", "plan"), False)
+    assert (second.sampling.seed, second.sampling.top_k) == (3, 5)
+    assert (row(None, "w").accepted, row("plan", "größe").completion_tokens) == (4, 3)
+
+
+@tool
+def lookup(city: str) -> str:
+    """The weather in a city."""
+    return f"sunny in {city}"
+
+
+def test_tool_calls_stream_in_pieces(server: Any) -> None:
+    model = remote(server).bind_tools([lookup], tool_choice="lookup", parallel_tool_calls=False)
+    whole: Any = None
+    for chunk in model.stream("the weather in 'Paris'?"):
+        whole = chunk if whole is None else whole + chunk
+    assert isinstance(whole, AIMessageChunk)
+    assert [(call["name"], call["args"], call["id"]) for call in whole.tool_calls] == [
+        ("lookup", {"city": "Paris"}, "call_1")
+    ]
+    body = server.bodies[0]
+    assert body["tool_choice"] == {"type": "function", "function": {"name": "lookup"}}
+    assert body["parallel_tool_calls"] is False
+
+
+def test_an_agent_of_langgraph_calls_tools(server: Any) -> None:
+    model = remote(server).bind_tools([lookup])
+    builder: Any = StateGraph(State)
+    builder.add_node("agent", lambda state: {"messages": [model.invoke(state["messages"])]})
+    builder.add_node("tools", ToolNode([lookup]))
+    builder.add_edge(START, "agent")
+    builder.add_conditional_edges("agent", tools_condition)
+    builder.add_edge("tools", "agent")
+    final = builder.compile().invoke({"messages": [("user", "the weather in 'Paris'?")]})
+    kinds = [type(message) for message in final["messages"]]
+    assert kinds == [HumanMessage, AIMessage, ToolMessage, AIMessage]
+    assert final["messages"][2].content == "sunny in Paris"
+    assert [message["role"] for message in server.bodies[1]["messages"]] == ["user", "assistant", "tool"]
+
+
+def test_unknown_tool_choice_and_method() -> None:
+    model, _ = chat()
+    with pytest.raises(InvalidRequestError, match="nobody"):
+        model.bind_tools([lookup], tool_choice="nobody")
+    with pytest.raises(InvalidRequestError, match="magic"):
+        model.with_structured_output({}, method="magic")  # type: ignore[arg-type]
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_structured_output_with_the_raw_message(server: Any, method: Any) -> None:
+    model = remote(server).with_structured_output(City, method=method, include_raw=True, strict=True)
+    answer = model.invoke("the city 'Paris'")
+    assert answer["parsed"] == City(name="Paris") and answer["parsing_error"] is None
+    assert isinstance(answer["raw"], AIMessage)
+    assert '"strict": true' in str(server.bodies[0]).replace("True", "true").replace("'", '"')
+
+
+def test_broken_structured_output_is_reported(server: Any) -> None:
+    answer = remote(server).with_structured_output(City, method="json_mode", include_raw=True).invoke("a city")
+    assert answer["parsed"] is None and answer["parsing_error"] is not None
+
+
+def test_time_to_first_token_is_not_held_back() -> None:
+    model, fake = chat(Answer(text="one two three", latency=0.02))
+    with closing(cast(Any, model.stream("hi"))) as chunks:
+        assert next(chunks).content == "one" and fake.active == 1

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
+
+from agentspec.errors import InvalidRequestError
+from agentspec.langchain.messages import to_chunk, to_openai, to_tool_choice
+from agentspec.types import Delta, Usage
+
+
+def test_messages_as_openai_takes_them() -> None:
+    call: Any = {"name": "f", "args": {"x": 1}, "id": "c1", "type": "tool_call"}
+    thoughts = [{"type": "reasoning", "reasoning": "hmm"}, {"type": "text", "text": "said"}]
+    converted = to_openai(
+        [
+            SystemMessage("be brief"),
+            HumanMessage([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+            AIMessage(content="", tool_calls=[call]),
+            ToolMessage("7", tool_call_id="c1"),
+            AIMessage(content=thoughts),  # type: ignore[arg-type]
+        ]
+    )
+    assert [message["role"] for message in converted] == ["system", "user", "assistant", "tool", "assistant"]
+    assert converted[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert converted[3]["tool_call_id"] == "c1"
+    assert "hmm" not in str(converted) and "said" in str(converted[4]["content"])
+
+
+@given(st.lists(st.text(max_size=5), min_size=1, max_size=6), st.integers(0, 5))
+def test_chunks_add_up_to_the_text(texts: list[str], tokens: int) -> None:
+    deltas = [*(Delta(text=text) for text in texts), Delta(finish_reason="stop", usage=Usage(3, tokens))]
+    chunks = [to_chunk(delta, "m") for delta in deltas]
+    whole = chunks[0] + chunks[1:]
+    assert isinstance(whole, AIMessageChunk)
+    assert whole.content == "".join(texts)
+    assert whole.usage_metadata is not None and whole.usage_metadata["output_tokens"] == tokens
+    assert whole.response_metadata == {"finish_reason": "stop", "model_name": "m", "model_provider": "agentspec"}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_under_either_name(name: str) -> None:
+    whole = to_chunk(Delta(extra={name: "a ", "refusal": "r"}), "m") + to_chunk(Delta(extra={name: "b"}), "m")
+    assert whole.additional_kwargs == {"reasoning_content": "a b", "refusal": "r"}
+
+
+def test_whole_tool_calls_without_an_index() -> None:
+    calls = [{"id": str(number), "function": {"name": f"f{number}", "arguments": "{}"}} for number in range(2)]
+    chunk = to_chunk(Delta(extra={"tool_calls": calls}, finish_reason="tool_calls"), "m")
+    assert [call["name"] for call in chunk.tool_calls] == ["f0", "f1"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        (True, "required"),
+        ("any", "required"),
+        ("none", "none"),
+        ("f", {"type": "function", "function": {"name": "f"}}),
+        ({"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+def test_tool_choices(choice: Any, wanted: Any) -> None:
+    assert to_tool_choice(choice, ["f"]) == wanted
+
+
+@pytest.mark.parametrize("choice", ["g", {"type": "function", "function": {"name": "g"}}])
+def test_tool_choice_of_no_tool(choice: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="'g'"):
+        to_tool_choice(choice, ["f"])

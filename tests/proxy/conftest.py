@@ -1,0 +1,215 @@
+"""Real servers on loopback: gateways under uvicorn in a thread, and an upstream that misbehaves on request."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from agentspec.backends.base import Backend
+from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.settings import OpenAISettings
+from agentspec.config import ServerSettings, Settings
+from agentspec.proxy import create_app
+from agentspec.proxy.door import Door
+from agentspec.proxy.server import GatewayServer
+from agentspec.runtime import Runtime
+
+
+@dataclass
+class Running:
+    """A gateway that answers at `url`."""
+
+    url: str
+    door: Door
+    server: GatewayServer
+    runtime: Runtime
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample once every request is counted, which happens after its last byte was sent."""
+        wait_for(lambda: not self.door.metrics.registry.get_sample_value("agentspec_requests_in_flight"))
+        return self.door.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@contextmanager
+def run_gateway(backends: Mapping[str, Backend], settings: Settings | None = None, **server: Any) -> Iterator[Running]:
+    settings = settings or Settings(server=ServerSettings(**server), backends={})
+    runtime = Runtime(settings, backends=backends)
+    door = create_app(runtime, settings)
+    listening = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio would not set TCP_NODELAY on it
+    listening.bind(("127.0.0.1", 0))
+    uvicorn = GatewayServer(door, settings)
+    thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        wait_for(lambda: uvicorn.started and (runtime.ready or door.loading.error), 90)
+        assert door.loading.error is None
+        yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", door, uvicorn, runtime)
+    finally:
+        uvicorn.should_exit = True
+        thread.join(20)
+        listening.close()
+        assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.005)
+
+
+StartGateway = Callable[..., Running]
+
+
+@pytest.fixture
+def gateway() -> Iterator[StartGateway]:
+    """Start a gateway that stops with the test: `gateway({"local": backend}, max_concurrent=2)`."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(run_gateway(*args, **kwargs))
+
+
+@pytest.fixture(scope="module")
+def shared_gateway() -> Iterator[StartGateway]:
+    """The same for gateways that a whole module shares."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(run_gateway(*args, **kwargs))
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """Wait until a condition holds, or fail."""
+    return wait_for
+
+
+@dataclass
+class Received:
+    """A request as it came in, and the connection to answer it on."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes
+    connection: socket.socket
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def send(self, data: bytes) -> None:
+        self.connection.sendall(data)
+
+    def head(self, status: int = 200, content_type: str = "text/event-stream", **headers: str) -> None:
+        """Begin an answer whose end is the connection's."""
+        lines = [f"HTTP/1.1 {status} X", f"content-type: {content_type}", "connection: close"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        self.send("\r\n".join([*lines, "", ""]).encode("latin-1"))
+
+    def answer(self, body: bytes, status: int = 200, content_type: str = "application/json", **headers: str) -> None:
+        self.head(status, content_type, content_length=str(len(body)), **headers)
+        self.send(body)
+
+    def chunk(self, data: bytes) -> None:
+        """A piece of a body that was announced with transfer_encoding="chunked"; an empty one ends it."""
+        self.send(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def client_left(self, seconds: float) -> bool:
+        """Whether the client closes the connection within `seconds`."""
+        self.connection.settimeout(seconds)
+        try:
+            return self.connection.recv(1) == b""
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+
+
+@dataclass
+class ScriptedUpstream:
+    """Answers every request with `script(request)`, in a thread each. Keeps the requests."""
+
+    script: Callable[[Received], None] = lambda request: request.answer(b"{}")
+    requests: list[Received] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}/v1"
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def backend(self, **settings: Any) -> OpenAIBackend:
+        return OpenAIBackend(OpenAISettings(base_url=self.url, **settings))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(connection,))
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.settimeout(10)
+            request = _receive(connection)
+            if request is not None:
+                self.requests.append(request)
+                self.script(request)
+
+
+def _receive(connection: socket.socket) -> Received | None:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = connection.recv(65536)
+        if not more:
+            return None
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    while len(body) < int(headers.get("content-length", "0")):
+        body += connection.recv(65536)
+    method, target, _ = first.split(" ")
+    return Received(method, target, headers, body, connection)
+
+
+StartUpstream = Callable[[Callable[[Received], None]], ScriptedUpstream]
+
+
+def _upstreams() -> Iterator[StartUpstream]:
+    with ExitStack() as stack:
+
+        def start(script: Callable[[Received], None]) -> ScriptedUpstream:
+            server = ScriptedUpstream(script)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def upstream() -> Iterator[StartUpstream]:
+    """Start an upstream that does as its script says: `upstream(lambda request: request.answer(b"..."))`."""
+    yield from _upstreams()
+
+
+@pytest.fixture(scope="module")
+def shared_upstream() -> Iterator[StartUpstream]:
+    """The same for upstreams that a whole module shares."""
+    yield from _upstreams()

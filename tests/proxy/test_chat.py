@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.errors import InvalidRequestError
+from agentspec.proxy.answer import Gathered, encode
+from agentspec.proxy.chat import ChatWriter, parse
+from agentspec.proxy.labels import Caller
+from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, Speculation, TokenLogprob, Usage
+
+CALLER = Caller("t", Labels(step="s"), speculation=False, store=True)
+BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def ask(**fields: Any) -> GenerateRequest:
+    return parse({**BODY, **fields}, CALLER, max_messages=10)[0]
+
+
+def test_the_smallest_request() -> None:
+    request, stream, include_usage = parse(BODY, CALLER, max_messages=10)
+    assert request == GenerateRequest(
+        model="m", messages=BODY["messages"], tenant="t", labels=Labels(step="s"), speculation=False
+    )
+    assert (stream, include_usage) == (False, False)
+
+
+def test_every_field_that_is_acted_on() -> None:
+    request, stream, include_usage = parse(
+        {
+            **BODY,
+            "messages": [
+                {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": "assistant", "content": "c", "name": "x", "tool_calls": [], "refusal": None},
+            ],
+            "temperature": 0,
+            "top_p": 0.5,
+            "top_k": 4,
+            "min_p": 0.1,
+            "presence_penalty": 1,
+            "frequency_penalty": -1.5,
+            "repetition_penalty": 1.2,
+            "logit_bias": {"5": 1, "7": -100},
+            "seed": -3,
+            "stop": "x",
+            "stop_token_ids": [1],
+            "max_completion_tokens": 5,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "prediction": {"type": "content", "content": [{"type": "text", "text": "p"}]},
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+        CALLER,
+        max_messages=10,
+    )
+    assert stream and include_usage
+    assert request.messages == [{"role": "system", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    assert request.continue_final and request.prediction == "p"
+    assert request.sampling == SamplingParams(
+        temperature=0,
+        top_p=0.5,
+        top_k=4,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.2,
+        logit_bias={5: 1, 7: -100},
+        seed=-3,
+        stop=("x",),
+        stop_token_ids=(1,),
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("user", "u"),
+        ("metadata", {"a": "b"}),
+        ("store", True),
+        ("service_tier", "auto"),
+        ("safety_identifier", "s"),
+        ("prompt_cache_key", "k"),
+        ("n", 1),
+        ("tools", []),
+        ("tool_choice", "auto"),
+        ("parallel_tool_calls", False),
+        ("response_format", {"type": "text"}),
+        ("modalities", ["text"]),
+        ("temperature", None),
+        ("unheard_of", None),
+        ("top_k", -1),
+        ("max_tokens", None),
+        ("chat_template_kwargs", {}),
+        ("reasoning_effort", "none"),
+    ],
+)
+def test_inert_fields_change_nothing(field: str, value: Any) -> None:
+    assert ask(**{field: value}) == ask()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {}}, "audio"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"best_of": 2}, "best_of"),
+        ({"unheard_of": 0}, "unheard_of"),
+        ({"api_base": "http://evil"}, "api_base"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 10**12}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 100}, "stop"),
+        ({"stop": "\ud800"}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": "x"}, "stop_token_ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"²": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+        ({"prediction": "text"}, "prediction"),
+        ({"prediction": {"type": "image", "content": "x"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": "x", "more": 1}}, "prediction"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}] * 11}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ask(**fields)
+    assert caught.value.param == param and caught.value.status == 400
+    encode(caught.value.body())
+
+
+NAMES = [
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens", "logit_bias",
+    "logprobs", "top_logprobs", "stream", "stream_options", "prediction", "messages", "model", "n", "tools",
+    "stop_token_ids", "continue_final_message", "user", "other",
+]  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), JSON, max_size=4))
+def test_any_body_is_a_request_or_refused(fields: dict[str, Any]) -> None:
+    try:
+        assert isinstance(ask(**fields), GenerateRequest)
+    except InvalidRequestError as error:
+        encode(error.body())
+
+
+DELTAS = [
+    Delta(),
+    Delta(text="a", logprobs=(TokenLogprob(1, "a", -0.5, (TokenLogprob(2, "é", float("-inf")),)),)),
+    Delta(text="b"),
+    Delta(token_ids=(3,)),
+    Delta(text="c", finish_reason="length", usage=Usage(2, 3, 1, 4, 0), speculation=Speculation(5, 2, 1, 0.25)),
+]
+
+
+def chunks(**switches: bool) -> list[dict[str, Any]]:
+    defaults = {"include_usage": False, "include_speculation": True, "logprobs": True}
+    writer = ChatWriter("m", **{**defaults, **switches})
+    return [chunk for delta in DELTAS for chunk in writer.chunks(delta)]
+
+
+def test_chunks_share_their_head_and_begin_with_the_role() -> None:
+    written = chunks()
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in written}) == 1
+    assert written[0]["object"] == "chat.completion.chunk" and written[0]["id"].startswith("chatcmpl-")
+    deltas = [chunk["choices"][0]["delta"] for chunk in written]
+    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[1:] == [{"content": c} for c in "abc"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in written] == [None, None, None, "length"]
+    assert all("usage" not in chunk for chunk in written) and written[-1]["speculation"]["drafted"] == 5
+
+
+def test_usage_comes_on_a_chunk_of_its_own() -> None:
+    written = chunks(include_usage=True)
+    assert [chunk["usage"] for chunk in written[:-1]] == [None] * 4
+    assert written[-1]["choices"] == [] and "speculation" not in written[-2]
+    assert written[-1]["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 0},
+    }
+    assert written[-1]["speculation"] == {"drafted": 5, "accepted": 2, "steps": 1, "estimated_seconds_saved": 0.25}
+
+
+def test_the_speculation_object_can_be_switched_off() -> None:
+    assert not any("speculation" in chunk for chunk in chunks(include_speculation=False, include_usage=True))
+
+
+def test_the_whole_answer_is_the_sum_of_its_chunks() -> None:
+    answer = Gathered()
+    for delta in DELTAS:
+        answer.add(delta)
+    body = ChatWriter("m", False, True, True).body(answer)
+    [choice] = body["choices"]
+    assert body["object"] == "chat.completion" and choice["finish_reason"] == "length"
+    assert choice["message"] == {"role": "assistant", "content": "abc", "refusal": None}
+    assert choice["logprobs"]["content"] == [
+        {
+            "token": "a",
+            "logprob": -0.5,
+            "bytes": [97],
+            "top_logprobs": [{"token": "é", "logprob": -9999.0, "bytes": [195, 169]}],
+        }
+    ]
+    encode(body)

@@ -1,0 +1,225 @@
+"""The gateway in front of the local engine: a tiny random model for the protocol, the default model for sense."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.config import ModelSettings, ServerSettings, Settings
+
+torch = pytest.importorskip("torch")
+MODEL = "tiny"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ 'assistant' if m['role'] == 'assistant' else 'user' }}|>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random two-layer model whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.set_num_threads(1)
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    fast.chat_template = TEMPLATE
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=fast.eos_token_id,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def serving(model: str, **torch_settings: Any) -> Settings:
+    return Settings(
+        server=ServerSettings(request_timeout=60),
+        backends={"local": TorchSettings(model=model, device="cpu", **torch_settings)},
+        models={MODEL: ModelSettings(backend="local")},
+    )
+
+
+@pytest.fixture(scope="module")
+def running(shared_gateway: Any, tiny_model: Path) -> Any:
+    return shared_gateway({}, serving(str(tiny_model), max_active=2, max_queue=2))
+
+
+@pytest.fixture(scope="module")
+def client(running: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, content: str = "hello", **fields: Any) -> Any:
+    defaults: dict[str, Any] = {"max_tokens": 24, "seed": 1}
+    messages: list[Any] = [{"role": "user", "content": content}]
+    return client.chat.completions.create(model=MODEL, messages=messages, **{**defaults, **fields})
+
+
+def test_streamed_or_not_and_speculated_or_not_the_answer_is_the_same(client: openai.OpenAI) -> None:
+    off = {"extra_headers": {"x-agentspec-speculation": "off"}}
+    for _ in range(2):
+        whole = ask(client)
+        plain = ask(client, **off)
+        chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert whole.choices[0].message.content == streamed == plain.choices[0].message.content
+        assert whole.choices[0].finish_reason == chunks[-2].choices[0].finish_reason
+        assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens
+        assert whole.to_dict()["speculation"]["steps"] > 0
+
+
+def test_prediction_is_drafted_from(client: openai.OpenAI) -> None:
+    content = ask(client, "predict me", temperature=0).choices[0].message.content
+    answer = ask(client, "predict me", temperature=0, prediction={"type": "content", "content": content})
+    details = answer.usage.completion_tokens_details
+    assert answer.choices[0].message.content == content
+    assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens is not None
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    answer = ask(client, max_tokens=3, logprobs=True, top_logprobs=2)
+    entries = answer.choices[0].logprobs.content
+    assert len(entries) == answer.usage.completion_tokens
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in entries)
+    completion = client.completions.create(model=MODEL, prompt=[104, 105], max_tokens=3, logprobs=2, temperature=0)
+    assert completion.choices[0].logprobs and len(completion.choices[0].logprobs.tokens or []) == 3
+    assert completion.usage and completion.usage.prompt_tokens == 2
+
+
+def test_a_continued_message_is_not_a_new_one(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "abc"}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    plain = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    continued = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body=extra)
+    assert plain.usage and continued.usage and continued.usage.prompt_tokens < plain.usage.prompt_tokens
+
+
+def test_the_context_length(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "x" * 600)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs")],
+)
+def test_what_only_the_engine_can_judge(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **fields)
+    assert caught.value.param == param
+
+
+def test_the_queue_is_bounded(running: Any, client: openai.OpenAI, until: Callable[..., None]) -> None:
+    """max_active 2 and max_queue 2: of twelve at once some wait, some are refused, none fail."""
+    outcomes: list[str] = []
+
+    def one() -> None:
+        try:
+            ask(client, max_tokens=200, temperature=1.5, stream=False)
+            outcomes.append("ok")
+        except openai.RateLimitError as error:
+            assert int(error.response.headers["retry-after"]) >= 1
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=one) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(outcomes) == {"ok", "refused"} and len(outcomes) == 12
+    assert ask(client).choices
+
+
+def test_the_loop_is_free_and_a_disconnect_frees_the_engine(running: Any, until: Callable[..., None]) -> None:
+    body = {"model": MODEL, "prompt": "once", "max_tokens": 450, "stream": True, "logit_bias": {"256": -100}}
+    waits = []
+    with httpx.Client(base_url=running.url) as client:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for _ in range(5):
+                began = time.monotonic()
+                assert httpx.get(f"{running.url}/health").status_code == 200
+                waits.append(time.monotonic() - began)
+        assert sorted(waits)[2] < 0.3
+        until(lambda: running.metric("agentspec_engine_active", backend="local") == 0, 1.5)
+
+
+def test_metrics_name_the_sources(running: Any, client: openai.OpenAI) -> None:
+    for _ in range(2):
+        ask(client, "metrics", temperature=0)
+    text = httpx.get(f"{running.url}/metrics").text
+    assert 'agentspec_engine_draft_tokens_total{backend="local",source="' in text
+    assert "agentspec_index_sequences" in text
+    drafted = running.metric("agentspec_draft_tokens_total", model=MODEL)
+    assert drafted >= running.metric("agentspec_accepted_tokens_total", model=MODEL) > 0
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.integers(-2, 300) | st.text(max_size=3), max_size=3),
+    st.dictionaries(st.integers(0, 300).map(str), st.floats(-100, 100), max_size=2),
+)
+NAMES = st.sampled_from(
+    [
+        "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+        "logit_bias", "seed", "stop", "stop_token_ids", "logprobs", "top_logprobs", "prompt", "stream",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(NAMES, VALUES, max_size=4), st.sampled_from(["ab", "é", [104], [0, 255]]))
+def test_no_sampling_option_breaks_the_engine(client: openai.OpenAI, fields: dict[str, Any], prompt: Any) -> None:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 3, **fields}
+    url = str(client.base_url).removesuffix("/") + "/completions"
+    response = httpx.post(url, content=json.dumps(body), headers={"content-type": "application/json"}, timeout=30)
+    assert response.status_code in (200, 400), response.text
+    assert response.status_code == 400 or '"error"' not in response.text
+
+
+@pytest.mark.model
+def test_the_default_model(shared_gateway: Any, default_model: Any) -> None:
+    running = shared_gateway({}, serving("smollm2-135m"))
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        prompt = "one two three four five six seven eight " * 3
+        answer = client.completions.create(model=MODEL, prompt=prompt + "one", max_tokens=24, temperature=0)
+        assert answer.choices[0].text.startswith(" two three four five six seven eight one two")
+        speculation: Any = answer.to_dict()["speculation"]
+        assert speculation["accepted"] > 8 and speculation["steps"] < 16
+        chat = ask(client, "What is the capital of France?", max_tokens=12, temperature=0)
+        assert "Paris" in chat.choices[0].message.content

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import inspect
+import json
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from agentspec import errors
+from agentspec.proxy.failures import event_body, failure, outcome
+
+TREE = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.AgentSpecError) and kind is not errors.UpstreamStatusError
+]
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_every_error_has_its_answer(kind: type[errors.AgentSpecError]) -> None:
+    error = kind("what went wrong")
+    failed = failure(error)
+    assert failed.status == kind.status and 400 <= failed.status < 600
+    body = json.loads(failed.body)
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"] == "what went wrong" and event_body(error) == failed.body
+    assert outcome(error) in ("client_error", "server_error", "rejected")
+
+
+@pytest.mark.parametrize("kind", [errors.OverloadedError, errors.ShuttingDownError, errors.NotReadyError])
+def test_what_may_be_tried_again_says_when(kind: type[errors.AgentSpecError]) -> None:
+    assert int(failure(kind("later")).headers["retry-after"]) >= 1 and outcome(kind("later")) == "rejected"
+
+
+def test_an_upstreams_error_is_kept_whole() -> None:
+    error = errors.UpstreamStatusError(
+        "no", status=418, body=b"tea", headers={"retry-after": "3", "set-cookie": "x", "x-should-retry": "false"}
+    )
+    failed = failure(error)
+    assert (failed.status, failed.body) == (418, b"tea")
+    assert failed.headers == {"retry-after": "3", "x-should-retry": "false"}
+    assert json.loads(event_body(error))["error"]["message"] == "no"
+
+
+def test_a_bug_says_nothing_about_itself() -> None:
+    failed = failure(ValueError("secret"))
+    assert failed.status == 500 and b"secret" not in failed.body and outcome(ValueError()) == "server_error"
+
+
+def test_routing_errors() -> None:
+    assert failure(HTTPException(405, headers={"allow": "POST"})).headers == {"allow": "POST"}
+    assert json.loads(failure(HTTPException(418)).body)["error"]["message"] == "I'm a Teapot"

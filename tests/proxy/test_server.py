@@ -1,0 +1,128 @@
+"""`serve` in a process of its own: start, drain, exit status."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+PROGRAM = """
+import sys
+from agentspec.config import ServerSettings, Settings
+from agentspec.proxy import create_app, logs
+from agentspec.proxy.server import GatewayServer
+from agentspec.runtime import Runtime
+from agentspec.testing import Answer, FakeBackend
+
+logs.configure("INFO", sys.stdout)
+settings = Settings(server=ServerSettings(port=0, drain_timeout=float(sys.argv[1])), backends={})
+runtime = Runtime(settings, backends={"fake": FakeBackend(Answer("one two three four five", latency=0.3))})
+GatewayServer(create_app(runtime, settings), settings).run()
+print("flushed", runtime.ready, flush=True)
+"""
+BODY = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+class Process:
+    def __init__(self, drain_timeout: float) -> None:
+        command = [sys.executable, "-c", PROGRAM, str(drain_timeout)]
+        self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.popen.stdout
+        for line in self.popen.stdout:
+            if "running on" in line:
+                self.url = json.loads(line)["event"].split()[3]
+                return
+
+    def stream(self, into: list[str]) -> threading.Thread:
+        """Begin a streamed request; returns once its first event is there."""
+        begun = threading.Event()
+
+        def read() -> None:
+            try:
+                with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=BODY, timeout=20) as response:
+                    for line in response.iter_lines():
+                        into.append(line)
+                        begun.set()
+            except httpx.HTTPError as error:
+                into.append(type(error).__name__)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert begun.wait(10)
+        return thread
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.popen.communicate(timeout=15)
+        return self.popen.returncode, output
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest) -> Iterator[Any]:
+    started = Process(request.param)
+    yield started
+    if started.popen.poll() is None:
+        started.popen.kill()
+        started.popen.wait()
+    if started.popen.stdout:
+        started.popen.stdout.close()
+
+
+@pytest.mark.parametrize("process", [20.0], indirect=True)
+def test_sigterm_lets_running_requests_finish(process: Any) -> None:
+    lines: list[str] = []
+    thread = process.stream(lines)
+    process.popen.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    refused = httpx.post(f"{process.url}/v1/chat/completions", json=BODY)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+    assert refused.headers["retry-after"] == "1"
+    assert httpx.get(f"{process.url}/ready").json() == {"status": "draining"}
+    assert httpx.get(f"{process.url}/health").status_code == 200
+    thread.join(10)
+    status, output = process.end()
+    assert "data: [DONE]" in lines and len([line for line in lines if line]) == 7
+    assert status == 0 and output.endswith("flushed False\n")
+
+
+@pytest.mark.parametrize("process", [0.3], indirect=True)
+def test_the_drain_has_an_end(process: Any) -> None:
+    lines: list[str] = []
+    thread = process.stream(lines)
+    began = time.monotonic()
+    process.popen.send_signal(signal.SIGTERM)
+    status, output = process.end()
+    thread.join(10)
+    assert status == 0 and time.monotonic() - began < 4 and output.endswith("flushed False\n")
+    assert "data: [DONE]" not in lines
+
+
+@pytest.mark.parametrize("process", [20.0], indirect=True)
+def test_an_idle_server_stops_at_once(process: Any) -> None:
+    began = time.monotonic()
+    process.popen.send_signal(signal.SIGINT)
+    assert process.end()[0] == 0 and time.monotonic() - began < 3
+
+
+def test_a_backend_that_cannot_be_built_ends_serve() -> None:
+    program = """
+from agentspec.config import ServerSettings, Settings
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import AgentSpecError
+from agentspec.proxy.server import serve
+up = OpenAISettings(base_url="http://127.0.0.1:9/v1", api_key_file="/nonexistent/key")
+settings = Settings(server=ServerSettings(port=0), backends={"up": up})
+try:
+    serve(settings)
+except AgentSpecError as error:
+    print("error:", type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("error: ConfigurationError"), done.stderr

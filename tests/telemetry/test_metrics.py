@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentspec.telemetry.metrics import EngineSample, Metrics
+
+
+def test_everything_is_rendered() -> None:
+    metrics = Metrics(version="1.2.3", models=["m"], index_size=lambda: (4096, 3))
+    metrics.request("/v1/chat/completions", "m", "ok", 0.2)
+    metrics.first_token("m", 0.1)
+    metrics.tokens("m", prompt=5, completion=4)
+    metrics.speculation("m", drafted=6, accepted=2, steps=3)
+    metrics.in_flight.inc()
+    families = text_string_to_metric_families(metrics.render().decode())
+    samples = {sample.name: sample.value for family in families for sample in family.samples}
+    assert samples["agentspec_requests_total"] == 1
+    assert samples["agentspec_request_duration_seconds_sum"] == 0.2
+    assert samples["agentspec_time_to_first_token_seconds_count"] == 1
+    assert (samples["agentspec_prompt_tokens_total"], samples["agentspec_completion_tokens_total"]) == (5, 4)
+    assert (samples["agentspec_draft_tokens_total"], samples["agentspec_accepted_tokens_total"]) == (6, 2)
+    assert samples["agentspec_verify_steps_total"] == 3 and samples["agentspec_requests_in_flight"] == 1
+    assert (samples["agentspec_index_bytes"], samples["agentspec_index_sequences"]) == (4096, 3)
+    assert samples["agentspec_build_info"] == 1
+
+
+def test_without_an_index_there_is_no_gauge() -> None:
+    assert b"agentspec_index" not in Metrics(version="1").render()
+
+
+@given(st.lists(st.text(max_size=5), max_size=20))
+def test_labels_are_bounded(names: list[str]) -> None:
+    metrics = Metrics(version="1", models=["m"])
+    for name in [*names, "m", None]:
+        metrics.request("/r", name, "ok", 0.0)
+    families = text_string_to_metric_families(metrics.render().decode())
+    labels = {sample.labels["model"] for family in families for sample in family.samples if "model" in sample.labels}
+    assert labels <= {"m", "other", ""}
+
+
+def test_engines_count_by_source() -> None:
+    sample = EngineSample("local", queued=1, active=2, drafted={"session": 5}, accepted={"session": 3})
+    text = Metrics(version="1", engines=lambda: [sample]).render().decode()
+    assert 'agentspec_engine_draft_tokens_total{backend="local",source="session"} 5.0' in text
+    assert 'agentspec_engine_accepted_tokens_total{backend="local",source="session"} 3.0' in text
+    assert 'agentspec_engine_active{backend="local"} 2.0' in text
+
+
+def test_two_gateways_share_nothing() -> None:
+    one, two = Metrics(version="1"), Metrics(version="1")
+    one.request("/r", None, "ok", 0.0)
+    assert b"agentspec_requests_total{" in one.render() and b"agentspec_requests_total{" not in two.render()

@@ -1,0 +1,85 @@
+"""Every example runs as its reader runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from agentspec.proxy import create_app
+from agentspec.runtime import Runtime
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import Speculation
+
+
+def run(repository: Path, name: str, *arguments: str, **environment: str) -> str:
+    command = [sys.executable, "-W", "error::ResourceWarning", str(repository / "examples" / name), *arguments]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "leaked" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    """A gateway on a free port, with a backend that plays a script."""
+    speculation = Speculation(drafted=5, accepted=4, steps=2, estimated_seconds_saved=0.125)
+    backend = FakeBackend(Answer(text="hello from the gateway", speculation=speculation))
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = create_app(Runtime(backends={"fake": backend}))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    for _ in range(200):
+        if server.started and httpx.get(f"{address}/health").status_code == 200:
+            break
+        time.sleep(0.05)
+    yield f"{address}/v1"
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+def test_proxy_client(repository: Path, gateway: str) -> None:
+    printed = run(repository, "proxy_client.py", OPENAI_BASE_URL=gateway)
+    assert "hello from the gateway" in printed
+    (row,) = [line for line in printed.splitlines() if "greet" in line]
+    cells = [cell.strip() for cell in row.split("│")]
+    assert cells[1:3] == ["example", "greet"] and "0.12" in cells[-2] and "5" in cells and "4" in cells
+
+
+@pytest.mark.model
+def test_quickstart(repository: Path) -> None:
+    printed = run(repository, "quickstart.py")
+    assert "after 9 2 3 4 comes, by experience: [5" in printed
+    first, second = (int(line.split()[-3]) for line in printed.splitlines() if "verify steps" in line)
+    assert second < first
+
+
+@pytest.mark.model
+def test_decorator(repository: Path) -> None:
+    printed = run(repository, "decorator.py")
+    assert "polish" in printed and "letters" in printed
+
+
+@pytest.mark.model
+def test_langgraph_agent(repository: Path) -> None:
+    printed = run(repository, "langgraph_agent.py")
+    assert "capitals" in printed and "check" in printed and printed.count("ai:") == 2
+
+
+def test_every_example_is_tested(repository: Path) -> None:
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert {path.stem for path in (repository / "examples").glob("*.py")} <= tested

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+import agentspec
+from agentspec import errors, step
+
+HEAVY = {"torch", "transformers", "numpy", "httpx", "pydantic", "sqlalchemy", "starlette", "langchain_core", "typer"}
+
+
+def modules_after(code: str) -> set[str]:
+    program = f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(json.loads(result.stdout))
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    loaded = modules_after("import agentspec")
+    assert not loaded & HEAVY
+    assert {name for name in loaded if name.startswith("agentspec")} == {"agentspec"}
+
+
+@pytest.mark.parametrize("code", ["import agentspec.types", "import agentspec.errors", "from agentspec import step"])
+def test_light_parts_stay_light(code):
+    assert not modules_after(code) & HEAVY
+
+
+def test_the_help_of_the_program_loads_no_model_library():
+    loaded = modules_after("import agentspec.cli")
+    assert not loaded & {"torch", "transformers", "numpy", "sqlalchemy", "starlette", "langchain_core"}
+
+
+def test_every_exported_name_resolves():
+    missing = [name for name in agentspec.__all__ if getattr(agentspec, name, None) is None]
+    assert missing == []
+    assert set(agentspec.__all__) <= set(dir(agentspec))
+
+
+def test_the_export_list_is_sorted_and_agrees_with_what_type_checkers_see(repository):
+    tree = ast.parse((repository / "agentspec" / "__init__.py").read_text())
+    imported = {
+        alias.name
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert set(agentspec.__all__) == imported | {"__version__"}
+    assert agentspec.__all__ == sorted(agentspec.__all__)
+
+
+def test_every_error_is_exported():
+    tree = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.AgentSpecError)
+    }
+    assert tree <= set(agentspec.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'nonsense'"):
+        agentspec.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("first", ["import agentspec.step", "import agentspec.runtime", "import agentspec"])
+def test_step_is_the_decorator_whatever_is_imported_first(first):
+    program = f"{first}\nfrom agentspec import step\nprint(type(step).__name__)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "function"
+
+
+def test_submodules_are_still_reachable_as_attributes():
+    importlib.import_module("agentspec.types")
+    assert isinstance(agentspec.types, types.ModuleType)
+    assert callable(step)
+
+
+def test_nobody_imports_a_root_folder_by_its_bare_name(repository):
+    bare = []
+    for folder in ("agentspec", "cache", "backends", "reasoning", "examples", "benchmarks"):
+        for path in (repository / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and node.level == 0:
+                    names = [node.module or ""]
+                bare += [(path, name) for name in names if name.partition(".")[0] in ("cache", "backends", "reasoning")]
+    assert bare == []

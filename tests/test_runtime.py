@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from agentspec.backends.base import Capabilities
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cache import SuffixCache
+from agentspec.config import ModelSettings, Settings
+from agentspec.errors import (
+    ConfigurationError,
+    EngineError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotReadyError,
+    ShuttingDownError,
+)
+from agentspec.runtime import Runtime, _Portal, call_sync, iterate_async, iterate_sync
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import Delta, GenerateRequest
+
+pytestmark = pytest.mark.anyio
+
+
+def ask(model: str) -> GenerateRequest:
+    return GenerateRequest(model=model, text="hello")
+
+
+async def text_of(answer: AsyncIterator[Delta]) -> str:
+    return "".join([delta.text async for delta in answer])
+
+
+def upstream(**settings: Any) -> OpenAISettings:
+    return OpenAISettings(base_url=cast(Any, "http://127.0.0.1:9/v1"), **settings)
+
+
+async def test_default_settings_route_the_default_model() -> None:
+    fake = FakeBackend("hi there")
+    runtime = Runtime(Settings(), backends={"local": fake})
+    assert runtime.models() == ["smollm2-135m"] and not runtime.ready
+    assert await text_of(runtime.generate(ask("smollm2-135m"))) == "hi there"
+    assert runtime.ready and fake.requests[0].model == "smollm2-135m"
+    route = runtime.route("smollm2-135m")
+    assert (route.backend_name, route.backend, route.upstream_model) == ("local", fake, "smollm2-135m")
+    await runtime.aclose()
+
+
+async def test_model_names_hide_the_backends_own() -> None:
+    models = {"fast": ModelSettings(backend="local"), "big": ModelSettings(backend="local", upstream_model="other")}
+    fake = FakeBackend()
+    async with Runtime(Settings(models=models), backends={"local": fake}) as runtime:
+        assert runtime.models() == ["fast", "big"]
+        await text_of(runtime.generate(ask("fast")))
+        await text_of(runtime.generate(ask("big")))
+        assert [request.model for request in fake.requests] == ["smollm2-135m", "other"]
+        with pytest.raises(ModelNotFoundError, match="'fast', 'big'"):
+            await text_of(runtime.generate(ask("smollm2-135m")))
+
+
+async def test_sole_upstream_takes_any_name() -> None:
+    fake = FakeBackend()
+    async with Runtime(Settings(backends={"up": upstream()}), backends={"up": fake}) as runtime:
+        assert runtime.models() == []
+        await text_of(runtime.generate(ask("llama-9000")))
+    assert fake.requests[0].model == "llama-9000"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(backends={"up": upstream(), "local": TorchSettings()}),
+        Settings(backends={"up": upstream()}, models={"only": ModelSettings(backend="up")}),
+    ],
+)
+def test_unknown_names_are_refused_otherwise(settings: Settings) -> None:
+    runtime = Runtime(settings, backends={name: FakeBackend() for name in settings.backends})
+    runtime.start()
+    with pytest.raises(ModelNotFoundError) as caught:
+        runtime.route("llama-9000")
+    assert caught.value.param == "model" and caught.value.status == 404
+
+
+async def test_given_backend_without_settings_is_a_model() -> None:
+    mine = FakeBackend("mine")
+    runtime = Runtime(Settings(), backends={"local": FakeBackend(), "mine": mine})
+    assert await text_of(runtime.generate(ask("mine"))) == "mine"
+
+
+async def test_given_backends_without_settings_are_all_there_is() -> None:
+    runtime = Runtime(backends={"mine": FakeBackend("mine")})
+    assert runtime.models() == ["mine"]
+    assert await text_of(runtime.generate(ask("mine"))) == "mine"
+
+
+def test_two_backends_with_one_model_need_names() -> None:
+    settings = Settings(backends={"a": TorchSettings(), "b": TorchSettings()})
+    with pytest.raises(ConfigurationError, match=r"\[models.NAME\]"):
+        Runtime(settings)
+
+
+async def test_store_setting_reaches_the_backend() -> None:
+    fake = FakeBackend()
+    settings = Settings(cache=Settings().cache.model_copy(update={"store": False}))
+    await text_of(Runtime(settings, backends={"local": fake}).generate(ask("smollm2-135m")))
+    assert fake.requests[0].store is False
+
+
+async def test_before_start_and_after_close() -> None:
+    fake = FakeBackend()
+    runtime = Runtime(Settings(), backends={"local": fake})
+    with pytest.raises(NotReadyError, match="start"):
+        runtime.route("smollm2-135m")
+    await runtime.aclose()
+    await runtime.aclose()
+    assert fake.closed and not runtime.ready
+    with pytest.raises(ShuttingDownError):
+        runtime.start()
+    with pytest.raises(ShuttingDownError):
+        await text_of(runtime.generate(ask("smollm2-135m")))
+
+
+async def test_close_order_backends_before_cache() -> None:
+    class Watching(FakeBackend):
+        async def aclose(self) -> None:
+            seen.append(cache.stats() is not None)  # raises once the cache is closed
+
+    seen: list[bool] = []
+    runtime = Runtime(Settings(), backends={"local": Watching()})
+    cache = runtime.cache
+    assert runtime.cache is cache
+    await runtime.aclose()
+    assert seen == [True]
+
+
+async def test_closing_the_answer_cancels_the_backend() -> None:
+    fake = FakeBackend(Answer(text="one two three", latency=0.001))
+    answer = cast(Any, Runtime(Settings(), backends={"local": fake}).generate(ask("smollm2-135m")))
+    await anext(answer)
+    await answer.aclose()
+    assert fake.active == 0 and len(fake.cancelled) == 1
+
+
+async def test_any_asynchronous_iterator_will_do() -> None:
+    class Plain:
+        capabilities = Capabilities()
+
+        def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+            return self
+
+        def __aiter__(self) -> AsyncIterator[Delta]:
+            return self
+
+        async def __anext__(self) -> Delta:
+            raise StopAsyncIteration
+
+        async def aclose(self) -> None: ...
+
+    assert await text_of(Runtime(Settings(), backends={"local": Plain()}).generate(ask("smollm2-135m"))) == ""
+
+
+async def counted(stop: int, closed: list[str], latency: float = 0.0) -> AsyncIterator[int]:
+    try:
+        with anyio.CancelScope():  # a scope across yields: only a single task may run this
+            for number in range(stop):
+                await anyio.sleep(latency)
+                yield number
+    finally:
+        closed.append(threading.current_thread().name)
+
+
+def test_iterate_sync_runs_on_the_background_loop() -> None:
+    closed: list[str] = []
+    assert list(iterate_sync(lambda: counted(3, closed))) == [0, 1, 2]
+    assert closed == ["agentspec"]
+
+
+def test_iterate_sync_raises_what_the_iterator_raises() -> None:
+    fake = FakeBackend(Answer(text="a b", error=EngineError("broken"), error_after=1))
+    seen = []
+    with pytest.raises(EngineError, match="broken"):
+        for delta in iterate_sync(lambda: fake.generate(ask("m"))):
+            seen.append(delta.text)
+    assert seen == ["a"]
+
+
+def test_closing_iterate_sync_cancels_at_once() -> None:
+    closed: list[str] = []
+    began = time.monotonic()
+    with closing(cast(Any, iterate_sync(lambda: counted(100_000, closed, 0.01)))) as numbers:
+        assert next(numbers) == 0
+    assert closed == ["agentspec"] and time.monotonic() - began < 5
+
+
+def test_iterate_async_serves_loops_that_come_and_go() -> None:
+    closed: list[str] = []
+
+    async def consume() -> list[int]:
+        return [number async for number in iterate_async(lambda: counted(2, closed))]
+
+    assert asyncio.run(consume()) == asyncio.run(consume()) == [0, 1]
+    assert closed == ["agentspec", "agentspec"]
+
+
+async def test_cancelled_iterate_async_cancels_the_work() -> None:
+    closed: list[str] = []
+    with anyio.move_on_after(0.1) as scope:
+        async for _ in iterate_async(lambda: counted(100_000, closed, 0.01)):
+            pass
+    assert scope.cancelled_caught and closed == ["agentspec"]
+
+
+def test_call_sync() -> None:
+    async def add(left: int, right: int) -> int:
+        return left + right
+
+    assert call_sync(add, 1, 2) == 3
+
+
+def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "agentspec.backends.torch", None)
+    with pytest.raises(ConfigurationError, match=r"backends\.local.*agentspec\[torch\]"):
+        Runtime(Settings()).start()
+
+
+async def test_an_upstream_is_built_from_its_settings() -> None:
+    async with Runtime(Settings(backends={"up": upstream(model="m")})) as runtime:
+        assert runtime.models() == ["m"] and type(runtime.route("m").backend).__name__ == "OpenAIBackend"
+
+
+async def test_a_given_cache_stays_open() -> None:
+    with SuffixCache.open() as cache:
+        runtime = Runtime(backends={"fake": FakeBackend()}, cache=cache)
+        assert runtime.cache is cache
+        await runtime.aclose()
+        cache.flush()
+
+
+@pytest.mark.parametrize("name", ["tools", "response_format", "best_of", "n"])
+async def test_the_local_engine_refuses_extra_fields(name: str) -> None:
+    fake = FakeBackend()
+    runtime = Runtime(Settings(), backends={"local": fake})
+    inert = {"user": "me", "metadata": {}, "n": 1}
+    await text_of(runtime.generate(replace(ask("smollm2-135m"), extra=inert)))
+    with pytest.raises(InvalidRequestError) as caught:
+        await text_of(runtime.generate(replace(ask("smollm2-135m"), extra={name: 2})))
+    assert caught.value.param == name and len(fake.requests) == 1
+
+
+def test_the_shared_runtime_takes_any_local_model_where_nothing_is_configured() -> None:
+    portal = _Portal()
+    default = portal.runtime(None)
+    other = portal.runtime("./my-model")
+    assert portal.runtime("smollm2-135m") is default and portal.runtime("./my-model") is other is not default
+    assert other.models() == ["./my-model"] and other.cache is default.cache
+    portal.close()
+    portal.close()
+
+
+def test_a_configured_runtime_knows_its_own_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__LOCAL__DEVICE", "cpu")
+    portal = _Portal()
+    assert portal.runtime("./my-model") is portal.runtime(None)
+    portal.close()
+
+
+def test_equal_endpoints_share_connections() -> None:
+    portal = _Portal()
+    assert portal.remote(upstream()) is portal.remote(upstream())
+    assert portal.remote(upstream()) is not portal.remote(upstream(read_timeout=1.0))
+    portal.close()
+
+
+def test_the_program_ends_while_an_answer_is_half_read() -> None:
+    program = """
+from agentspec.runtime import iterate_sync
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import GenerateRequest
+fake = FakeBackend(Answer(text="one two three", latency=0.05))
+answer = iterate_sync(lambda: fake.generate(GenerateRequest(model="m", text="x")))
+print(next(answer).text)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.base import Backend, Capabilities
+from agentspec.errors import ContextLengthError, OverloadedError, UpstreamError
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, Usage
+
+pytestmark = pytest.mark.anyio
+
+
+def ask(text: str = "a question", *, speculation: bool = True, prediction: str | None = None, **sampling: object):
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+    return GenerateRequest(model="m", text=text, sampling=params, speculation=speculation, prediction=prediction)
+
+
+async def collect(backend: FakeBackend, request: GenerateRequest) -> list[Delta]:
+    return [delta async for delta in backend.generate(request)]
+
+
+def joined(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+async def test_is_a_backend_and_plays_its_script_in_turn() -> None:
+    backend = FakeBackend("first one", Answer(text="second"), lambda request: f"echo {request.text}")
+    assert isinstance(backend, Backend)
+    answers = [joined(await collect(backend, ask(text))) for text in ("a", "b", "c", "d")]
+    assert answers == ["first one", "second", "echo c", "first one"]
+    assert [request.text for request in backend.requests] == ["a", "b", "c", "d"]
+    assert backend.active == 0 and backend.cancelled == []
+
+
+async def test_last_delta_carries_reason_usage_and_speculation() -> None:
+    speculation = Speculation(drafted=4, accepted=3, steps=2, estimated_seconds_saved=0.5)
+    backend = FakeBackend(Answer(text="one two three", speculation=speculation))
+    last = (await collect(backend, ask("a b")))[-1]
+    assert last.finish_reason == "stop" and last.speculation == speculation
+    assert last.usage == Usage(prompt_tokens=2, completion_tokens=3)
+    assert (await collect(backend, ask(speculation=False)))[-1].speculation is None
+
+
+async def test_token_ids_round_trip() -> None:
+    backend = FakeBackend([7, 8], "seen before")
+    assert joined(await collect(backend, ask())) == " <7> <8>"
+    ids = [token for delta in await collect(backend, ask()) for token in delta.token_ids]
+    assert ids == backend.encode("seen before") and backend.decode(ids) == "seen before"
+
+
+async def test_max_tokens_stop_ids_and_logprobs() -> None:
+    backend = FakeBackend("one two three four")
+    cut = await collect(backend, ask(max_tokens=2))
+    assert joined(cut) == "one two" and cut[-1].finish_reason == "length"
+    three = backend.encode(" three")[0]
+    assert joined(await collect(backend, ask(stop_token_ids=(three,)))) == "one two"
+    with_logprobs = await collect(backend, ask(logprobs=True, top_logprobs=1))
+    assert [entry.text for delta in with_logprobs for entry in delta.logprobs] == ["one", " two", " three", " four"]
+    assert with_logprobs[0].logprobs[0].top[0].text == "one"
+
+
+@given(text=st.text(alphabet="ab ", max_size=30), stop=st.text(alphabet="ab ", min_size=1, max_size=3))
+def test_stop_strings_end_the_answer_before_them(text: str, stop: str) -> None:
+    deltas = anyio.run(collect, FakeBackend(text), ask(stop=(stop,)))
+    at = text.find(stop)
+    assert joined(deltas) == (text if at < 0 else text[:at])
+    assert deltas[-1].usage is not None
+    assert deltas[-1].usage.completion_tokens == sum(1 for delta in deltas if delta.token_ids)
+
+
+async def test_errors_before_and_after_deltas() -> None:
+    broken = UpstreamError("gone")
+    backend = FakeBackend(broken, Answer(text="one two three", error=broken, error_after=2))
+    with pytest.raises(UpstreamError):
+        await collect(backend, ask())
+    seen: list[str] = []
+    with pytest.raises(UpstreamError):
+        async for delta in backend.generate(ask()):
+            seen.append(delta.text)
+    assert seen == ["one", " two"] and backend.active == 0 and backend.cancelled == []
+
+
+async def test_closing_the_iterator_cancels() -> None:
+    backend = FakeBackend(Answer(text="one two three", latency=0.001))
+    async with aclosing(backend.generate(ask())) as answer:  # type: ignore[type-var]
+        assert (await anext(answer)).text == "one"
+        assert backend.active == 1
+    assert backend.active == 0 and len(backend.cancelled) == 1
+
+
+async def test_cancelling_the_task_frees_the_place() -> None:
+    backend = FakeBackend(Answer(text="late", first_latency=60), max_active=1)
+    async with anyio.create_task_group() as group:
+        group.start_soon(collect, backend, ask())
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(OverloadedError):
+            await collect(backend, ask())
+        group.cancel_scope.cancel()
+    assert backend.active == 0 and len(backend.cancelled) == 1
+
+
+async def test_prediction_counts() -> None:
+    backend = FakeBackend("x = 1\ny = 2\n")
+    usage = (await collect(backend, ask(prediction="x = 1\nz = 2\n")))[-1].usage
+    assert usage is not None
+    assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (3, 4)
+
+
+async def test_context_length() -> None:
+    backend = FakeBackend(capabilities=Capabilities(context_length=2))
+    with pytest.raises(ContextLengthError):
+        await collect(backend, ask("three words here"))
+    messages = [{"role": "user", "content": [{"type": "text", "text": "two words"}]}]
+    await collect(backend, GenerateRequest(model="m", messages=messages))
+    assert backend.active == 0
