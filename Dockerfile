@@ -1,6 +1,6 @@
 # The gateway with the local engine on CPU. Another torch build: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130
 #   docker build -t agentspec .
-#   docker run -p 8700:8700 -v agentspec:/data agentspec
+#   docker run -p 127.0.0.1:8700:8700 -v agentspec:/data agentspec    (other addresses: set server.api_keys first)
 FROM python:3.13-slim AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*

@@ -221,7 +221,7 @@ def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_setting(name: str) -> bool:
-    """Refuses `AGENTSPEC_SERVR__PORT` and `AGENTSPEC_SERVER_PORT`, which would otherwise do nothing in silence."""
+    """Refuses `AGENTSPEC_SERVR__PORT` and `AGENTSPEC_CACHE_PATH`, which would otherwise do nothing in silence."""
     if not name.upper().startswith(PREFIX):
         return False
     rest = name[len(PREFIX) :].lower()
@@ -229,7 +229,7 @@ def _is_setting(name: str) -> bool:
     if double and section not in Settings.model_fields:
         raise ConfigurationError(f"{name}: no section {section!r}{_suggestion(section, Settings.model_fields)}")
     section, single, key = rest.partition("_")
-    if not double and single and section in ("server", "backends"):
+    if not double and single and section in ("server", "cache", "backends"):
         raise ConfigurationError(f"{name}: write {PREFIX}{section.upper()}__{key.upper()}, with two underscores")
     return bool(double)
 

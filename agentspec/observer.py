@@ -6,6 +6,7 @@ The streams and responses are those of httpx or of httpx2, told apart by shape: 
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import cache
@@ -59,7 +60,7 @@ class AnswerReader:
     def _read_object(self, data: bytes) -> None:
         try:
             body = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if isinstance(body, dict):
             inner = body.get("response")  # the Responses API's last event wraps the whole answer
@@ -76,11 +77,11 @@ def usage_of(value: Any) -> Usage | None:
     read = value.get("prompt_tokens_details") or value.get("input_tokens_details") or {}
     written = value.get("completion_tokens_details") or {}
     return Usage(
-        prompt_tokens=prompt or 0,
-        completion_tokens=completion or 0,
-        cached_tokens=read.get("cached_tokens") or 0,
-        accepted_prediction_tokens=written.get("accepted_prediction_tokens"),
-        rejected_prediction_tokens=written.get("rejected_prediction_tokens"),
+        prompt_tokens=_count(prompt),
+        completion_tokens=_count(completion),
+        cached_tokens=_count(_part(read, "cached_tokens")),
+        accepted_prediction_tokens=_part(written, "accepted_prediction_tokens"),
+        rejected_prediction_tokens=_part(written, "rejected_prediction_tokens"),
     )
 
 
@@ -88,12 +89,22 @@ def speculation_of(value: Any) -> Speculation | None:
     """A gateway's `speculation` object; None if it is not one."""
     if not isinstance(value, Mapping):
         return None
+    saved = value.get("estimated_seconds_saved")
     return Speculation(
-        drafted=value.get("drafted") or 0,
-        accepted=value.get("accepted") or 0,
-        steps=value.get("steps") or 0,
-        estimated_seconds_saved=value.get("estimated_seconds_saved") or 0.0,
+        drafted=_count(value.get("drafted")),
+        accepted=_count(value.get("accepted")),
+        steps=_count(value.get("steps")),
+        estimated_seconds_saved=float(saved) if isinstance(saved, (int, float)) else 0.0,
     )
+
+
+def _part(details: Any, name: str) -> Any:
+    return details.get(name) if isinstance(details, Mapping) else None
+
+
+def _count(value: Any) -> int:
+    """A number of somebody else's; anything else counts as nothing, since reading must not break the answer."""
+    return int(value) if isinstance(value, (int, float)) and 0 <= value < math.inf else 0
 
 
 Done = Callable[[AnswerReader, bool], None]

@@ -113,6 +113,11 @@ class Runtime:
         """The model names that `route` knows; a sole upstream takes further ones."""
         return list(self._names)
 
+    @property
+    def takes_any_model(self) -> bool:
+        """Whether names that `models` does not list lead to the sole upstream."""
+        return self._passthrough is not None
+
     def route(self, model: str) -> Route:
         """Where `model` leads. Raises `ModelNotFoundError` for an unknown name, `NotReadyError` before `start()`."""
         backend_name, upstream_model = self._resolve(model)
@@ -167,7 +172,7 @@ class Runtime:
         if model in self._names:
             return self._names[model]
         if self._passthrough is not None:
-            return self._passthrough, model
+            return self._passthrough, self.settings.backends[self._passthrough].model or model
         known = ", ".join(repr(name) for name in self._names) or "none"
         raise ModelNotFoundError(f"no model {model!r} here; configured: {known}", param="model")
 

@@ -122,6 +122,8 @@ class SamplingParams:
             self._require("max_tokens", 1, math.inf)
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise InvalidRequestError("logit_bias values must lie between -100 and 100", param="logit_bias")
+        if isinstance(self.stop, str):
+            raise InvalidRequestError(f"stop must be a tuple of strings, not {self.stop!r}", param="stop")
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not contain an empty string", param="stop")
 

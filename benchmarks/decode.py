@@ -2,8 +2,9 @@
 
 Every variant answers the same token ids to the natural end of the text, one after another for each prompt and in an
 order that rotates from prompt to prompt, so that a busy machine hits all of them alike. A pair is one prompt under
-two variants; time is wall time including prefill. Each cache state is a tenant of its own and is not written to while
-it is measured; key/value rows are never kept between calls.
+two variants; time is wall time including prefill. Each cache state of each table is a tenant of its own and no sequence
+is added while it is measured, though how far drafts can be trusted goes on being learned, as it would in use; key/value
+rows are never kept between calls.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentspec.backends.settings import TorchSettings
+from agentspec.benchmarks.peer import Peer
 from agentspec.benchmarks.prompt_sets import PromptSet, load_prompts
 from agentspec.benchmarks.stats import Ratio, distinct_ngrams, paired_ratio
 from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 CONTROL_TOKENS = 128
+CONTROL_ROUNDS = 2  # the same questions with other seeds: a difference of two per cent needs many pairs
 CONTROL_DISTINCT = 0.95
 WARM_COUNTS = (10, 100)
 LOOKUP_TOKENS = 10
@@ -32,8 +35,16 @@ PREFIX_BYTES_OFF = 0
 TRANSFORMERS, LOOKUP, OFF, COLD, SECOND = "transformers", "prompt lookup", "off", "on, cold", "on, second pass"
 
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+
 def warm_name(count: int) -> str:
+    """The variant and tenant whose cache holds the answers to `count` other prompts."""
     return f"on, after {count} others"
+
+
+def second_tenant(table: str) -> str:
+    return f"{table}: {SECOND}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,7 @@ def run_decode(model: str, *, sets: Sequence[PromptSet], limit: int | None, prog
     """Measure every variant on the prompt sets and the control; one table each. Raises what the backend raises."""
     bench = Bench.load(model, progress)
     try:
+        bench.warm()
         tables = [bench.measure(name, load_prompts(name)[:limit]) for name in sets]
         return [*tables, bench.control(load_prompts("control")[:limit])]
     finally:
@@ -96,14 +108,12 @@ class Bench:
     """One loaded model, its plain transformers twin, and the warmed caches."""
 
     backend: TorchBackend
-    peer: Any
+    peer: Peer
     loop: asyncio.AbstractEventLoop
     progress: Progress
 
     @classmethod
     def load(cls, model: str, progress: Progress) -> Bench:
-        from transformers import AutoModelForCausalLM
-
         from agentspec.backends.model_store import resolve
         from agentspec.backends.torch import TorchBackend
         from agentspec.cache import SuffixCache
@@ -111,19 +121,21 @@ class Bench:
         progress(f"loading {model}")
         settings = TorchSettings(model=model, prefix_bytes=PREFIX_BYTES_OFF)  # type: ignore[arg-type]
         backend = TorchBackend.load(settings, cache=SuffixCache.open())
-        peer: Any = AutoModelForCausalLM.from_pretrained(resolve(model).folder, dtype="auto")
-        return cls(backend, peer.eval(), asyncio.new_event_loop(), progress)
+        engine = backend.stats()
+        peer = Peer(resolve(model).folder, device=engine.device, dtype=engine.dtype)
+        return cls(backend, peer, asyncio.new_event_loop(), progress)
 
     def close(self) -> None:
+        self.peer.close()
         self.loop.run_until_complete(self.backend.aclose())
         self.loop.close()
 
     def measure(self, name: PromptSet, prompts: Sequence[str]) -> Table:
         table = Table(name)
         encoded = [self.backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-        self._warm(encoded)
+        self._record(second_tenant(name), encoded)
         self._transformers(encoded[0])  # its first call sets things up that later ones find ready
-        variants = self._variants()
+        variants = self._variants(name)
         for index, prompt in enumerate(encoded):
             self.progress(f"{name}: prompt {index + 1} of {len(encoded)}")
             for label, variant in _rotated(variants, index):
@@ -133,48 +145,50 @@ class Bench:
     def control(self, prompts: Sequence[str]) -> Table:
         """Sampled answers that do not repeat, speculation off and on; raises ValueError where they repeat after all."""
         table = Table("control")
-        for index, prompt in enumerate(prompts):
-            self.progress(f"control: prompt {index + 1} of {len(prompts)}")
+        for index, prompt in enumerate([*prompts] * CONTROL_ROUNDS):
+            self.progress(f"control: answer {index + 1} of {CONTROL_ROUNDS * len(prompts)}")
             ids = self.backend.encode_chat([{"role": "user", "content": prompt}])
             sampling = SamplingParams(temperature=1.0, seed=index, max_tokens=CONTROL_TOKENS)
-            variants = {OFF: self._agentspec(OFF, sampling, False), COLD: self._agentspec(COLD, sampling, True)}
+            variants = {OFF: self._agentspec(OFF, sampling, speculation=False), COLD: self._cold("control", sampling)}
             for label, variant in _rotated(variants, index):
                 table.add(label, variant(ids, index))
         _require_distinct(table.runs[OFF])
         return table
 
-    def _warm(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Fill the tenants that stand for warmed caches: others of the kind, and the prompts themselves."""
+    def warm(self) -> None:
+        """Fill the tenants that stand for caches warmed by other prompts of the kind."""
         others = [
             self.backend.encode_chat([{"role": "user", "content": text}])
             for text in load_prompts("edit_warm")[: max(WARM_COUNTS)]
         ]
         for count in WARM_COUNTS:
             self._record(warm_name(count), others[:count])
-        self._record(SECOND, prompts)
 
     def _record(self, tenant: str, prompts: Sequence[Sequence[int]]) -> None:
         for index, prompt in enumerate(prompts):
             self.progress(f"warming {tenant!r}: {index + 1} of {len(prompts)}")
-            self._generate(prompt, tenant, f"warm-{index}", _greedy(), speculation=True, store=True)
+            self._generate(prompt, tenant, f"warm-{index}", GREEDY, speculation=True, store=True)
 
-    def _variants(self) -> dict[str, Variant]:
-        warm = {warm_name(count): self._agentspec(warm_name(count), _greedy(), True) for count in WARM_COUNTS}
+    def _variants(self, table: str) -> dict[str, Variant]:
+        warm = {name: self._agentspec(name, GREEDY) for name in map(warm_name, WARM_COUNTS)}
         return {
             TRANSFORMERS: lambda prompt, _: self._transformers(prompt),
             LOOKUP: lambda prompt, _: self._transformers(prompt, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-            OFF: self._agentspec(OFF, _greedy(), False),
-            COLD: self._agentspec(COLD, _greedy(), True),
+            OFF: self._agentspec(OFF, GREEDY, speculation=False),
+            COLD: self._cold(table, GREEDY),
             **warm,
-            SECOND: self._agentspec(SECOND, _greedy(), True),
+            SECOND: self._agentspec(second_tenant(table), GREEDY),
         }
 
-    def _agentspec(self, tenant: str, sampling: SamplingParams, speculation: bool) -> Variant:
+    def _agentspec(self, tenant: str, sampling: SamplingParams, *, speculation: bool = True) -> Variant:
         def variant(prompt: Sequence[int], index: int) -> Run:
-            owner = f"{tenant} {index}" if tenant == COLD else tenant
-            return self._generate(prompt, owner, f"run-{index}", sampling, speculation=speculation, store=False)
+            return self._generate(prompt, tenant, f"run-{index}", sampling, speculation=speculation, store=False)
 
         return variant
+
+    def _cold(self, table: str, sampling: SamplingParams) -> Variant:
+        """A tenant of its own for each answer: nothing was ever said there."""
+        return lambda prompt, index: self._agentspec(f"{table}: {COLD} {index}", sampling)(prompt, index)
 
     def _generate(
         self,
@@ -207,20 +221,7 @@ class Bench:
         return Run(tuple(tokens), time.perf_counter() - start, stats)
 
     def _transformers(self, prompt: Sequence[int], **options: int) -> Run:
-        import torch
-
-        ids = torch.tensor([list(prompt)])
-        start = time.perf_counter()
-        with torch.inference_mode():
-            output = self.peer.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS, **options
-            )
-        seconds = time.perf_counter() - start
-        return Run(tuple(output[0, ids.shape[1] :].tolist()), seconds)
-
-
-def _greedy() -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+        return Run(*self.peer.generate(prompt, MAX_TOKENS, **options))
 
 
 def _rotated(variants: Mapping[str, Variant], by: int) -> Iterator[tuple[str, Variant]]:

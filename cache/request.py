@@ -114,7 +114,7 @@ class CacheRequest:
             if not self._cache.closed and self.store:
                 act()
         finally:
-            self._cache._release(self._space, self._session)
+            self._cache._release(self._space, self._session, keep=self.store)
 
     def __enter__(self) -> CacheRequest:
         return self

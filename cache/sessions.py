@@ -115,8 +115,12 @@ class Sessions:
         session = next((session for session in self if not session.busy), None)
         if session is None:
             return False
+        self.forget(session)
+        return True
+
+    def forget(self, session: Session) -> None:
+        """Let go of a session and its transcript."""
         del self._sessions[id(session)]
         if session.name is not None:
             del self._by_name[session.name]
         self.memory_bytes -= session.measured
-        return True

@@ -137,9 +137,12 @@ class Store:
                 _log.warning("%s", error)
 
     def learned(self) -> dict[str, bytes]:
-        """What was learned about drafting, by namespace key."""
-        with self._engine.connect() as connection:
-            return {row.namespace: row.state for row in connection.execute(sa.select(learned))}
+        """What was learned about drafting, by namespace key. Raises `CacheFormatError` for damage."""
+        try:
+            with self._engine.connect() as connection:
+                return {row.namespace: row.state for row in connection.execute(sa.select(learned))}
+        except exc.DatabaseError as error:
+            raise damaged(self.folder / DATABASE, error) from error
 
     def disk_bytes(self) -> int:
         """Size of the database with its journal."""

@@ -90,10 +90,14 @@ class SuffixCache:
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
         for name, limit in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
-            if limit is not None and limit <= 0:
-                raise ConfigurationError(f"{name} must be positive, not {limit!r}")
+            if limit is not None and not (isinstance(limit, int) and limit > 0):
+                raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
         if path is None:
             return cls(None, Namespace.of(namespace), memory_bytes)
+        if "://" in str(path):
+            raise ConfigurationError(
+                f"path must be a folder, not the address of a database: {str(path).partition('://')[0]}://..."
+            )
         from agentspec.cache.store import Store
 
         cache = cls(Store.open(Path(path), disk_bytes=disk_bytes, mode=mode), Namespace.of(namespace), memory_bytes)
@@ -119,14 +123,15 @@ class SuffixCache:
         step: str | None = None,
         store: bool = True,
     ) -> CacheRequest:
-        """Begin a generation that continues `prompt`. `store=False` keeps its output from the shared past.
+        """Begin a generation that continues `prompt`. `store=False` leaves nothing of it behind once it is closed.
 
         Without a session name, the session whose last prompt this one continues is found. Raises
         `InvalidRequestError` for what are not token ids, `CacheClosedError` after close.
         """
         tokens = as_tokens(prompt, "prompt")
-        if not isinstance(session, str | None):
-            raise InvalidRequestError(f"session must be a string or None, not {session!r}", param="session")
+        for name, label in (("session", session), ("workflow", workflow), ("step", step)):
+            if not isinstance(label, str | None):
+                raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._require_open()
         self._follow()
         with self._lock:
@@ -225,9 +230,12 @@ class SuffixCache:
             space.sessions.measure(session)
         self._enforce_budget()
 
-    def _release(self, space: Space, session: Session) -> None:
+    def _release(self, space: Space, session: Session, *, keep: bool = True) -> None:
         with self._lock:
-            space.sessions.release(session)
+            if keep:
+                space.sessions.release(session)
+            else:
+                space.sessions.forget(session)
 
     # Budget.
 

@@ -192,6 +192,7 @@ def test_a_password_in_an_upstream_url_is_masked():
         ("AGENTSPEC_SERVR__PORT", "1", "AGENTSPEC_SERVR__PORT: no section 'servr'; did you mean 'server'?"),
         ("AGENTSPEC_SERVER__PROT", "1", "AGENTSPEC_SERVER__PROT: server.prot: unknown key; did you mean 'port'?"),
         ("AGENTSPEC_SERVER_PORT", "1", "write AGENTSPEC_SERVER__PORT"),
+        ("AGENTSPEC_CACHE_PATH", "/cache", "write AGENTSPEC_CACHE__PATH"),
         ("AGENTSPEC_SERVER__PORT", "x", "AGENTSPEC_SERVER__PORT: server.port = 'x'"),
         ("AGENTSPEC_SERVER__API_KEYS", "[{", "AGENTSPEC_SERVER__API_KEYS: not valid; lists are written as JSON"),
     ],

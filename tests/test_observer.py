@@ -55,12 +55,21 @@ def test_compressed_bodies(wbits: int) -> None:
         (b"??", "gzip"),
         (b"{}", "br"),
         (b"", ""),
+        (b"[" * 100_000, ""),
     ],
 )
 def test_what_cannot_be_read_is_none(body: bytes, encoding: str) -> None:
     reader = AnswerReader("application/json", encoding)
     reader.feed(body)
     assert reader.finish() == (None, None)
+
+
+def test_counts_that_are_none_count_as_nothing() -> None:
+    odd = {"prompt_tokens": "9", "completion_tokens": [1], "prompt_tokens_details": [], "completion_tokens_details": 3}
+    spent = {"drafted": "3", "accepted": -1, "steps": None, "estimated_seconds_saved": "1.5"}
+    reader = AnswerReader("application/json")
+    reader.feed(json.dumps({"usage": odd, "speculation": spent}).encode())
+    assert reader.finish() == (Usage(), Speculation())
 
 
 def test_responses_api_events_wrap_the_answer() -> None:

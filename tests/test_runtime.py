@@ -75,6 +75,14 @@ async def test_sole_upstream_takes_any_name() -> None:
     assert fake.requests[0].model == "llama-9000"
 
 
+async def test_a_sole_upstream_with_a_model_is_sent_that_model() -> None:
+    fake = FakeBackend()
+    async with Runtime(Settings(backends={"up": upstream(model="own")}), backends={"up": fake}) as runtime:
+        assert runtime.models() == ["own"] and runtime.takes_any_model
+        await text_of(runtime.generate(ask("llama-9000")))
+    assert fake.requests[0].model == "own"
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -74,17 +74,18 @@ def demo(
     """Write, criticise and revise code with a small model, with speculation off and on, and compare."""
     from rich.console import Console
 
+    from agentspec.runtime import call_sync
     from agentspec.step import report
 
     console = Console()
     report().reset()
-    with console.status(f"loading {model}, once for each mode"):
-        runtimes = {mode: _runtime(model) for mode in MODES}
+    with console.status(f"loading {model}"):
+        runtime = _runtime(model)
     try:
         with _progress(console, tasks * len(STEPS)) as advance:
-            calls = _run(runtimes, model, tasks, max_tokens, advance)
+            calls = _run(runtime, model, tasks, max_tokens, advance)
     finally:
-        _close(runtimes)
+        call_sync(runtime.aclose)
     rows = {(row.workflow or "", row.step or ""): row for row in report()}
     differences = divergences(calls)
     console.print(_table(rows))
@@ -94,12 +95,12 @@ def demo(
 
 
 def _runtime(model: str) -> Runtime:
-    """An engine of its own with an empty cache in memory, so that neither mode can learn from the other."""
+    """One engine for both modes with an empty cache in memory; no key/value rows are kept from call to call."""
     from agentspec.config import load_settings
     from agentspec.runtime import Runtime
 
     overrides = {
-        "backends": {"local": {"kind": "torch", "model": model}},
+        "backends": {"local": {"kind": "torch", "model": model, "prefix_bytes": 0}},
         "cache": {"path": None, "store": True},
     }
     runtime = Runtime.from_settings(load_settings(None, overrides, only_overridden_backends=True))
@@ -107,20 +108,11 @@ def _runtime(model: str) -> Runtime:
     return runtime
 
 
-def _close(runtimes: dict[str, Runtime]) -> None:
-    from agentspec.runtime import call_sync
-
-    for runtime in runtimes.values():
-        call_sync(runtime.aclose)
-
-
-def _run(
-    runtimes: dict[str, Runtime], model: str, tasks: int, max_tokens: int, advance: Callable[[str, str], None]
-) -> list[Call]:
+def _run(runtime: Runtime, model: str, tasks: int, max_tokens: int, advance: Callable[[str, str], None]) -> list[Call]:
     """Task by task, the modes taking turns at going first, so that whatever else the machine does hits both."""
     from agentspec.step import workflow
 
-    graphs = {mode: _graph(runtimes[mode], model, max_tokens, mode, advance) for mode in MODES}
+    graphs = {mode: _graph(runtime, model, max_tokens, mode, advance) for mode in MODES}
     calls: list[Call] = []
     for number, task in enumerate(TASKS[:tasks]):
         for mode in MODES if number % 2 == 0 else MODES[::-1]:
@@ -131,12 +123,13 @@ def _run(
 
 
 def _graph(runtime: Runtime, model: str, max_tokens: int, mode: str, advance: Callable[[str, str], None]) -> Any:
-    """write -> critique -> revise."""
+    """write -> critique -> revise. Calls with speculation off leave nothing behind that the others could draft from."""
     from langgraph.graph import END, START, StateGraph
 
     from agentspec.langchain import ChatAgentSpec
 
-    chat = ChatAgentSpec(model=model, runtime=runtime, temperature=0.0, max_tokens=max_tokens, speculation=mode == "on")
+    on = mode == "on"
+    chat = ChatAgentSpec(model=model, runtime=runtime, temperature=0.0, max_tokens=max_tokens, speculation=on, store=on)
     builder: Any = StateGraph(State)
     for name, instruction in STEPS.items():
         builder.add_node(name, _node(name, instruction, chat, lambda text: advance(mode, text)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -17,7 +18,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import ConfigDict, Field, HttpUrl, SecretStr
+from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import (
@@ -83,6 +84,13 @@ class ChatAgentSpec(BaseChatModel):
     streaming: bool = False  # as LangChain means it: `invoke` shows its tokens to callbacks as they come
     timeout: float | None = Field(default=None, gt=0)
     max_retries: int = Field(default=2, ge=0)
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        if url is not None and not re.match(r"https?://[^/]", url):
+            raise ValueError(f"base_url must begin with http:// or https://, not {url!r}")
+        return url
 
     @property
     def _llm_type(self) -> str:

@@ -25,6 +25,7 @@ from agentspec.proxy.gate import Gate
 from agentspec.proxy.generation import Generation, Path
 from agentspec.proxy.labels import Keys
 from agentspec.proxy.loading import Loading
+from agentspec.proxy.upstream import request_headers
 from agentspec.runtime import Runtime
 from agentspec.telemetry.metrics import CONTENT_TYPE, EngineSample, Metrics
 
@@ -91,22 +92,23 @@ class Pages:
         return Response(await anyio.to_thread.run_sync(self._metrics.render), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": await self._objects()})
+        return _json({"object": "list", "data": await self._objects(request)})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        found = next((model for model in await self._objects() if model["id"] == name), None)
+        found = next((model for model in await self._objects(request) if model["id"] == name), None)
         if found is None:
             raise ModelNotFoundError(f"no model {name!r} here", param="model")
         return _json(found)
 
-    async def _objects(self) -> list[dict[str, Any]]:
+    async def _objects(self, request: Request) -> list[dict[str, Any]]:
         """The configured models; where none is, those of the sole upstream, which then takes any name."""
         names = self._runtime.models()
-        if names or not self._runtime.ready:
+        if names or not (self._runtime.ready and self._runtime.takes_any_model):
             return [self._object(name) for name in names]
         backend = self._runtime.route("*").backend
-        return await backend.models() if isinstance(backend, OpenAIBackend) else []
+        headers = request_headers(request.scope, Exchange.of(request.scope))
+        return await backend.models(headers) if isinstance(backend, OpenAIBackend) else []
 
     def _object(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}

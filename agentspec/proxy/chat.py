@@ -123,6 +123,8 @@ def _take_max_tokens(fields: Fields) -> int | None:
     older = fields.take("max_tokens", count, None)
     if None not in (newer, older) and newer != older:
         raise InvalidRequestError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+    if newer == 0:
+        raise InvalidRequestError("max_completion_tokens must be at least 1, not 0", param="max_completion_tokens")
     return older if newer is None else newer
 
 

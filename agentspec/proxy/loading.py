@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from agentspec.errors import ShuttingDownError
 from agentspec.proxy.logs import logger
 from agentspec.runtime import Runtime
 
@@ -33,6 +34,8 @@ class Loading:
         try:
             await anyio.to_thread.run_sync(self._runtime.start)
             logger.info("ready", models=self._runtime.models())
+        except ShuttingDownError:
+            logger.info("stopped while loading")
         except Exception as error:
             self.error = error
             logger.error("loading failed", exception=type(error).__name__)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import signal
 import time
 from types import FrameType
 
 import uvicorn
 
-from agentspec.config import Settings
+from agentspec.config import ServerSettings, Settings
+from agentspec.errors import ConfigurationError
 from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
 from agentspec.proxy.door import Door
@@ -23,9 +25,28 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     logs.configure(log_level)
     runtime = Runtime.from_settings(settings)
     door = create_app(runtime, settings)
-    GatewayServer(door, settings).run()
+    if is_unprotected(settings.server):
+        logs.logger.warning(
+            "everybody who reaches this address is served: set server.api_keys", host=settings.server.host
+        )
+    try:
+        GatewayServer(door, settings).run()
+    except SystemExit:  # how uvicorn says that it cannot listen
+        address = f"{settings.server.host}:{settings.server.port}"
+        raise ConfigurationError(
+            f"cannot listen on {address}: it is taken or not this machine's; change server.host or server.port"
+        ) from None
     if door.loading.error is not None:
         raise door.loading.error
+
+
+def is_unprotected(server: ServerSettings) -> bool:
+    """Whether other machines may use the gateway without a key."""
+    try:
+        loopback = ipaddress.ip_address(server.host).is_loopback
+    except ValueError:
+        loopback = server.host == "localhost"
+    return not (loopback or server.api_keys)
 
 
 class GatewayServer(uvicorn.Server):

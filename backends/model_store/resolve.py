@@ -68,7 +68,7 @@ def _resolve(ref: str, *, show: bool, fresh: bool) -> ModelFiles:
         return _checked_folder(ref, snapshot(ref, show=show))
     nearest = difflib.get_close_matches(ref, BUILTIN, n=1)
     raise ModelUnavailableError(
-        f"no model {ref!r}{f'; did you mean {nearest[0]!r}?' if nearest else ''} Give a built-in name"
+        f"no model {ref!r}{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Give a built-in name"
         f" ({', '.join(BUILTIN)}), an existing folder or .gguf file, or a model-hub id such as 'org/name'"
     )
 

@@ -84,9 +84,9 @@ class OpenAIBackend:
         """
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
 
-    async def models(self) -> list[dict[str, Any]]:
-        """The upstream's own model list. Raises as `generate` does."""
-        async with self._endpoint.send("GET", "/models", headers={}) as response:
+    async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+        """The upstream's own model list; `headers` may carry a client's key. Raises as `generate` does."""
+        async with self._endpoint.send("GET", "/models", headers=headers or {}) as response:
             answer = decode_json(await self._checked(response), self._endpoint.name)
         listed = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(listed, list):

@@ -15,6 +15,7 @@ from agentspec.backends.torch.generation import Job, Shared
 from agentspec.backends.torch.loader import Loaded, load
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.stats import EngineStats
+from agentspec.backends.torch.threads import on_own_thread
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.types import Delta, GenerateRequest, Message, Source
 
@@ -45,7 +46,7 @@ class TorchBackend:
     @classmethod
     def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
         """Find and read the model (blocking, seconds). Raises `ModelUnavailableError` and `ConfigurationError`."""
-        return cls(load(settings), settings, cache)
+        return on_own_thread(lambda: cls(load(settings), settings, cache))
 
     @property
     def capabilities(self) -> Capabilities:

@@ -118,9 +118,15 @@ class Engine:
 
     def _admit(self, job: Job) -> None:
         try:
+            rows = self._rows(job)
             memory = self._open_memory(job)
-            self._active.append(Generation(job, self.shared, self._rows(job), memory))
         except Exception as error:
+            self._fail(job, error)
+            return
+        try:
+            self._active.append(Generation(job, self.shared, rows, memory))
+        except Exception as error:
+            memory.close(clean=False)
             self._fail(job, error)
 
     def _rows(self, job: Job) -> Rows:

@@ -30,14 +30,14 @@ def test_total_speed_weighs_by_time() -> None:
 @pytest.mark.model
 def test_all_variants_answer_alike_on_the_default_model() -> None:
     """Two short prompts through every variant but the long warm-up: same tokens, fewer steps on the second pass."""
-    from agentspec.benchmarks.decode import COLD, OFF, SECOND, TRANSFORMERS, Bench
+    from agentspec.benchmarks.decode import COLD, OFF, SECOND, TRANSFORMERS, Bench, second_tenant
     from agentspec.benchmarks.prompt_sets import load_prompts
 
     bench = Bench.load("smollm2-135m", lambda message: None)
     try:
         ids = bench.backend.encode_chat([{"role": "user", "content": load_prompts("edit_short")[0]}])
-        bench._record(SECOND, [ids])
-        variants = bench._variants()
+        bench._record(second_tenant("test"), [ids])
+        variants = bench._variants("test")
         runs = {name: variants[name](ids, 0) for name in (TRANSFORMERS, OFF, COLD, SECOND)}
     finally:
         bench.close()

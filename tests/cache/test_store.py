@@ -192,6 +192,14 @@ def test_serving_goes_on_when_writing_fails(tmp_path: Path, caplog: pytest.LogCa
     assert len(caplog.records) == 1
 
 
+def test_a_missing_table_is_damage(tmp_path: Path) -> None:
+    SuffixCache.open(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        connection.execute("DROP TABLE learned")
+    with pytest.raises(CacheFormatError, match="move it away"):
+        SuffixCache.open(tmp_path)
+
+
 @pytest.mark.parametrize("damage", ["x'00'", "zeroblob(40)"])
 def test_a_damaged_row_is_told_on_open_and_skipped_while_following(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture

@@ -98,10 +98,14 @@ def test_use_after_close() -> None:
     request.close()
 
 
-@pytest.mark.parametrize("settings", [{"memory_bytes": 0}, {"disk_bytes": -1}, {"mode": "reader"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"memory_bytes": 0}, {"memory_bytes": "1MiB"}, {"disk_bytes": -1}, {"mode": "reader"}, {"path": "sqlite://u:p@h"}],
+)
 def test_settings_that_cannot_work(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(settings))):
+    with pytest.raises(ConfigurationError, match=next(iter(settings))) as caught:
         SuffixCache.open(**settings)  # type: ignore[arg-type]
+    assert "u:p" not in str(caught.value)
 
 
 def test_bad_requests() -> None:
@@ -109,8 +113,9 @@ def test_bad_requests() -> None:
         for prompt in ([1.0], [-1], [[1]]):
             with pytest.raises(InvalidRequestError):
                 cache.request(prompt)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequestError):
-            cache.request([1], session=5)  # type: ignore[arg-type]
+        for label in ("session", "workflow", "step"):
+            with pytest.raises(InvalidRequestError, match=label):
+                cache.request([1], **{label: 5})  # type: ignore[arg-type]
         assert cache.stats().requests == 0
 
 
@@ -177,6 +182,19 @@ def test_the_newest_that_fit_are_loaded(tmp_path: Path) -> None:
         assert 20 < cache.stats().sequences < 200
         with cache.request([9, *text(199, 1000)[:5]]) as request:
             assert request.draft(max_tokens=1).tokens.tolist() == [text(199, 1000)[5]]
+
+
+@pytest.mark.parametrize("session", [None, "s"])
+def test_nothing_is_left_of_a_request_not_to_be_stored(session: str | None) -> None:
+    with SuffixCache.open() as cache:
+        with cache.request([1, 2, 3, 1, 2], session=session, store=False) as request:
+            assert request.draft(max_tokens=1).tokens.tolist() == [3]
+            request.extend([3, 4])
+            assert cache.stats().sessions == 1
+        stats = cache.stats()
+        assert (stats.sessions, stats.sequences) == (0, 0)
+        record(cache, [1, 2, 3, 1, 2, 3], [4], session="s")
+        assert cache.stats().sessions == 1
 
 
 def test_unshared_outputs_are_not_written(tmp_path: Path) -> None:

@@ -174,6 +174,8 @@ def test_inert_fields_change_nothing(field: str, value: Any) -> None:
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user", "content": "x"}] * 11}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),

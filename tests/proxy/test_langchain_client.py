@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from agentspec.backends.settings import OpenAISettings
+from agentspec.config import Settings
 from agentspec.testing import FakeBackend
 
 langchain_openai = pytest.importorskip("langchain_openai")
 
 
-@pytest.fixture
-def chat(gateway: Any) -> Any:
+@pytest.fixture(params=["backend", "upstream"])
+def chat(gateway: Any, request: pytest.FixtureRequest) -> Any:
+    """On a gateway in front of a backend, and on one more gateway, to which that one is the upstream."""
     running = gateway({"fake": FakeBackend("brave new wörld")})
+    if request.param == "upstream":
+        upstream: Any = OpenAISettings(base_url=f"{running.url}/v1")  # type: ignore[arg-type]
+        running = gateway({}, Settings(backends={"up": upstream}))
     return langchain_openai.ChatOpenAI(
         model="fake", base_url=f"{running.url}/v1", api_key=SecretStr("none"), max_retries=0, stream_usage=True
     )

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from agentspec.config import ApiKey, ServerSettings
+from agentspec.proxy.server import is_unprotected
 
 PROGRAM = """
 import sys
@@ -126,3 +131,29 @@ except AgentSpecError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("error: ConfigurationError"), done.stderr
+
+
+def test_an_address_that_is_taken_is_said_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [
+            Path(sys.executable).with_name("agentspec"),
+            "serve",
+            "--upstream",
+            "http://127.0.0.1:9/v1",
+            "--port",
+            port,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith(f"agentspec: cannot listen on 127.0.0.1:{port}"), done.stderr
+    assert "Traceback" not in done.stderr and "loading failed" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "open_to_all"),
+    [("127.0.0.1", False), ("127.9.9.9", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True)],
+)
+def test_only_another_address_without_keys_is_unprotected(host: str, open_to_all: bool) -> None:
+    assert is_unprotected(ServerSettings(host=host)) is open_to_all
+    assert not is_unprotected(ServerSettings(host=host, api_keys=(ApiKey(key_env="KEY"),)))

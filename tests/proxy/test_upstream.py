@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import subprocess
 import threading
 import time
 from typing import Any
@@ -90,6 +91,13 @@ def test_the_other_routes(gateway: Any, upstream: Any, path: str) -> None:
     assert server.requests[0].target == path
 
 
+def test_upstreams_that_no_name_leads_to_list_nothing(gateway: Any, upstream: Any) -> None:
+    up = OpenAISettings(base_url=upstream(lambda request: request.answer(b"{}")).url)
+    running = gateway({}, Settings(backends={"a": up, "b": up}))
+    assert httpx.get(f"{running.url}/v1/models").json() == {"object": "list", "data": []}
+    assert post(running).status_code == 404
+
+
 @pytest.mark.parametrize("pieces", [len(WIRE), 1, 7])
 def test_a_stream_passes_byte_for_byte(gateway: Any, upstream: Any, pieces: int) -> None:
     def script(request: Any) -> None:
@@ -104,6 +112,17 @@ def test_a_stream_passes_byte_for_byte(gateway: Any, upstream: Any, pieces: int)
     assert response.content == WIRE and response.headers["content-type"] == "text/event-stream"
     assert running.metric("agentspec_completion_tokens_total", model=MODEL) == 2
     assert running.metric("agentspec_time_to_first_token_seconds_count", model=MODEL) == 1
+
+
+def test_curl_gets_an_upstreams_bytes(gateway: Any, upstream: Any) -> None:
+    def script(request: Any) -> None:
+        request.head()
+        request.send(WIRE)
+
+    running = gateway(*passing(upstream(script).url))
+    command = ["curl", "-sSN", "--max-time", "20", f"{running.url}{CHAT}", "-H", "content-type: application/json"]
+    done = subprocess.run([*command, "-d", json.dumps(BODY)], capture_output=True, check=True)
+    assert done.stdout == WIRE
 
 
 def test_events_pass_as_they_come(gateway: Any, upstream: Any) -> None:
@@ -370,8 +389,9 @@ def test_a_sole_upstream_takes_any_model(gateway: Any, upstream: Any, caplog: py
         assert server.requests[-1].json["model"] == name
     assert running.metric("agentspec_requests_total", route=CHAT, model="other", outcome="ok") == 3
     server.script = lambda request: request.answer(b'{"data":[{"id":"org/one","max_model_len":9}]}')
-    listed = httpx.get(f"{running.url}/v1/models").json()
+    listed = httpx.get(f"{running.url}/v1/models", headers={"authorization": "Bearer mine"}).json()
     assert listed == {"object": "list", "data": [{"id": "org/one", "max_model_len": 9}]}
+    assert server.requests[-1].headers["authorization"] == "Bearer mine"
     assert httpx.get(f"{running.url}/v1/models/org/one").json() == listed["data"][0]
     assert httpx.get(f"{running.url}/v1/models/other").status_code == 404
     assert b"secret" not in running.door.metrics.render()

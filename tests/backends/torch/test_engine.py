@@ -227,6 +227,21 @@ def test_the_next_prompt_of_a_conversation_is_not_computed_again(lab: Any, engin
     assert engine.shared.counters.reused_tokens == len(PROMPT) + 9
 
 
+def test_a_request_that_cannot_begin_gives_its_place_in_the_cache_back(engine_of: Any) -> None:
+    closed: list[bool] = []
+
+    class Watched(Memory):
+        def close(self, *, clean: bool) -> None:
+            closed.append(clean)
+
+    client = Client(engine_of(lambda job: Watched(None)))
+    beyond = SamplingParams(logit_bias={10**6: 1.0})  # which the backend would have refused
+    client.job.request = GenerateRequest("m", token_ids=PROMPT, sampling=beyond)
+    with pytest.raises(EngineError):
+        client.submit().result()
+    assert closed == [False]
+
+
 def test_an_answer_not_to_be_stored_leaves_no_rows(engine_of: Any) -> None:
     engine = engine_of()
     Client(engine, store=False).submit().result()

@@ -1,0 +1,54 @@
+"""transformers' `generate` as its users run it: in a process of its own, with all cores and no engine beside it.
+
+Two models in one process would each compute on a thread of their own, and their pools of workers would slow each other
+down even while one of them rests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+_model: Any = None  # in the peer's process only
+
+
+class Peer:
+    """The same weights, device and arithmetic under transformers alone. `close` ends its process."""
+
+    def __init__(self, folder: Path, *, device: str, dtype: str) -> None:
+        self._process = ProcessPoolExecutor(1, get_context("spawn"), _load, (folder, device, dtype))
+
+    def generate(self, prompt: Sequence[int], max_tokens: int, **options: int) -> tuple[tuple[int, ...], float]:
+        """Greedy answer to `prompt` and the seconds it took, prefill included; `options` go to `generate`."""
+        return self._process.submit(_generate, list(prompt), max_tokens, options).result()
+
+    def close(self) -> None:
+        self._process.shutdown()
+
+
+def _load(folder: Path, device: str, dtype: str) -> None:
+    global _model
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    quiet: Any = logging
+    quiet.disable_progress_bar()
+    _model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    _model.to(device).eval()
+
+
+def _generate(prompt: list[int], max_tokens: int, options: dict[str, int]) -> tuple[tuple[int, ...], float]:
+    import torch
+
+    ids = torch.tensor([prompt], device=_model.device)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = _model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, **options
+        )
+    seconds = time.perf_counter() - start
+    return tuple(output[0, len(prompt) :].tolist()), seconds

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentspec.errors import InvalidRequestError
+from agentspec.types import GenerateRequest, Namespace, SamplingParams
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.1},
+        {"repetition_penalty": 0.0}, {"max_tokens": 0}, {"top_logprobs": 21}, {"logit_bias": {1: 101.0}},
+        {"stop": ("",)}, {"stop": "END"},
+    ],
+)  # fmt: skip
+def test_sampling_options_out_of_range_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**options)
+    assert caught.value.param == next(iter(options))
+
+
+@pytest.mark.parametrize("prompt", [{}, {"text": "a", "token_ids": [1]}, {"text": "a", "continue_final": True}])
+def test_a_request_has_one_prompt(prompt: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        GenerateRequest("m", **prompt)
+
+
+def test_a_namespaces_key_depends_on_every_part_and_on_where_it_stands() -> None:
+    parts = [Namespace("a"), Namespace("b"), Namespace("a", "b"), Namespace("a", "", "b"), Namespace("a", "", "", "b")]
+    assert len({space.key for space in parts}) == len(parts)
+    assert Namespace.of("a") == Namespace("a") and Namespace.of(parts[2]) is parts[2]
