@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.benchmarks.peer import Peer
 from agentspec.benchmarks.prompt_sets import PromptSet, load_prompts
 from agentspec.benchmarks.stats import Ratio, distinct_ngrams, paired_ratio
+from agentspec.benchmarks.transformers_peer import Peer
 from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
 
 if TYPE_CHECKING:
