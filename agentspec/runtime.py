@@ -92,7 +92,12 @@ class Runtime:
                 from agentspec.cache import SuffixCache
 
                 chosen = self.settings.cache
-                self._own_cache = SuffixCache.open(chosen.path, memory_bytes=int(chosen.memory_bytes))
+                self._own_cache = SuffixCache.open(
+                    chosen.path,
+                    memory_bytes=int(chosen.memory_bytes),
+                    retention=chosen.retention,
+                    refuse_patterns=chosen.refuse_patterns,
+                )
             return self._own_cache
 
     def start(self) -> None:

@@ -94,6 +94,10 @@ class SuffixIndex:
     def tokens(self, sequence: int) -> Tokens:
         return self._known(sequence, self._native.tokens)
 
+    def lead(self, sequence: int) -> Tokens:
+        """What stood before a sequence: the last `DEPTH` tokens of its context."""
+        return self._known(sequence, self._native.lead)
+
     def length(self, sequence: int) -> int:
         return self._known(sequence, self._native.length)
 

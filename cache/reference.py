@@ -76,6 +76,9 @@ class ReferenceIndex:
     def tokens(self, sequence: int) -> list[int]:
         return [o.token for o in self.occurrences if o.sequence == sequence]
 
+    def lead(self, sequence: int) -> list[int]:
+        return list(self.leads[sequence][-DEPTH:])
+
     def matches(self, context: Sequence[int], length: int) -> list[Occurrence]:
         """Oldest first."""
         return [o for o in self.occurrences if o.shares(context) >= length]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agentspec.cache.forgetting import Decode
 from agentspec.cache.index import DEPTH, Drafter, Sourced, SuffixIndex, require_budget
 from agentspec.cache.sessions import TRANSCRIPT, Session
 from agentspec.cache.space import Space
@@ -21,6 +23,17 @@ if TYPE_CHECKING:
 _ROUND = 32  # tokens learned from before they are added to the session's index
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a request that ended cleanly hands to the cache."""
+
+    space: Space
+    session: Session
+    labels: Labels
+    tokens: Tokens
+    context: Tokens
+
+
 class CacheRequest:
     """An open request. Leaving the `with` block without an exception closes it and shares its output.
 
@@ -28,10 +41,19 @@ class CacheRequest:
     """
 
     def __init__(
-        self, cache: SuffixCache, space: Space, session: Session, prompt: Tokens, labels: Labels, *, store: bool
+        self,
+        cache: SuffixCache,
+        space: Space,
+        session: Session,
+        prompt: Tokens,
+        labels: Labels,
+        *,
+        store: bool,
+        decode: Decode | None = None,
     ) -> None:
         self.labels = labels
         self.store = store
+        self._decode = decode
         self._cache = cache
         self._space = space
         self._session = session
@@ -73,6 +95,7 @@ class CacheRequest:
         """
         self._require_open()
         require_budget(max_tokens, min_probability)
+        self._leave_forgotten()
         self._draft = self.drafter.draft(self._indexes, self._context, max_tokens, min_probability)
         return self._draft
 
@@ -82,12 +105,14 @@ class CacheRequest:
         Raises `InvalidRequestError` for what are not token ids, `CacheClosedError` after close.
         """
         self._require_open()
+        self._leave_forgotten()
         committed = as_tokens(tokens)
         self._count(committed)
         for start in range(0, len(committed), _ROUND):
             part = committed[start : start + _ROUND]
             self.drafter.observe(self._indexes, self._context, part)
-            self._session.index.append(TRANSCRIPT, part)
+            if not self._session.forgotten:
+                self._session.index.append(TRANSCRIPT, part)
             self._context = np.concatenate((self._context, part))[-DEPTH:]
         if len(committed):
             self._output.append(committed.copy())
@@ -103,8 +128,13 @@ class CacheRequest:
 
     def _share(self) -> None:
         if self._output:
-            self.drafter.observe_end(int(self._context[-1]))
-            self._cache._share(self._space, self.labels, self.output, self._prompt_end)
+            output = Output(self._space, self._session, self.labels, self.output, self._prompt_end)
+            self._cache._share(output, self._decode)
+
+    def _leave_forgotten(self) -> None:
+        """Go on without the session's own text if it was forgotten meanwhile."""
+        if self._session.forgotten:
+            self._indexes = [pair for pair in self._indexes if pair[0] is not self._session.index]
 
     def _end(self, act: Callable[[], None]) -> None:
         if not self._open:

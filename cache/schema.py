@@ -50,6 +50,20 @@ learned = sa.Table(
     sa.Column("state", sa.LargeBinary, nullable=False),
 )
 
+deletions = sa.Table(
+    "deletions",  # one row per forget: a Scope, for the processes that have to follow it
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("salt", sa.String, nullable=False),
+    sa.Column("tenant", sa.String),  # hashes, as session
+    sa.Column("session", sa.String),
+    sa.Column("tokenizer", sa.String),
+    sa.Column("before", sa.Float),
+    sa.Column("searched", sa.Boolean, nullable=False),
+    sqlite_autoincrement=True,
+)
+
 
 def open_database(path: Path) -> sa.Engine:
     """The database at `path`, created where there is none, readable by its owner only.
@@ -83,6 +97,7 @@ def _configure(connection: Any, _: ConnectionPoolEntry) -> None:
     cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
     cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA secure_delete = ON")  # what is deleted or moved is overwritten
     cursor.close()
 
 
@@ -97,6 +112,7 @@ def _create_or_check(engine: sa.Engine, path: Path) -> None:
             raise CacheFormatError(f"{path} is another program's database; choose another folder")
         else:
             _check_version(connection, path)
+            deletions.create(connection, checkfirst=True)
 
 
 def _check_version(connection: sa.Connection, path: Path) -> None:

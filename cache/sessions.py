@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
 
+from agentspec.cache.forgetting import Scope
 from agentspec.cache.index import SuffixIndex
 from agentspec.cache.tokens import Tokens
 
@@ -17,12 +19,19 @@ _SEARCHED = 512  # sessions looked through for one that a prompt continues
 
 
 class Session:
-    """One conversation. Not thread-safe: the request that acquired it is its only user."""
+    """One conversation. Not thread-safe: the request that acquired it is its only user.
 
-    __slots__ = ("_mark", "_needed", "busy", "index", "measured", "name")
+    `label` is the name that was asked for, which a session beside a busy one has too. Once `forgotten` is set, which
+    may happen under a request, nothing may be drafted from it any more and its output is not to be shared.
+    """
 
-    def __init__(self, name: str | None) -> None:
+    __slots__ = ("_mark", "_needed", "busy", "forgotten", "index", "label", "measured", "name", "used_at")
+
+    def __init__(self, name: str | None, label: str | None = None) -> None:
         self.name = name
+        self.label = name if label is None else label
+        self.used_at = time.time()
+        self.forgotten = False
         self.index = SuffixIndex()
         self.busy = True
         self.measured = 0
@@ -85,9 +94,10 @@ class Sessions:
         found = self._by_name.get(name) if name is not None else self._continued_by(prompt)
         if found is not None and not found.busy:
             found.busy = True
+            found.used_at = time.time()
             self._sessions.move_to_end(id(found))
             return found
-        session = Session(name if found is None else None)
+        session = Session(name if found is None else None, name)
         self._sessions[id(session)] = session
         if session.name is not None:
             self._by_name[session.name] = session
@@ -108,6 +118,7 @@ class Sessions:
 
     def release(self, session: Session) -> None:
         session.busy = False
+        session.used_at = time.time()
         self.measure(session)
 
     def evict(self) -> bool:
@@ -119,8 +130,19 @@ class Sessions:
         return True
 
     def forget(self, session: Session) -> None:
-        """Let go of a session and its transcript."""
-        del self._sessions[id(session)]
+        """Let go of a session and its transcript, unless that happened before."""
+        if self._sessions.pop(id(session), None) is None:
+            return
         if session.name is not None:
             del self._by_name[session.name]
         self.memory_bytes -= session.measured
+
+    def withdraw(self, scope: Scope) -> None:
+        """Forget the sessions in scope, those that requests hold included, but not for the age of their start.
+
+        Whether a session holds a pattern is not asked: it begins anew from its next prompt, which costs little.
+        """
+        for session in list(self):
+            if scope.covers(session.label, time.time() if session.busy else session.used_at):
+                session.forgotten = True
+                self.forget(session)

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
+from agentspec.cache.forgetting import Scope, Selection
 from agentspec.cache.index import Drafter, SuffixIndex
 from agentspec.cache.sessions import Sessions
-from agentspec.cache.tokens import Tokens
+from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.errors import CacheFormatError
 from agentspec.types import Namespace
 
 _OVERHEAD = 192 << 10  # bytes of a drafter's learned state and the objects around it
+_ORIGIN_BYTES = 256  # bytes of an Origin with its place in the table
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a sequence of the shared past comes from, and the token it ends with."""
+
+    session: str | None
+    created_at: float  # seconds since 1970
+    end: int
 
 
 class Space:
@@ -25,13 +40,22 @@ class Space:
         self.drafter = Drafter()
         self.sessions = Sessions()
         self._reported: dict[int, int] = {}
+        self._origins: dict[int, Origin] = {}
+        self._origins_lock = threading.Lock()  # outputs are added without the cache's lock
 
     def memory_bytes(self) -> int:
-        return self.shared.memory_bytes() + self.sessions.memory_bytes + _OVERHEAD
+        return self._past_bytes() + self.sessions.memory_bytes + _OVERHEAD
 
-    def share(self, sequence: int, tokens: Tokens, context: Tokens) -> None:
+    def _past_bytes(self) -> int:
+        return self.shared.memory_bytes() + _ORIGIN_BYTES * len(self._origins)
+
+    def share(
+        self, sequence: int, tokens: Tokens, context: Tokens, session: str | None = None, created_at: float = 0.0
+    ) -> None:
         """Add a finished output that followed `context`."""
-        self.shared.append(sequence, tokens, context)
+        with self._origins_lock:
+            self.shared.append(sequence, tokens, context)
+            self._origins[sequence] = Origin(session, created_at, int(tokens[-1]) if len(tokens) else -1)
 
     def learned(self) -> bytes:
         """What was learned about drafting, for `restore`."""
@@ -47,7 +71,7 @@ class Space:
 
         The larger of shared past and sessions gives, least recently used (for the past: least recently hit) first.
         """
-        past = self.shared.memory_bytes()
+        past = self._past_bytes()
         if self.sessions.memory_bytes >= past and self.sessions.evict():
             return 1
         if self.shared.sequence_count:
@@ -60,10 +84,47 @@ class Space:
         quota = max(share, 1 / 16) * self.shared.token_count
         # Removing is one pass over the index whatever it removes, so at least a sixteenth goes at once.
         gone = order[: int(np.searchsorted(np.cumsum(usage.lengths[order]), quota)) + 1]
-        self.shared.remove(usage.sequences[gone])
-        for sequence in usage.sequences[gone].tolist():
-            self._reported.pop(sequence, None)
+        self._remove(usage.sequences[gone].tolist())
         return len(gone)
+
+    def _remove(self, sequences: list[int]) -> None:
+        with self._origins_lock:
+            self.shared.remove(sequences)
+            for sequence in sequences:
+                self._reported.pop(sequence, None)
+                self._origins.pop(sequence, None)
+
+    def _known(self) -> list[tuple[int, Origin]]:
+        with self._origins_lock:
+            return list(self._origins.items())
+
+    # Forgetting.
+
+    def covered(self, scope: Scope) -> list[int]:
+        """The sequences of the shared past that lie in scope."""
+        if not scope.concerns(self.namespace):
+            return []
+        return [number for number, origin in self._known() if scope.covers(origin.session, origin.created_at)]
+
+    def selected(self, selection: Selection) -> list[int]:
+        """The sequences of the shared past that a selection means."""
+        numbers = self.covered(selection.scope)
+        return [number for number in numbers if selection.holds(self._read(number))] if selection.searched else numbers
+
+    def _read(self, sequence: int) -> Tokens:
+        """A sequence with what stood before it; empty where it was evicted meanwhile."""
+        with contextlib.suppress(KeyError):
+            return np.concatenate((self.shared.lead(sequence), self.shared.tokens(sequence)))
+        return EMPTY
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Forget sequences, and the tokens that only they ended with."""
+        self._remove(list(sequences))
+        state, cells = self.drafter.state(), _cell_count()
+        ends = state[cells:].reshape(-1, 3)
+        known = np.isin(ends[:, 0], [origin.end for _, origin in self._known()])
+        if not known.all():
+            self.drafter.restore(np.concatenate((state[:cells], ends[known].ravel())))
 
     def fresh_hits(self) -> list[tuple[int, int]]:
         """(sequence, hits since the last call) of every sequence that was hit."""
@@ -73,3 +134,16 @@ class Space:
         fresh = [(sequence, total - self._reported.get(sequence, 0)) for sequence, total in totals.items()]
         self._reported = totals
         return [(sequence, hits) for sequence, hits in fresh if hits]
+
+
+def without_ends(learned: bytes) -> bytes:
+    """A learned state without the tokens that outputs ended with: its other numbers are of no text in particular."""
+    with contextlib.suppress(zlib.error):
+        cells = 8 * _cell_count()
+        return zlib.compress(zlib.decompress(learned)[:cells], level=1)
+    return b""
+
+
+@cache
+def _cell_count() -> int:
+    return len(Drafter().state())

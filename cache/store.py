@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,15 +17,18 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 from sqlalchemy.dialects.sqlite import insert
 
+from agentspec.cache import deletions
 from agentspec.cache.batch_writer import BatchWriter
+from agentspec.cache.forgetting import Scope, Selection
 from agentspec.cache.row import Row
 from agentspec.cache.schema import damaged, learned, open_database, sequences
 from agentspec.cache.writer_lock import WriterLock
-from agentspec.errors import CacheFormatError, CacheLockedError, ConfigurationError
+from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, ConfigurationError
 from agentspec.types import Labels, Namespace
 
 DATABASE = "sequences.sqlite3"
 _POLL_SECONDS = 1.0
+_REWRITTEN = 512 << 20  # bytes; rewriting a larger database would keep other processes from writing for too long
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +51,9 @@ class Store:
         self._poll_lock = threading.Lock()
         self._polled_at = time.monotonic()
         self._last_id = 0
+        self._unscrubbed = self._lock is not None  # a process killed after a forget may have left bytes behind
+        with engine.connect() as connection:
+            self._settled = deletions.last(connection)
 
     @classmethod
     def open(cls, folder: Path, *, disk_bytes: int | None, mode: Literal["auto", "writer", "follower"]) -> Store:
@@ -113,11 +120,11 @@ class Store:
             raise damaged(self.folder / DATABASE, error) from error
         return rows[::-1]
 
-    def news(self, origin: int) -> list[Row]:
-        """Rows that processes other than `origin` added since the last look; nothing within a second of it."""
+    def news(self, origin: int) -> list[Row] | None:
+        """Rows that processes other than `origin` added since the last look; None within a second of it."""
         with self._poll_lock:
             if time.monotonic() - self._polled_at < _POLL_SECONDS:
-                return []
+                return None
             self._polled_at = time.monotonic()
             query = sa.select(sequences).where(sequences.c.id > self._last_id).order_by(sequences.c.id)
             try:
@@ -135,6 +142,68 @@ class Store:
                 yield self._row(record)
             except CacheFormatError as error:
                 _log.warning("%s", error)
+
+    # Forgetting.
+
+    def forget(self, selection: Selection) -> int:
+        """Delete what a selection means, as one transaction, and tell the other processes; returns how many sequences.
+
+        What other processes have yet to write is refused when they write it. Their memory follows by `unsettled`.
+        Raises `CacheError` when it cannot be done; then nothing is forgotten.
+        """
+        with contextlib.suppress(CacheError):  # a writer that failed has nothing left to write
+            self._writer.flush()
+        try:
+            found = deletions.search(self._engine, selection, self._holds)
+            with self._engine.begin() as connection:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                count = deletions.delete(connection, selection, found, self._holds)
+        except exc.DatabaseError as error:
+            raise CacheError(f"nothing was forgotten, the database cannot be changed: {error}") from error
+        self._unscrubbed = True
+        return count
+
+    def expire(self, selection: Selection) -> int:
+        """`forget`, unless there is nothing to forget."""
+        try:
+            found = deletions.search(self._engine, selection, self._holds)
+        except exc.DatabaseError as error:
+            raise CacheError(f"the database cannot be read: {error}") from error
+        return self.forget(selection) if found.ids else 0
+
+    def unsettled(self) -> list[tuple[int, Scope]]:
+        """Forgets that this process has not followed yet, by number."""
+        with self._engine.connect() as connection:
+            found = deletions.since(connection, self._settled)
+        self._unscrubbed = self._unscrubbed or bool(found)
+        return found
+
+    def settle(self, number: int) -> None:
+        """From now on write again what lies in the scope of a forget: nothing from before it is waiting any more."""
+        with contextlib.suppress(CacheError):
+            self._writer.flush()
+        self._settled = number
+
+    def numbers(self, namespace: Namespace) -> set[int]:
+        """The sequences that are stored for a namespace."""
+        query = sa.select(sequences.c.number).where(sequences.c.namespace == namespace.key)
+        with self._engine.connect() as connection:
+            return set(connection.execute(query).scalars())
+
+    def scrub(self, *, rewrite: bool = False) -> None:
+        """Leave no byte of what was deleted in the database and its journal; `rewrite` them whole if not too large.
+
+        Where another process is reading meanwhile, it is for the next call to finish.
+        """
+        if self._unscrubbed or rewrite:
+            self._unscrubbed = not deletions.scrub(self._engine, rewrite=rewrite and self.disk_bytes() <= _REWRITTEN)
+
+    def _holds(self, record: sa.Row[tuple[object, ...]], selection: Selection) -> bool:
+        try:
+            row = self._row(record)
+        except CacheFormatError:
+            return True  # nobody can tell, and nobody can use it
+        return selection.holds(np.concatenate((row.context, row.tokens)))
 
     def learned(self) -> dict[str, bytes]:
         """What was learned about drafting, by namespace key. Raises `CacheFormatError` for damage."""
@@ -176,13 +245,16 @@ class Store:
     # In the writer's thread.
 
     def _commit(self, jobs: list[Row | _UsageUpdate]) -> None:
-        rows = [_record(job) for job in jobs if isinstance(job, Row)]
         with self._engine.begin() as connection:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            # A forget of another process that this one has not followed yet: what it covers came before it.
+            scopes = [scope for _, scope in deletions.since(connection, self._settled)]
+            rows = [_record(job) for job in jobs if isinstance(job, Row) and not _covered(job, scopes)]
             if rows:
                 connection.execute(sequences.insert(), rows)
             for job in jobs:
                 if isinstance(job, _UsageUpdate):
-                    self._save_usage(connection, job)
+                    self._save_usage(connection, _UsageUpdate(job.hits, {}) if scopes else job)
         if self._disk_limit is not None and self._lock and self.disk_bytes() > self._disk_limit:
             self._shrink(self._disk_limit)
 
@@ -213,6 +285,10 @@ class Store:
             connection.cursor().executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
         finally:
             connection.close()
+
+
+def _covered(row: Row, scopes: Sequence[Scope]) -> bool:
+    return any(scope.concerns(row.namespace) and scope.covers(row.labels.session, row.created_at) for scope in scopes)
 
 
 def _record(row: Row) -> dict[str, object]:

@@ -6,17 +6,23 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from agentspec.cache.request import CacheRequest
+from agentspec.cache.forgetter import Forgetter
+from agentspec.cache.forgetting import Decode, seconds_of, select
+from agentspec.cache.keeper import Keeper
+from agentspec.cache.refusal import Refusal
+from agentspec.cache.request import CacheRequest, Output
 from agentspec.cache.row import Row
 from agentspec.cache.sessions import Session
 from agentspec.cache.space import Space
-from agentspec.cache.tokens import Tokens, TokensLike, as_tokens
+from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import CacheClosedError, ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
@@ -28,6 +34,7 @@ __all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
 Mode = Literal["auto", "writer", "follower"]
 
 _BYTES_PER_TOKEN = 32  # most that an index holds for a token, with room to merge
+_KEEPER_SECONDS = 5.0  # after which an idle process has followed what others forgot
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,8 @@ class CacheStats:
     accepted: int = 0
     partial: int = 0  # requests abandoned
     evicted: int = 0  # sequences and sessions forgotten for room
+    forgotten: int = 0  # sequences forgotten on purpose or by age, by this process
+    refused: int = 0  # outputs not shared, by a pattern
     mode: Literal["memory", "writer", "follower"] = "memory"
     store_error: str | None = None  # why nothing is written any more
 
@@ -57,14 +66,24 @@ class SuffixCache:
     Open it with `SuffixCache.open`.
     """
 
-    def __init__(self, store: Store | None, namespace: Namespace, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        namespace: Namespace,
+        memory_bytes: int,
+        retention: float | None = None,
+        refusal: Refusal | None = None,
+    ) -> None:
         self._store = store
         self._namespace = namespace
         self._memory_limit = memory_bytes
         self._lock = threading.RLock()
+        self._refusal = refusal
+        self._keeper: Keeper | None = None
         self._spaces: dict[Namespace, Space] = {}
         self._counts: Counter[str] = Counter()
         self._learned: dict[str, bytes] = {}
+        self._forgetter = Forgetter(store, self._spaces, self._learned, self._lock, retention)
         # Sequence numbers are unique among the processes that share a store.
         self._origin = int.from_bytes(os.urandom(4)) >> 1
         self._sequence = count(self._origin << 32)
@@ -79,30 +98,42 @@ class SuffixCache:
         memory_bytes: int = 512 << 20,
         disk_bytes: int | None = None,
         mode: Mode = "auto",
+        retention: float | timedelta | None = None,
+        refuse_patterns: Sequence[str] = (),
     ) -> SuffixCache:
         """A cache in memory, or with `path`, a folder, one that is there again after a restart.
 
         `namespace` is where requests go that name none. `memory_bytes` bounds the index, `disk_bytes` the database.
         One process per folder is its writer, which keeps the database within bounds; any number follow. Mode
-        "writer" raises `CacheLockedError` where another process is the writer, "auto" follows then. Raises
-        `ConfigurationError` for settings that cannot work, `CacheFormatError` for a database that cannot be read.
+        "writer" raises `CacheLockedError` where another process is the writer, "auto" follows then.
+
+        Sequences older than `retention` (seconds or a timedelta) are forgotten at once and every hour, by the writer.
+        An output whose text one of `refuse_patterns` (regular expressions) is found in is used for its own session
+        only, as is one of a request without `decode`, whose text nobody knows. Raises `ConfigurationError` for
+        settings that cannot work, `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
         for name, limit in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
             if limit is not None and not (isinstance(limit, int) and limit > 0):
                 raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
-        if path is None:
-            return cls(None, Namespace.of(namespace), memory_bytes)
-        if "://" in str(path):
+        if path is not None and "://" in str(path):
             raise ConfigurationError(
                 f"path must be a folder, not the address of a database: {str(path).partition('://')[0]}://..."
             )
-        from agentspec.cache.store import Store
-
-        cache = cls(Store.open(Path(path), disk_bytes=disk_bytes, mode=mode), Namespace.of(namespace), memory_bytes)
         try:
-            cache._load()
+            kept = None if retention is None else seconds_of(retention, "retention")
+        except InvalidRequestError as error:
+            raise ConfigurationError(error.message, param="retention") from None
+        refusal = Refusal(refuse_patterns) if refuse_patterns else None
+        store = None
+        if path is not None:
+            from agentspec.cache.store import Store
+
+            store = Store.open(Path(path), disk_bytes=disk_bytes, mode=mode)
+        cache = cls(store, Namespace.of(namespace), memory_bytes, kept, refusal)
+        try:
+            cache._start()
         except BaseException:
             cache.close()
             raise
@@ -122,9 +153,11 @@ class SuffixCache:
         workflow: str | None = None,
         step: str | None = None,
         store: bool = True,
+        decode: Decode | None = None,
     ) -> CacheRequest:
         """Begin a generation that continues `prompt`. `store=False` leaves nothing of it behind once it is closed.
 
+        `decode` turns token ids into text; it is needed, and used, only where a cache refuses patterns.
         Without a session name, the session whose last prompt this one continues is found. Raises
         `InvalidRequestError` for what are not token ids, `CacheClosedError` after close.
         """
@@ -144,7 +177,43 @@ class SuffixCache:
         except BaseException:
             self._release(space, found)
             raise
-        return CacheRequest(self, space, found, tokens, Labels(session, workflow, step), store=store)
+        labels = Labels(session if session is not None else found.label, workflow, step)
+        return CacheRequest(self, space, found, tokens, labels, store=store, decode=decode)
+
+    def forget(
+        self,
+        *,
+        session: str | None = None,
+        tenant: str | None = None,
+        tokenizer: str | None = None,
+        older_than: float | timedelta | None = None,
+        tokens: TokensLike | None = None,
+        text: str | None = None,
+        decode: Decode | None = None,
+    ) -> int:
+        """Forget what all conditions given hold for; returns how many sequences of the shared past went.
+
+        `session`: of that name. `tenant`: in all its namespaces. `tokenizer`: in namespaces of that tokenizer hash.
+        `older_than`: finished that many seconds ago, or that timedelta. `tokens`: holding these ids in a row. `text`:
+        holding it once `decode` has turned their ids into text. What stood before an output, as far as it is kept, is
+        searched too, and half of a pattern at the edge of what is kept counts for the whole.
+
+        On return no draft, learned number or stored byte of them is left, and other processes at the same folder
+        follow within seconds. Sessions that the first three conditions hold for begin anew from their next prompt;
+        of their requests in progress nothing is shared. Raises `InvalidRequestError` for conditions that cannot be,
+        and `CacheError` when the database cannot be changed: then nothing is forgotten.
+        """
+        self._require_open()
+        selection = select(
+            session=session,
+            tenant=tenant,
+            tokenizer=tokenizer,
+            older_than=older_than,
+            tokens=tokens,
+            text=text,
+            decode=decode,
+        )
+        return self._forgetter.forget(selection)
 
     def flush(self) -> None:
         """Return when everything closed so far is on disk. Raises `CacheError` when it cannot be written."""
@@ -160,6 +229,7 @@ class SuffixCache:
             spaces = self._spaces.values()
             return CacheStats(
                 **self._counts,
+                forgotten=self._forgetter.forgotten,
                 namespaces=len(spaces),
                 sessions=sum(len(space.sessions) for space in spaces),
                 sequences=sum(space.shared.sequence_count for space in spaces),
@@ -181,7 +251,9 @@ class SuffixCache:
 
     def close(self) -> None:
         """Write what is left and release the folder. Requests still open cannot go on. Idempotent."""
-        with self._lock:
+        if self._keeper:
+            self._keeper.close()
+        with self._forgetter.following, self._lock:
             if self.closed:
                 return
             if self._store:
@@ -212,12 +284,30 @@ class SuffixCache:
     def _drafted(self, drafted: int, accepted: int) -> None:
         self._add(steps=1, drafted=drafted, accepted=accepted, hits=int(accepted > 0))
 
-    def _share(self, space: Space, labels: Labels, tokens: Tokens, context: Tokens) -> None:
-        sequence = next(self._sequence)
-        space.share(sequence, tokens, context)
-        if self._store:
-            self._store.put(Row(sequence, space.namespace, labels, tokens, context, time.time()))
+    def _share(self, output: Output, decode: Decode | None) -> None:
+        if self._refusal and self._refusal.refuses(output.context, output.tokens, decode):
+            self._add(refused=1)
+            return
+        with self._forgetter.sharing:
+            if output.session.forgotten:
+                return
+            row = Row(
+                next(self._sequence),
+                output.space.namespace,
+                output.labels,
+                output.tokens,
+                output.context,
+                time.time(),
+            )
+            output.space.drafter.observe_end(int(row.tokens[-1]))
+            self._add_to(output.space, row)
+            if self._store:
+                self._store.put(row)
         self._enforce_budget()
+
+    @staticmethod
+    def _add_to(space: Space, row: Row) -> None:
+        space.share(row.sequence, row.tokens, row.context, row.labels.session, row.created_at)
 
     def _abandoned(self) -> None:
         self._add(partial=1)
@@ -268,30 +358,43 @@ class SuffixCache:
                 space.restore(state)
         return self._spaces[namespace]
 
-    def _load(self) -> None:
-        """Rebuild the shared past from the newest rows that fit."""
-        assert self._store is not None
-        self._learned = self._store.learned()
-        self._take_in(self._store.newest(most=self._memory_limit // _BYTES_PER_TOKEN))
+    def _start(self) -> None:
+        """Rebuild the shared past from the newest rows that fit, and look after it from now on."""
+        if self._store:
+            self._forgetter.expire()
+            self._learned.update(self._store.learned())
+            self._take_in(self._store.newest(most=self._memory_limit // _BYTES_PER_TOKEN))
+            self._store.scrub()
+        if self._store or self._forgetter.expires:
+            self._keeper = Keeper(self._forgetter.keep, seconds=_KEEPER_SECONDS, name="agentspec-cache-keeper")
 
     def _follow(self) -> None:
-        """Take in what other processes wrote since the last look, at most once a second."""
-        if self._store and (rows := self._store.news(self._origin)):
-            self._take_in(rows)
+        """Take in what other processes wrote and drop what they forgot since the last look, at most once a second.
+
+        Left to the thread that is at it where there is one.
+        """
+        if self._store and self._forgetter.following.acquire(blocking=False):
+            try:
+                if (rows := self._store.news(self._origin)) is not None:
+                    self._take_in(rows)
+                    self._forgetter.settle()
+            finally:
+                self._forgetter.following.release()
 
     def _take_in(self, rows: list[Row]) -> None:
         for row in rows:
             with self._lock:
                 space = self._space(row.namespace)
-            space.share(row.sequence, row.tokens, row.context)
+            self._add_to(space, row)
         self._enforce_budget()
 
     def _report_usage(self) -> None:
         """Hand the store what changes without a request closing: hits, and what was learned about drafting."""
         assert self._store is not None
-        with self._lock:
-            spaces = list(self._spaces.values())
-        self._store.put_usage(
-            [hits for space in spaces for hits in space.fresh_hits()],
-            {space.namespace.key: space.learned() for space in spaces},
-        )
+        with self._forgetter.following:
+            with self._lock:
+                spaces = list(self._spaces.values())
+            self._store.put_usage(
+                [hits for space in spaces for hits in space.fresh_hits()],
+                {space.namespace.key: space.learned() for space in spaces},
+            )

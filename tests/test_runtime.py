@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
@@ -16,6 +17,7 @@ import pytest
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache import SuffixCache
+from agentspec.cache.settings import CacheSettings
 from agentspec.config import ModelSettings, Settings
 from agentspec.errors import (
     ConfigurationError,
@@ -121,6 +123,17 @@ async def test_store_setting_reaches_the_backend() -> None:
     settings = Settings(cache=Settings().cache.model_copy(update={"store": False}))
     await text_of(Runtime(settings, backends={"local": fake}).generate(ask("smollm2-135m")))
     assert fake.requests[0].store is False
+
+
+def test_cache_settings_reach_the_cache(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache, cache.request([1]) as request:
+        request.extend([2])
+    runtime = Runtime(Settings(cache=CacheSettings(path=tmp_path, retention="0s", refuse_patterns=("secret",))))
+    with runtime.cache as cache:
+        assert (cache.stats().sequences, cache.stats().forgotten) == (0, 1)
+        with cache.request([1], decode=lambda ids: "a secret") as request:
+            request.extend([2])
+        assert cache.stats().refused == 1
 
 
 async def test_before_start_and_after_close() -> None:

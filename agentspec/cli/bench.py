@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+REPORT_WIDTH = 150  # columns of a table that goes to a file
 
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
 
@@ -48,9 +52,54 @@ def decode(
         tables = run_decode(model, sets=_sets(prompts), limit=limit, progress=status.update)
     print_tables(tables, console)
     if json:
-        write_json(tables, json, _environment(model))
+        write_json(tables, json, _environment("torch", "transformers", model=model))
     if plot:
         write_plot(tables, plot)
+
+
+@app.command()
+def cache(
+    data: Annotated[
+        list[Path],
+        typer.Option(help="Recorded calls, FILE.jsonl.gz; more files may follow", exists=True, dir_okay=False),
+    ],
+    tokenizer: Annotated[Path, typer.Option(help="Folder with a ChatML tokenizer.json", exists=True, file_okay=False)],
+    more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE...]", exists=True, dir_okay=False)] = None,
+    calls: Annotated[int, typer.Option(help="Only the first so many calls of each file", min=1)] = 600,
+    budgets: Annotated[tuple[int, int], typer.Option(help="Most drafted tokens a step, two values", min=1)] = (8, 32),
+    costs: Annotated[bool, typer.Option(help="Measure times and sizes on synthetic text too")] = True,
+    open_tokens: Annotated[int, typer.Option(help="Size of the cache on disk that is opened", min=1000)] = 1_000_000,
+    large: Annotated[bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 2 GB)")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw tokens per step against budget and calls seen into this PNG or SVG file")
+    ] = None,
+) -> None:
+    """Replay recorded calls against the cache, without a model, and measure what the cache costs."""
+    from rich.console import Console
+
+    from agentspec.benchmarks.cache import run_cache
+    from agentspec.benchmarks.cache_costs import measure_costs
+    from agentspec.benchmarks.cache_report import print_report, write_json, write_plot
+    from agentspec.benchmarks.traces import load_encoder
+
+    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
+    _require_writable(json, plot)
+    with console.status("starting") as status:
+        report = run_cache(
+            [*data, *(more or ())],
+            load_encoder(tokenizer),
+            calls=calls,
+            budgets=budgets,
+            curve=plot is not None,
+            costs=partial(measure_costs, open_tokens, large=large) if costs else None,
+            progress=status.update,
+        )
+    print_report(report, console)
+    if json:
+        write_json(report, json, _environment("tokenizers", "numpy", tokenizer=str(tokenizer)))
+    if plot:
+        write_plot(report, plot)
 
 
 def _sets(prompts: Prompts) -> list[Any]:
@@ -64,14 +113,15 @@ def _require_writable(*paths: Path | None) -> None:
             raise typer.BadParameter(f"{path.parent} is not a folder that can be written to")
 
 
-def _environment(model: str) -> dict[str, Any]:
+def _environment(*packages: str, **subject: str) -> dict[str, Any]:
+    """What a figure depends on: what was measured, the machine and how busy it is, the versions of the packages."""
     from importlib.metadata import version
 
-    packages = {name: version(name) for name in ("agentspec", "torch", "transformers")}
     return {
-        "model": model,
+        **subject,
         "cpus": os.cpu_count(),
+        "load": os.getloadavg(),
         "machine": platform.machine(),
         "python": platform.python_version(),
-        **packages,
+        **{name: version(name) for name in ("agentspec", *packages)},
     }

@@ -151,7 +151,7 @@ class TorchBackend:
         request = job.request
         wanted = request.store or (request.speculation and self.capabilities.speculation)
         namespace = self._loaded.namespace(request.tenant)
-        return Memory.open(self._cache if wanted else None, request, job.prompt, namespace)
+        return Memory.open(self._cache if wanted else None, request, job.prompt, namespace, self._codec.decode)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._loaded.target.vocab_size

@@ -60,6 +60,18 @@ def load(settings: TorchSettings) -> Loaded:
     return prepare(module.to(device), tokenizer, name=files.name, fingerprint=files.fingerprint)
 
 
+def load_tokenizer(model: str) -> tuple[Any, str]:
+    """The tokenizer of a model and the hash that its namespaces carry. Raises `ModelUnavailableError`."""
+    from agentspec.backends.model_store import resolve
+
+    files = resolve(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(files.folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelUnavailableError(f"cannot read the tokenizer in {str(files.folder)!r}: {error}") from error
+    return tokenizer, _hash(_tokenizer_text(tokenizer))
+
+
 def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Loaded:
     """Pack the weights and choose the attention kernel of a model in memory, which must still compute what it did.
 

@@ -10,7 +10,7 @@ import numpy as np
 from agentspec.types import Draft, GenerateRequest, Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from agentspec.cache import CacheRequest, SuffixCache
 
@@ -28,9 +28,17 @@ class Memory:
 
     @classmethod
     def open(
-        cls, cache: SuffixCache | None, request: GenerateRequest, prompt: Sequence[int], namespace: Namespace
+        cls,
+        cache: SuffixCache | None,
+        request: GenerateRequest,
+        prompt: Sequence[int],
+        namespace: Namespace,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> Memory:
-        """Open a place for `prompt`; what is generated is recorded at a clean `close` if the request allows it."""
+        """Open a place for `prompt`; what is generated is recorded at a clean `close` if the request allows it.
+
+        `decode` is the tokenizer's, for a cache that refuses some texts.
+        """
         if cache is None:
             return cls(None)
         labels = request.labels
@@ -42,6 +50,7 @@ class Memory:
                 workflow=labels.workflow,
                 step=labels.step,
                 store=request.store,
+                decode=decode,
             )
         except Exception as error:
             logger.warning("generating without the token cache: %s", error)

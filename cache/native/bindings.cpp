@@ -67,6 +67,10 @@ void bind_index(nb::module_& m) {
             "tokens",
             [](const SuffixIndex& self, SequenceId id) { return array_of(unlocked([&] { return self.tokens(id); })); },
             "sequence"_a)
+        .def(
+            "lead",
+            [](const SuffixIndex& self, SequenceId id) { return array_of(unlocked([&] { return self.lead(id); })); },
+            "sequence"_a)
         .def("length", &SuffixIndex::length, "sequence"_a, Unlocked())
         .def(
             "common_prefix",

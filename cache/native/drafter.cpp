@@ -129,25 +129,35 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
 
 void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                       std::span<const Token> tokens) {
-    const Views locked(indexes);
+    const std::vector<Outcome> outcomes = look_back(indexes, context, tokens);
     const std::unique_lock lock(mutex_);
+    for (std::size_t i = context.empty() ? 1 : 0; i < tokens.size(); ++i) ends_.record(tokens[i]);
+    for (const auto& [key, hit] : outcomes) rates_.record(key, hit);
+}
+
+/// The levels that were asked for each token, down to the one that held it. What was learned plays no part, so others
+/// draft meanwhile.
+std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
+                                                 std::span<const Token> tokens) const {
+    const Views locked(indexes);
     LevelWalk walk(locked.views, locked.sources, scan_limit_);
     Query query(context);
+    std::vector<Outcome> outcomes;
     for (std::size_t i = 0; i < tokens.size(); ++i) {
         query.assign(context, tokens.first(i));
         if (query.length() == 0) continue;
-        ends_.record(tokens[i]);
         walk.start(query);
         while (const Level* level = walk.next()) {
             const auto found = std::find_if(level->symbols.begin(), level->symbols.end(),
                                             [&](const Symbol& symbol) { return symbol.token == tokens[i]; });
             const bool hit = found != level->symbols.end();
-            rates_.record(level->key, hit);
+            outcomes.push_back({level->key, hit});
             if (!hit) continue;
             locked.views[level->view].touch(found->newest);
             break;
         }
     }
+    return outcomes;
 }
 
 void Drafter::observe_end(Token token) {

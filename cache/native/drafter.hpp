@@ -37,6 +37,13 @@ public:
     void restore(std::span<const double> state);
 
 private:
+    struct Outcome {
+        LevelKey key;
+        bool hit;
+    };
+    std::vector<Outcome> look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
+                                   std::span<const Token> tokens) const;
+
     std::uint32_t scan_limit_;
     mutable std::shared_mutex mutex_;
     HitRates rates_;

@@ -16,6 +16,7 @@ void require(bool holds, const std::string& what) {
 }  // namespace
 
 void SuffixIndex::check_integrity() const {
+    const std::lock_guard writing(writing_);  // an append is checked before or after it, not half way
     const std::shared_lock lock(mutex_);
     check_positions();
     check_runs();

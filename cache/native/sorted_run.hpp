@@ -63,11 +63,12 @@ public:
         if (right_ >= length) widen_right(length);
         const std::uint32_t left = old_low - low_, fresh = left + (high_ - old_high);
         const std::uint32_t samples = fresh < limit ? fresh : limit;
-        for (std::uint32_t i = 0; i < samples; ++i) {
+        const auto sample = [=, this](std::uint32_t i) {
             const auto nth = static_cast<std::uint32_t>(std::uint64_t{i} * fresh / samples);
-            const std::uint32_t place = nth < left ? low_ + nth : old_high + (nth - left);
-            visit(run_[place], double(fresh) / samples);
-        }
+            return run_[nth < left ? low_ + nth : old_high + (nth - left)];
+        };
+        for (std::uint32_t i = 0; i < samples; ++i) __builtin_prefetch(log_ + sample(i));
+        for (std::uint32_t i = 0; i < samples; ++i) visit(sample(i), double(fresh) / samples);
     }
 
 private:

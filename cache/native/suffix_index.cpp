@@ -1,6 +1,7 @@
 #include "suffix_index.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -52,10 +53,28 @@ SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) {
 void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span<const Token> context) {
     require_tokens(tokens);
     require_tokens(context);
-    const std::unique_lock lock(mutex_);
+    const std::lock_guard writing(writing_);
     if (log_.size() + tokens.size() + kPadding > std::numeric_limits<Position>::max()) {
         throw std::length_error("the index is full: 2^32 positions");
     }
+    make_room(tokens.size() + kPadding);
+    add(id, tokens, context);
+    if (tail_.size() > tail_limit_) settle();
+}
+
+/// Grow the log in a copy, so that readers wait for the exchange alone.
+void SuffixIndex::make_room(std::size_t more) {
+    const std::size_t needed = log_.size() + more;
+    if (needed <= log_.capacity()) return;
+    std::vector<Token> larger;
+    larger.reserve(std::max(needed, 2 * log_.capacity()));
+    larger.assign(log_.begin(), log_.end());
+    const std::unique_lock lock(mutex_);
+    log_.swap(larger);
+}
+
+void SuffixIndex::add(SequenceId id, std::span<const Token> tokens, std::span<const Token> context) {
+    const std::unique_lock lock(mutex_);
     const bool fresh = !sequences_.contains(id);
     if (!fresh && !context.empty()) throw std::invalid_argument("only a new sequence takes a context");
     Sequence& sequence = sequences_[id];
@@ -68,7 +87,6 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
     sequence.spans.back().end = static_cast<Position>(log_.size());
     sequence.length += tokens.size();
     live_ += tokens.size();
-    if (tail_.size() > tail_limit_) settle();
 }
 
 /// Start a piece at the end of the log, led by what stood before it.
@@ -88,16 +106,30 @@ std::vector<Token> SuffixIndex::context_before(Position end) const {
     return {log_.begin() + begin, log_.begin() + end};
 }
 
-/// Sort the tail into a run, and merge runs until each is at least ratio_ times the next.
+/// Make the tail a run of its own, and merge runs until each is at least ratio_ times the next. Only the caller, who holds
+/// writing_, changes what is read here; so sorting and merging leave the readers alone.
 void SuffixIndex::settle() {
     Run fresh = sort_positions(log_.data(), tail_);
-    tail_.clear();
-    tail_.shrink_to_fit();
-    while (!runs_.empty() && runs_.back().size() < ratio_ * fresh.size()) {
-        fresh = merge_runs(log_.data(), runs_.back(), fresh);
-        runs_.pop_back();
+    replace_runs(runs_.size(), std::move(fresh), true);
+    std::size_t first = runs_.size() - 1;
+    Run merged;
+    for (std::size_t size = runs_[first].size(); first > 0 && runs_[first - 1].size() < ratio_ * size; --first) {
+        merged = merge_runs(log_.data(), runs_[first - 1], merged.empty() ? runs_[first] : merged);
+        size = merged.size();
     }
-    runs_.push_back(std::move(fresh));
+    if (!merged.empty()) replace_runs(first, std::move(merged), false);
+}
+
+/// Put `run` in the place of the runs from `first` on, and of the tail. What goes is given back after the lock.
+void SuffixIndex::replace_runs(std::size_t first, Run run, bool and_tail) {
+    std::vector<Run> gone;
+    gone.reserve(runs_.size() + 1);
+    const std::unique_lock lock(mutex_);
+    const auto begin = runs_.begin() + static_cast<std::ptrdiff_t>(first);
+    gone.insert(gone.end(), std::move_iterator(begin), std::move_iterator(runs_.end()));
+    if (and_tail) gone.push_back(std::exchange(tail_, {}));
+    runs_.erase(begin, runs_.end());
+    runs_.push_back(std::move(run));
 }
 
 void SuffixIndex::close(SequenceId sequence) {
@@ -106,6 +138,7 @@ void SuffixIndex::close(SequenceId sequence) {
 }
 
 void SuffixIndex::truncate(SequenceId id, std::size_t length) {
+    const std::lock_guard writing(writing_);
     const std::unique_lock lock(mutex_);
     Sequence& sequence = at(id);
     if (sequence.closed) throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
@@ -113,6 +146,7 @@ void SuffixIndex::truncate(SequenceId id, std::size_t length) {
 }
 
 void SuffixIndex::remove(std::span<const SequenceId> sequences) {
+    const std::lock_guard writing(writing_);
     const std::unique_lock lock(mutex_);
     std::vector<Span> dead;
     for (const SequenceId id : sequences) {
@@ -234,6 +268,11 @@ std::vector<Token> SuffixIndex::tokens(SequenceId sequence) const {
         out.insert(out.end(), log_.begin() + span.begin, log_.begin() + span.end);
     }
     return out;
+}
+
+std::vector<Token> SuffixIndex::lead(SequenceId sequence) const {
+    const std::shared_lock lock(mutex_);
+    return context_before(at(sequence).spans.front().begin);
 }
 
 std::size_t SuffixIndex::length(SequenceId sequence) const {

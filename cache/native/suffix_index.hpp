@@ -2,12 +2,14 @@
 //
 // All tokens lie in one log, piece by piece. Positions of the log are indexed by their context: the newest few in an
 // unsorted tail, the others in a handful of sorted runs that merge as they grow (the logarithmic method of Bentley and
-// Saxe, "Decomposable searching problems", 1980). Every public method is safe to call from several threads at once.
+// Saxe, "Decomposable searching problems", 1980). Every public method is safe to call from several threads at once;
+// readers never wait for a merge.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <shared_mutex>
 #include <span>
 #include <unordered_map>
@@ -48,6 +50,8 @@ public:
     void remove(std::span<const SequenceId> sequences);
 
     std::vector<Token> tokens(SequenceId sequence) const;
+    /// What stood before a sequence, as far as it is matched.
+    std::vector<Token> lead(SequenceId sequence) const;
     std::size_t length(SequenceId sequence) const;
     /// Number of leading tokens that a sequence shares with `tokens`.
     std::size_t common_prefix(SequenceId sequence, std::span<const Token> tokens) const;
@@ -86,7 +90,10 @@ private:
     Sequence& at(SequenceId sequence);
     void begin_piece(SequenceId id, Sequence& sequence, std::span<const Token> context);
     std::vector<Token> context_before(Position end) const;
+    void make_room(std::size_t more);
+    void add(SequenceId id, std::span<const Token> tokens, std::span<const Token> context);
     void settle();
+    void replace_runs(std::size_t first, Run run, bool and_tail);
     std::vector<Span> take_from(Sequence& sequence, std::size_t length);
     void drop(std::vector<Span> dead, double slack);
     void shrink_log();
@@ -99,7 +106,8 @@ private:
     void check_positions() const;
 
     const std::size_t tail_limit_, ratio_;
-    mutable std::shared_mutex mutex_;
+    mutable std::mutex writing_;        // held by the one writer, first; merging needs no other lock
+    mutable std::shared_mutex mutex_;   // held to read, and exclusively for as long as what is read changes
     mutable std::atomic<std::int64_t> clock_{0};
     std::vector<Token> log_ = std::vector<Token>(kPadding, kBoundary);
     std::vector<Piece> pieces_;  // by begin

@@ -4,6 +4,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +45,9 @@ def test_a_lead_is_matched_but_never_counted() -> None:
     assert index.successors([2, 3]).most_recent == 5
     assert index.count([1]) == 0
     assert index.tokens(0).tolist() == [5, 6]
+    assert index.lead(0).tolist() == [1, 2, 3]
+    with pytest.raises(KeyError):
+        index.lead(1)
 
 
 def test_unknown_and_closed_sequences() -> None:
@@ -268,6 +274,44 @@ def test_threads_share_an_index() -> None:
     for reader in readers:
         reader.join()
     assert not failures
+    index.check_integrity()
+
+
+def test_writers_take_turns() -> None:
+    """Several threads append to one index, merging as they go; nothing is lost and readers see whole sequences."""
+    index = SuffixIndex(tail=16, ratio=2)
+    rng = np.random.default_rng(6)
+    texts = {number: rng.integers(0, 9, 200).astype(np.int32) for number in range(40)}
+
+    def write(numbers: range) -> None:
+        for number in numbers:
+            for at in range(0, 200, 25):
+                index.append(number, texts[number][at : at + 25])
+            np.testing.assert_array_equal(index.tokens(number), texts[number])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, (range(start, 40, 4) for start in range(4))))
+    index.check_integrity()
+    everything = [text.tolist() for text in texts.values()]
+    pairs = Counter(pair for text in everything for pair in pairwise(text))
+    assert all(sum(index.successors([a]).counts) == sum(pairs[a, b] for b in range(9)) for a in range(9))
+
+
+def test_drafting_goes_on_during_a_merge() -> None:
+    """The append that merges the whole index takes long; many drafts must be made meanwhile."""
+    rng = np.random.default_rng(5)
+    index, drafter = SuffixIndex(ratio=1), Drafter()
+    for number in range(2):
+        index.append(number, rng.integers(0, 1000, 600_000).astype(np.int32))
+    index.append(2, [1] * 500_000)  # stays a run of its own, and the next one makes it merge
+    writer = threading.Thread(target=lambda: index.append(3, rng.integers(0, 1000, 600_000).astype(np.int32)))
+    context, drafts = rng.integers(0, 1000, 64).astype(np.int32), 0
+    writer.start()
+    while writer.is_alive():
+        drafter.draft([(index, Source.SHARED)], context, 1)
+        drafts += 1
+    writer.join()
+    assert drafts > 20
     index.check_integrity()
 
 

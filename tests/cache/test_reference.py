@@ -126,6 +126,7 @@ class SameIndex(RuleBasedStateMachine):
         if sequence in self.twin.leads:
             assert self.native.tokens(sequence).tolist() == self.twin.tokens(sequence)
             assert self.native.length(sequence) == len(self.twin.tokens(sequence))
+            assert self.native.lead(sequence).tolist() == self.twin.lead(sequence)
 
 
 SameIndex.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -27,6 +27,14 @@ def test_a_new_database_is_private_and_shrinks(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
+def test_what_a_database_lacks_is_added(tmp_path: Path) -> None:
+    open_database(tmp_path / "db").dispose()
+    execute(tmp_path / "db", "DROP TABLE deletions")
+    open_database(tmp_path / "db").dispose()
+    with closing(sqlite3.connect(tmp_path / "db")) as connection:
+        assert connection.execute("SELECT count(*) FROM deletions").fetchone() == (0,)
+
+
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:
     open_database(tmp_path / "db").dispose()
     execute(tmp_path / "db", f"UPDATE agentspec_meta SET value = '{VERSION + 1}'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -248,3 +249,14 @@ async def test_loading_a_folder(tmp_path: Path, saved_model: Path) -> None:
 
 async def test_end_ids_come_from_model_and_tokenizer(lab: Any) -> None:
     assert end_ids(lab.loaded) == {256}
+
+
+async def test_what_a_pattern_refuses_is_answered_and_not_shared(backend_of: Any) -> None:
+    _, text, _ = await answer(backend_of(), ask())
+    assert text.strip()
+    for pattern, shared in ((re.escape(text.strip()), 0), (r"this is never said \d+", 1)):
+        with SuffixCache.open(refuse_patterns=[pattern]) as cache:
+            backend = backend_of(cache)
+            assert (await answer(backend, ask()))[1] == text
+            await backend.aclose()  # the engine has let go of the request
+            assert (cache.stats().sequences, cache.stats().refused) == (shared, 1 - shared)

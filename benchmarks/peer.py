@@ -1,0 +1,99 @@
+"""What the cache is compared with: Arctic Inference's suffix decoding, run where installed, else figures once measured.
+
+Snowflake's arctic-inference (Apache-2.0) is the suffix decoding of vLLM. It is not a dependency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.benchmarks.replay import Replay, replay
+from agentspec.benchmarks.traces import Call
+from agentspec.cache.tokens import Tokens
+
+DEPTH = 64
+BEST_TREE = {"max_spec_factor": 64.0, "max_spec_offset": 0.0, "min_token_prob": 0.02, "use_tree_spec": True}
+"""The tree mode that drafted best of those tried, with depth `DEPTH`."""
+
+CALLS = 600
+"""The measured figures are over so many calls of a file, or all it has, with the SmolLM2 tokenizer."""
+MEASURED_BUDGETS = (8, 32)
+MEASURED_SOURCE = "constants: arctic-inference 0.3, best tree, first 600 calls, SmolLM2 tokenizer"
+MEASURED: dict[str, tuple[float, float]] = {
+    "agent_tau_airline": (2.78, 3.19),
+    "agent_tau2": (2.34, 2.58),
+    "sql_intercode_gpt4": (3.41, 4.32),
+    "code_aider_chat": (3.14, 3.89),
+    "code_miniswe_deepseek": (2.98, 3.58),
+    "code_miniswe_gemini3": (2.45, 2.75),
+}
+"""Tokens per step at each of MEASURED_BUDGETS, by file name without `.jsonl.gz`."""
+
+
+def installed_version() -> str | None:
+    """The installed version of the peer; None where there is none that loads."""
+    try:
+        import arctic_inference.suffix_decoding  # noqa: F401
+
+        return version("arctic-inference")
+    except (ImportError, PackageNotFoundError):
+        return None
+
+
+def measured(name: str, budget: int, calls: int) -> float | None:
+    """Tokens per step as once measured; None where that was another setting."""
+    if name not in MEASURED or budget not in MEASURED_BUDGETS or calls != CALLS:
+        return None
+    return MEASURED[name][MEASURED_BUDGETS.index(budget)]
+
+
+def replay_peer(calls: Sequence[Call], budget: int) -> Replay:
+    """The same replay with the installed peer's best tree."""
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+    cache = SuffixDecodingCache(max_tree_depth=DEPTH)
+    numbers = count()
+
+    @contextmanager
+    def open_request(call: Call) -> Iterator[PeerRequest]:
+        number = next(numbers)
+        cache.start_request(number, call.prompt.tolist())
+        yield PeerRequest(cache, number, call.prompt[-DEPTH:].tolist())
+        cache.stop_request(number)
+
+    return replay(calls, open_request, budget)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDraft:
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    probabilities: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class PeerRequest:
+    cache: Any
+    number: int
+    context: list[int]
+
+    def draft(self, max_tokens: int) -> PeerDraft:
+        found = self.cache.speculate(self.number, self.context, max_spec_tokens=max_tokens, **BEST_TREE)
+        return PeerDraft(
+            np.asarray(found.token_ids, dtype=np.int32),
+            np.asarray(found.parents, dtype=np.int32),
+            np.asarray(found.probs, dtype=np.float32),
+        )
+
+    def extend(self, tokens: Tokens) -> None:
+        new = tokens.tolist()
+        self.cache.add_active_response(self.number, new)
+        self.context = [*self.context, *new][-DEPTH:]

@@ -1,0 +1,152 @@
+"""What is to be forgotten: a selection in the caller's words, and its scope as other processes are told of it.
+
+The scope of a forget is kept in the database for the processes that follow it. It holds names as salted hashes and
+patterns not at all, since otherwise it would keep what was to be forgotten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import numpy as np
+
+from agentspec.cache.tokens import Tokens, TokensLike, as_tokens
+from agentspec.errors import InvalidRequestError
+from agentspec.types import Namespace
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to their text, as the tokenizer of a namespace reads them."""
+
+_LEAST_TOKENS, _LEAST_CHARACTERS = 4, 8  # shorter pieces of a pattern at the edge of a sequence say nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where a forget applies, readable by those only who know the names. None: anywhere.
+
+    `before` is a time in seconds since 1970. `searched`: within the scope only what held a pattern was forgotten.
+    """
+
+    salt: str
+    tenant: str | None = None
+    session: str | None = None
+    tokenizer: str | None = None
+    before: float | None = None
+    searched: bool = False
+
+    def concerns(self, namespace: Namespace) -> bool:
+        if self.tokenizer is not None and namespace.tokenizer_hash != self.tokenizer:
+            return False
+        return self.tenant is None or self.tenant == _digest(self.salt, namespace.tenant)
+
+    def covers(self, session: str | None, time_: float) -> bool:
+        """Whether something of this session (None: of no name) and time lies in the scope."""
+        if self.before is not None and time_ >= self.before:
+            return False
+        return self.session is None or (session is not None and self.session == _digest(self.salt, session))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to forget: all conditions given must hold. `before` is a time in seconds since 1970."""
+
+    session: str | None = None
+    tenant: str | None = None
+    tokenizer: str | None = None
+    before: float | None = None
+    tokens: Tokens | None = None
+    text: str | None = None
+    decode: Decode | None = None
+
+    @property
+    def searched(self) -> bool:
+        return self.tokens is not None or self.text is not None
+
+    @cached_property
+    def scope(self) -> Scope:
+        salt = secrets.token_hex(16)
+        tenant, session = (None if name is None else _digest(salt, name) for name in (self.tenant, self.session))
+        return Scope(salt, tenant, session, self.tokenizer, self.before, self.searched)
+
+    def holds(self, tokens: Tokens) -> bool:
+        """Whether a stored sequence, what stood before it included, holds the patterns of this selection.
+
+        A sequence that begins or ends inside a pattern and has half of it holds it too: prompts are kept by their end.
+        """
+        if self.tokens is not None and not self._token_search(tokens):
+            return False
+        if self.text is None:
+            return True
+        assert self.decode is not None
+        return self._text_search(self.decode(tokens.tolist()).strip("\N{REPLACEMENT CHARACTER}"))
+
+    def _token_search(self, tokens: Tokens) -> bool:
+        assert self.tokens is not None
+        data, pattern = tokens.astype("<i4").tobytes(), self.tokens.astype("<i4").tobytes()
+        at = data.find(pattern)
+        while at % 4 and at >= 0:  # across the bytes of neighbours
+            at = data.find(pattern, at + 1)
+        return at >= 0 or data.startswith(self._token_pieces[0]) or data.endswith(self._token_pieces[1])
+
+    def _text_search(self, text: str) -> bool:
+        assert self.text is not None
+        return self.text in text or text.startswith(self._text_pieces[0]) or text.endswith(self._text_pieces[1])
+
+    @cached_property
+    def _token_pieces(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        assert self.tokens is not None
+        ids, sizes = self.tokens.astype("<i4"), _piece_sizes(len(self.tokens), _LEAST_TOKENS)
+        return tuple(ids[-size:].tobytes() for size in sizes), tuple(ids[:size].tobytes() for size in sizes)
+
+    @cached_property
+    def _text_pieces(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        assert self.text is not None
+        sizes = _piece_sizes(len(self.text), _LEAST_CHARACTERS)
+        return tuple(self.text[-size:] for size in sizes), tuple(self.text[:size] for size in sizes)
+
+
+def select(
+    *,
+    session: str | None = None,
+    tenant: str | None = None,
+    tokenizer: str | None = None,
+    older_than: float | timedelta | None = None,
+    tokens: TokensLike | None = None,
+    text: str | None = None,
+    decode: Decode | None = None,
+) -> Selection:
+    """A checked selection. Raises `InvalidRequestError` with `param` naming what cannot be."""
+    for name, value in (("session", session), ("tenant", tenant), ("tokenizer", tokenizer), ("text", text)):
+        if not isinstance(value, str | None):
+            raise InvalidRequestError(f"{name} must be a string or None, not {value!r}", param=name)
+    if all(condition is None for condition in (session, tenant, older_than, tokens, text)):
+        raise InvalidRequestError("say what to forget: session, tenant, older_than, tokens or text")
+    if text is not None and (not text or decode is None):
+        raise InvalidRequestError("text must not be empty, and needs decode, the tokenizer's", param="text")
+    pattern = None if tokens is None else as_tokens(tokens).copy()
+    if pattern is not None and not len(pattern):
+        raise InvalidRequestError("tokens must hold at least one token id", param="tokens")
+    before = None if older_than is None else time.time() - seconds_of(older_than, "older_than")
+    return Selection(session, tenant, tokenizer, before, pattern, text, decode)
+
+
+def seconds_of(span: float | timedelta, name: str) -> float:
+    """A time span in seconds. Raises `InvalidRequestError` unless it is a number, 0 or more."""
+    seconds = span.total_seconds() if isinstance(span, timedelta) else span
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float | np.number) or not 0 <= seconds < 1e12:
+        raise InvalidRequestError(f"{name} must be seconds or a timedelta, 0 or more, not {span!r}", param=name)
+    return float(seconds)
+
+
+def _piece_sizes(length: int, least: int) -> range:
+    return range(max(least, (length + 1) // 2), length)
+
+
+def _digest(salt: str, name: str) -> str:
+    return hashlib.sha256(f"{salt}\0{name}".encode()).hexdigest()

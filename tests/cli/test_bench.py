@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    words = ["[UNK]", "user", "assistant", "check", "the", "order", "again", "please"]
+    built = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    built.pre_tokenizer = Whitespace()
+    built.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    built.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / "first.jsonl.gz", tmp_path / "second.jsonl.gz"]
+    for path in paths:
+        with gzip.open(path, "wt") as lines:
+            for number in range(3):
+                delta = [{"role": "user", "content": "check the order"}]
+                record = {"session": str(number), "messages_delta": delta, "response": "check the order again please"}
+                lines.write(json.dumps(record) + "\n")
+    return paths
+
+
+def test_cache_prints_and_writes_what_it_measured(program, tokenizer, traces, tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "plot.svg"
+    result = program(
+        *("bench", "cache", "--data", *traces, "--tokenizer", tokenizer, "--calls", 2, "--budgets", 2, 4),
+        *("--no-costs", "--json", out, "--plot", plot),
+    )
+    assert result.exit_code == 0, result.output
+    assert "Tokens per step" in result.output
+    data = json.loads(out.read_text())
+    assert [file["name"] for file in data["files"]] == ["first", "second"]
+    assert data["files"][0]["budgets"]["4"]["calls"]["tokens"] == [6, 6]
+    assert data["costs"] is None
+    assert plot.stat().st_size > 1000
+
+
+def test_cache_refuses_missing_files_and_tokenizers(program, tokenizer, traces, tmp_path):
+    assert program("bench", "cache", "--data", tmp_path / "none", "--tokenizer", tokenizer).exit_code == 2
+    result = program("bench", "cache", "--data", traces[0], "--tokenizer", tmp_path)
+    assert result.exit_code == 2
+    result = program("bench", "cache", "--data", traces[0], "--tokenizer", tokenizer, "--json", tmp_path / "no" / "f")
+    assert result.exit_code == 2
