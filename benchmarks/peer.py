@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from typing import Any
@@ -19,6 +20,7 @@ from agentspec.benchmarks.replay import Replay, replay
 from agentspec.benchmarks.traces import Call
 from agentspec.cache.tokens import Tokens
 
+PEER = "arctic_inference.suffix_decoding"
 DEPTH = 64
 BEST_TREE = {"max_spec_factor": 64.0, "max_spec_offset": 0.0, "min_token_prob": 0.02, "use_tree_spec": True}
 """The tree mode that drafted best of those tried, with depth `DEPTH`."""
@@ -41,8 +43,7 @@ MEASURED: dict[str, tuple[float, float]] = {
 def installed_version() -> str | None:
     """The installed version of the peer; None where there is none that loads."""
     try:
-        import arctic_inference.suffix_decoding  # noqa: F401
-
+        import_module(PEER)
         return version("arctic-inference")
     except (ImportError, PackageNotFoundError):
         return None
@@ -57,9 +58,7 @@ def measured(name: str, budget: int, calls: int) -> float | None:
 
 def replay_peer(calls: Sequence[Call], budget: int) -> Replay:
     """The same replay with the installed peer's best tree."""
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-    cache = SuffixDecodingCache(max_tree_depth=DEPTH)
+    cache: Any = import_module(PEER).SuffixDecodingCache(max_tree_depth=DEPTH)
     numbers = count()
 
     @contextmanager
