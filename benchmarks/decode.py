@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 CONTROL_TOKENS = 128
-CONTROL_ROUNDS = 2  # the same questions with other seeds: a difference of two per cent needs many pairs
+CONTROL_ROUNDS = 4  # the same questions with other seeds: a difference of two per cent needs many pairs
 CONTROL_DISTINCT = 0.95
 WARM_COUNTS = (10, 100)
 LOOKUP_TOKENS = 10

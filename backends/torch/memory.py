@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from agentspec.cache import CacheRequest, SuffixCache
 
+HELD = 16  # tokens that may wait to be learned while nothing is drafted: few calls, and no draft learns late
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,6 +27,8 @@ class Memory:
 
     def __init__(self, request: CacheRequest | None) -> None:
         self._request = request
+        self._held: list[int] = []
+        self._drafted = False  # in this round, so that the cache counts what of the draft came true
 
     @classmethod
     def open(
@@ -58,8 +62,10 @@ class Memory:
         return cls(opened)
 
     def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
+        self._release()
         if self._request is None:
             return None
+        self._drafted = True
         try:
             return self._request.draft(max_tokens, min_probability)
         except Exception as error:
@@ -67,16 +73,27 @@ class Memory:
             return None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The answer grew by `tokens`."""
-        if self._request is None:
-            return
-        try:
-            self._request.extend(np.asarray(tokens, dtype=np.int32))
-        except Exception as error:
-            self._give_up(error)
+        """The answer grew by `tokens`; in rounds without a draft the cache hears of them a little later, together."""
+        self._held.extend(tokens)
+        if self._drafted or len(self._held) >= HELD:
+            self._release()
 
     def close(self, *, clean: bool) -> None:
         """The answer is complete and may be shared (`clean`), or was cut and stays partial. Idempotent."""
+        self._release()
+        self._end(clean=clean)
+
+    def _release(self) -> None:
+        """Tell the cache what was held back."""
+        held, self._held, self._drafted = self._held, [], False
+        if self._request is None or not held:
+            return
+        try:
+            self._request.extend(np.asarray(held, dtype=np.int32))
+        except Exception as error:
+            self._give_up(error)
+
+    def _end(self, *, clean: bool) -> None:
         request, self._request = self._request, None
         if request is None:
             return
@@ -90,4 +107,4 @@ class Memory:
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("going on without the token cache: %s", error)
-        self.close(clean=False)
+        self._end(clean=False)

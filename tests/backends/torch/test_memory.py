@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.torch.memory import Memory
+from agentspec.backends.torch.memory import HELD, Memory
 from agentspec.cache import SuffixCache
 from agentspec.types import GenerateRequest, Labels, Namespace
 
@@ -90,8 +90,50 @@ class Failing:
 def test_an_error_of_any_kind_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture, clean: bool) -> None:
     closing, extending, drafting = Failing(), Failing(), Failing()
     Memory(closing).close(clean=clean)
-    Memory(extending).extend([1])
+    Memory(extending).extend([1] * HELD)
     assert Memory(drafting).draft(3) is None
     assert closing.calls == ["close" if clean else "abandon"]
     assert (extending.calls, drafting.calls) == (["extend", "abandon"], ["draft", "abandon"])
     assert caplog.text.count("the disk is gone") == 5
+
+
+class Recording:
+    """A cache request that lists what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int]]] = []
+
+    def draft(self, max_tokens: int, min_probability: float) -> None:
+        self.calls.append(("draft", []))
+
+    def extend(self, tokens: Any) -> None:
+        self.calls.append(("extend", tokens.tolist()))
+
+    def close(self) -> None:
+        self.calls.append(("close", []))
+
+
+def test_rounds_without_a_draft_are_learned_together() -> None:
+    request = Recording()
+    memory = Memory(request)
+    memory.extend([1])
+    memory.extend([2, 3])
+    memory.draft(4)
+    memory.extend([4, 5])
+    memory.extend([6])
+    memory.close(clean=True)
+    assert request.calls == [
+        ("extend", [1, 2, 3]),
+        ("draft", []),
+        ("extend", [4, 5]),
+        ("extend", [6]),
+        ("close", []),
+    ]
+
+
+def test_no_more_than_a_few_tokens_wait() -> None:
+    request = Recording()
+    memory = Memory(request)
+    for token in range(2 * HELD):
+        memory.extend([token])
+    assert [len(tokens) for _, tokens in request.calls] == [HELD, HELD]
