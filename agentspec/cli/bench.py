@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from agentspec.benchmarks.public_logs import Source
+
 REPORT_WIDTH = 150  # columns of a table that goes to a file
 
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
@@ -100,6 +102,19 @@ def cache(
         write_json(report, json, _environment("tokenizers", "numpy", tokenizer=str(tokenizer)))
     if plot:
         write_plot(report, plot)
+
+
+@app.command()
+def traces(
+    source: Annotated[Source, typer.Argument(help="Whose logs they are")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],
+    out: Annotated[Path, typer.Option(help="The trace file to write, FILE.jsonl.gz")],
+) -> None:
+    """Turn published logs of agents into recorded calls for `agentspec bench cache`."""
+    from agentspec.benchmarks.public_logs import convert
+
+    _require_writable(out)
+    typer.echo(f"{convert(source, files, out)} calls written to {out}")
 
 
 def _sets(prompts: Prompts) -> list[Any]:

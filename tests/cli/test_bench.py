@@ -55,3 +55,16 @@ def test_cache_refuses_missing_files_and_tokenizers(program, tokenizer, traces, 
     assert result.exit_code == 2
     result = program("bench", "cache", "--data", traces[0], "--tokenizer", tokenizer, "--json", tmp_path / "no" / "f")
     assert result.exit_code == 2
+
+
+def test_published_logs_become_traces_that_can_be_replayed(program, tokenizer, tmp_path):
+    log, out = tmp_path / "runs.json", tmp_path / "out.jsonl.gz"
+    turns = [("user", "check the order"), ("assistant", "again please"), ("user", "please"), ("assistant", "again")]
+    log.write_text(json.dumps([{"task_id": 0, "traj": [{"role": r, "content": c} for r, c in turns]}]))
+    result = program("bench", "traces", "tau-bench", log, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("2 calls written to")
+    result = program("bench", "cache", "--data", out, "--tokenizer", tokenizer, "--no-costs")
+    assert result.exit_code == 0, result.output
+    assert program("bench", "traces", "other-bench", log, "--out", out).exit_code == 2
+    assert program("bench", "traces", "aider", log, "--out", out).exit_code == 2
