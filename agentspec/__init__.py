@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from agentspec.langchain import ChatAgentSpec
     from agentspec.runtime import Runtime
-    from agentspec.step import current_labels, headers, httpx_hooks, report, step
+    from agentspec.step import async_httpx_hooks, current_labels, headers, httpx_hooks, report, step, workflow
     from agentspec.types import (
         Delta,
         Draft,
@@ -83,7 +83,7 @@ _MODULES = {
     ),
     "langchain": ("ChatAgentSpec",),
     "runtime": ("Runtime",),
-    "step": ("current_labels", "headers", "httpx_hooks", "report", "step"),
+    "step": ("async_httpx_hooks", "current_labels", "headers", "httpx_hooks", "report", "step", "workflow"),
     "types": (
         "Delta",
         "Draft",
@@ -138,12 +138,14 @@ __all__ = [
     "UpstreamTimeoutError",
     "Usage",
     "__version__",
+    "async_httpx_hooks",
     "current_labels",
     "headers",
     "httpx_hooks",
     "load_settings",
     "report",
     "step",
+    "workflow",
 ]
 
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

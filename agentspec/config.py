@@ -1,8 +1,9 @@
 """Settings of the whole application: each package's own, composed, frozen, and every value with its source.
 
 Priority: flags over environment over file over defaults. The environment reaches any value as
-`AGENTSPEC_SECTION__KEY` (`AGENTSPEC_BACKENDS__LOCAL__DEVICE=cpu`). Secrets come from the environment or from key
-files only; one written into the configuration file is refused, because such files are copied and committed.
+`AGENTSPEC_SECTION__KEY` (`AGENTSPEC_BACKENDS__LOCAL__DEVICE=cpu`), and `cache.path` as `AGENTSPEC_CACHE_PATH` too.
+Secrets come from the environment or from key files only; one written into the configuration file is refused, because
+such files are copied and committed.
 """
 
 from __future__ import annotations
@@ -31,36 +32,14 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.errors import ConfigurationError
-from agentspec.types import DEFAULT_TENANT
+from agentspec.keys import ApiKey
 
 PREFIX = "AGENTSPEC_"
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
+ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
+"""Further names of variables, as plug-ins in other programs use them."""
 Key = tuple[str, ...]
 SourceKind = Literal["flag", "env", "file", "default"]
-
-
-class ApiKey(BaseModel):
-    """One `[[server.api_keys]]` entry: who the key belongs to and where the key itself is read from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tenant: str = Field(default=DEFAULT_TENANT, min_length=1, description="Whose cached tokens the key reaches")
-    key_env: str | None = Field(default=None, description="Environment variable holding the key")
-    key_file: Path | None = Field(default=None, description="File holding the key")
-
-    @model_validator(mode="after")
-    def _one_place(self) -> Self:
-        if (self.key_env is None) == (self.key_file is None):
-            raise ValueError("give exactly one of key_env and key_file")
-        return self
-
-    def secret(self) -> SecretStr:
-        """The key, read now and without surrounding blanks. Raises `ConfigurationError` if it is not there."""
-        value = os.environ.get(self.key_env, "") if self.key_env is not None else read_secret(self.key_file)
-        if not value.strip():
-            where = f"environment variable {self.key_env!r}" if self.key_env else f"file {str(self.key_file)!r}"
-            raise ConfigurationError(f"the API key of tenant {self.tenant!r} is empty: set the {where}")
-        return SecretStr(value.strip())
 
 
 class ServerSettings(BaseModel):
@@ -182,15 +161,6 @@ def load_settings(
     return settings
 
 
-def read_secret(path: Path | str | None) -> str:
-    """The text of a key file, blanks around it removed. Raises `ConfigurationError` if it cannot be read."""
-    file = Path(path or "").expanduser()
-    try:
-        return file.read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the key file {str(file)!r}: {error.strerror}") from None
-
-
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         with path.expanduser().open("rb") as file:
@@ -208,7 +178,7 @@ def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in names:
         source = EnvSettingsSource(Settings)
-        source.env_vars = {name.lower(): os.environ[name]}
+        source.env_vars = {_unaliased(name).lower(): os.environ[name]}
         try:
             _overlay(merged, source(), {}, "env", name)
         except ValueError:
@@ -220,10 +190,20 @@ def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _unaliased(name: str) -> str:
+    """The variable that an alias stands for. Raises `ConfigurationError` where both are set and differ."""
+    meant = ALIASES.get(name.upper(), name)
+    if meant != name and os.environ.get(meant, os.environ[name]) != os.environ[name]:
+        raise ConfigurationError(f"{name} and {meant} differ: unset one of them, they mean the same setting")
+    return meant
+
+
 def _is_setting(name: str) -> bool:
-    """Refuses `AGENTSPEC_SERVR__PORT` and `AGENTSPEC_CACHE_PATH`, which would otherwise do nothing in silence."""
+    """Refuses `AGENTSPEC_SERVR__PORT` and `AGENTSPEC_CACHE_STORE`, which would otherwise do nothing in silence."""
     if not name.upper().startswith(PREFIX):
         return False
+    if name.upper() in ALIASES:
+        return True
     rest = name[len(PREFIX) :].lower()
     section, double, _ = rest.partition("__")
     if double and section not in Settings.model_fields:
@@ -286,7 +266,10 @@ def _overlay(
 
 
 def _variable(key: Key) -> str:
-    return PREFIX + "__".join(_folded(part).upper() for part in key)
+    """The variable that a value of the environment came from."""
+    name = PREFIX + "__".join(_folded(part).upper() for part in key)
+    alias = next((alias for alias, meant in ALIASES.items() if meant == name), name)
+    return alias if name not in os.environ and alias in os.environ else name
 
 
 def _folded(name: str) -> str:

@@ -1,26 +1,18 @@
-"""The wiring: builds the cache and the backends that the settings name, and runs one request on the right one.
-
-Everything here is asynchronous. `iterate_sync` and `call_sync` are the one edge for synchronous callers: they work
-on an event loop in a thread of its own, shared by the process, started on demand and closed at exit.
-"""
+"""The wiring: builds the cache and the backends that the settings name, and runs one request on the right one."""
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
-from contextlib import AsyncExitStack, ExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
-from agentspec.config import Settings, effective_values, load_settings
+from agentspec.config import Settings
 from agentspec.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -32,8 +24,6 @@ from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +133,33 @@ class Runtime:
             _refuse_extra(request)
         store = request.store and self.settings.cache.store
         answer = route.backend.generate(replace(request, model=route.upstream_model, store=store))
-        async with _closing(answer):
+        async with closing_items(answer):
             async for delta in answer:
                 yield delta
 
     async def aclose(self) -> None:
         """Cancel what runs, release the backends, then flush and close the cache. Idempotent."""
-        await self._close_backends()
+        await self.close_backends()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.close_cache)
+
+    async def close_backends(self) -> None:
+        """The first half of `aclose`, for runtimes that share a cache. Idempotent."""
+        self._closed = True  # a start() under way stops after the backend it is building
+        with anyio.CancelScope(shield=True):
+            while not self._building.acquire(blocking=False):
+                await anyio.sleep(0.05)
+            try:
+                async with AsyncExitStack() as stack:
+                    for backend in self._backends.values():
+                        stack.push_async_callback(backend.aclose)
+            finally:
+                self._building.release()
+
+    def close_cache(self) -> None:
+        """Flush and close the cache, unless it was given or never opened. Blocks; idempotent."""
         if self._own_cache is not None:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._own_cache.close)
+            self._own_cache.close()
 
     async def __aenter__(self) -> Runtime:
         await anyio.to_thread.run_sync(self.start)
@@ -181,18 +188,6 @@ class Runtime:
         known = ", ".join(repr(name) for name in self._names) or "none"
         raise ModelNotFoundError(f"no model {model!r} here; configured: {known}", param="model")
 
-    async def _close_backends(self) -> None:
-        self._closed = True  # a start() under way stops after the backend it is building
-        with anyio.CancelScope(shield=True):
-            while not self._building.acquire(blocking=False):
-                await anyio.sleep(0.05)
-            try:
-                async with AsyncExitStack() as stack:
-                    for backend in self._backends.values():
-                        stack.push_async_callback(backend.aclose)
-            finally:
-                self._building.release()
-
 
 def _model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, tuple[str, str]]:
     """Model name -> (backend name, the backend's own name for the model)."""
@@ -212,6 +207,17 @@ def _model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, 
             )
         names[backend.model] = (name, backend.model)
     return names
+
+
+def unreachable(settings: Settings) -> dict[str, str]:
+    """The backends that no model name leads to, each with what to change."""
+    reached = {backend for backend, _ in _model_names(settings, {}).values()} | {_passthrough(settings, {})}
+    return {name: _advice(name, settings) for name in settings.backends if name not in reached}
+
+
+def _advice(name: str, settings: Settings) -> str:
+    advice = f'add a [models.NAME] table with backend = "{name}"'
+    return advice if settings.models else f"{advice} for each model, or set backends.{name}.model"
 
 
 _INERT = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_options"})
@@ -236,157 +242,6 @@ def _passthrough(settings: Settings, given: Mapping[str, Backend]) -> str | None
     return only[0] if isinstance(settings.backends.get(only[0]), OpenAISettings) else None
 
 
-def _closing(iterator: AsyncIterator[T]) -> Any:
+def closing_items(iterator: AsyncIterator[Any]) -> Any:
     """Close `iterator` on the way out if it can be closed; a backend may return any asynchronous iterator."""
     return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()
-
-
-# The sync edge -------------------------------------------------------------------------------------------------------
-
-
-class _Portal:
-    """The process's one background event loop and the runtimes that live on it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._stack = ExitStack()
-        self._portal: BlockingPortal | None = None
-        self._runtimes: dict[str | OpenAISettings, Runtime] = {}
-
-    def get(self) -> BlockingPortal:
-        with self._lock:
-            if self._portal is None:
-                self._portal = self._stack.enter_context(start_blocking_portal("asyncio", name="agentspec"))
-                _at_exit(self.close)
-            return self._portal
-
-    def runtime(self, model: str | None) -> Runtime:
-        with self._lock:
-            if "" not in self._runtimes:
-                self._runtimes[""] = Runtime(load_settings())
-            base = self._runtimes[""]
-            if model is None or model in base.models() or base._passthrough or not _unconfigured(base.settings):
-                return base
-            if model not in self._runtimes:
-                local = TorchSettings(model=model)
-                settings = base.settings.model_copy(update={"backends": {"local": local}})
-                self._runtimes[model] = Runtime(settings, cache=base.cache)
-            return self._runtimes[model]
-
-    def remote(self, settings: OpenAISettings) -> Runtime:
-        with self._lock:
-            if settings not in self._runtimes:
-                self._runtimes[settings] = Runtime(Settings(backends={"remote": settings}))
-            return self._runtimes[settings]
-
-    def close(self) -> None:
-        """Close the backends, the cache they shared, and the loop."""
-        with self._lock:
-            portal, self._portal = self._portal, None
-            runtimes, self._runtimes = list(self._runtimes.values()), {}
-            for runtime in runtimes:
-                if portal is not None:
-                    portal.call(runtime._close_backends)
-            for runtime in runtimes:
-                if runtime._own_cache is not None:
-                    runtime._own_cache.close()
-            self._stack.close()
-
-
-def _at_exit(function: Callable[[], object]) -> None:
-    """Call `function` while threads still run: an `atexit` handler comes after the thread pools have ended.
-
-    The hooks run last in, first out, so the pools' own, which they set when first imported, must be there already.
-    """
-    import concurrent.futures.thread  # noqa: F401
-
-    getattr(threading, "_register_atexit", atexit.register)(function)
-
-
-_portal = _Portal()
-
-
-def shared_runtime(model: str | None = None) -> Runtime:
-    """The process's own runtime, from `$AGENTSPEC_CONFIG` and the environment, closed at exit.
-
-    Where nobody configured any backend, `model` may be whatever the local engine can load: a built-in name, a folder,
-    a GGUF file or a model-hub id. Its engine is then built beside the default one and shares its cache.
-    Drive it through `iterate_sync` or `iterate_async` only: its connections belong to the background loop.
-    """
-    return _portal.runtime(model)
-
-
-def remote_runtime(settings: OpenAISettings) -> Runtime:
-    """The process's own runtime for one endpoint, which takes any model name. Equal settings share connections."""
-    return _portal.remote(settings)
-
-
-def call_sync(function: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Run `function(*args)` on the background loop and wait for its result."""
-    return _portal.get().call(function, *args)
-
-
-def iterate_sync(make: Callable[[], AsyncIterator[T]]) -> Generator[T, None, None]:
-    """Iterate `make()` on the background loop from a synchronous caller. Closing the iterator cancels the work."""
-    items: queue.SimpleQueue[_Item[T]] = queue.SimpleQueue()
-    pump = _portal.get().start_task_soon(_pump, make, items.put)
-    ended = False
-    try:
-        while not (ended := (item := items.get()).last):
-            yield cast(T, item.value)
-        if item.error is not None:
-            raise item.error
-    finally:
-        pump.cancel()
-        while not ended:
-            ended = items.get().last
-
-
-async def iterate_async(make: Callable[[], AsyncIterator[T]]) -> AsyncGenerator[T]:
-    """Iterate `make()` on the background loop from any asyncio loop. Closing the iterator cancels the work.
-
-    What lives across calls (connections, engines) then belongs to one loop, however many loops the callers come from.
-    """
-    loop = asyncio.get_running_loop()
-    items: asyncio.Queue[_Item[T]] = asyncio.Queue()
-    pump = _portal.get().start_task_soon(_pump, make, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
-    ended = False
-    try:
-        while not (ended := (item := await items.get()).last):
-            yield cast(T, item.value)
-        if item.error is not None:
-            raise item.error
-    finally:
-        pump.cancel()
-        with anyio.CancelScope(shield=True):
-            while not ended:
-                ended = (await items.get()).last
-
-
-@dataclass(frozen=True, slots=True)
-class _Item(Generic[T]):
-    value: T | None = None
-    error: BaseException | None = None
-    last: bool = False
-
-
-async def _pump(make: Callable[[], AsyncIterator[T]], put: Callable[[_Item[T]], object]) -> None:
-    """Iterate in one task from start to end, as cancel scopes inside generators require."""
-    error: BaseException | None = None
-    try:
-        iterator = make()
-        async with _closing(iterator):
-            async for value in iterator:
-                put(_Item(value))
-    except Exception as raised:
-        error = raised
-    except BaseException:
-        error = ShuttingDownError("the generation was cancelled")  # seen only by a consumer that did not ask for it
-        raise
-    finally:
-        put(_Item(error=error, last=True))
-
-
-def _unconfigured(settings: Settings) -> bool:
-    values = effective_values(settings)
-    return all(value.source == "default" for value in values if value.key.startswith(("backends.", "models.")))

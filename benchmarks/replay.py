@@ -68,6 +68,13 @@ class Replay:
         starts = range(0, len(self.tokens), window)
         return [sum(self.tokens[i : i + window]) / sum(self.steps[i : i + window]) for i in starts]
 
+    def hit_rate_by_call(self, window: int) -> list[float]:
+        """Share of steps with at least one accepted token, of the same calls."""
+        hits = np.fromiter((bool(nodes.any()) for nodes in self.accepted), dtype=np.float64, count=len(self.accepted))
+        ends = np.cumsum(self.steps)
+        starts = range(0, len(self.steps), window)
+        return [float(hits[(ends[i - 1] if i else 0) : ends[i : i + window][-1]].mean()) for i in starts]
+
     def calibration(self, bins: int = 10) -> list[tuple[float, float]]:
         """(mean predicted, measured) acceptance of drafted nodes, in bins of equal count by prediction."""
         predicted = np.concatenate(self.predicted)

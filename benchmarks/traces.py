@@ -8,9 +8,7 @@ with `<|im_end|>`, which the model writes too.
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -20,6 +18,8 @@ import numpy as np
 
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
+from agentspec.transcripts import BadLineError, Format, Recorded, read
+from agentspec.types import Message
 
 START, END = "<|im_start|>", "<|im_end|>"
 
@@ -48,11 +48,16 @@ def load_encoder(folder: Path) -> Encode:
 
 
 def read_calls(path: Path, encode: Encode, limit: int | None = None) -> list[Call]:
-    """The first `limit` calls of a file.
+    """The first `limit` calls of a trace. Raises `ConfigurationError` for a line that is no call, and as `chatml`."""
+    return list(map(chatml(encode), islice(read(path, Format.trace), limit)))
+
+
+def chatml(encode: Encode) -> Callable[[Recorded], Call]:
+    """Recorded calls as token arrays, for models with a ChatML template.
 
     Messages are encoded one by one, each once however many prompts repeat it. That is the encoding of the whole prompt
     because the tokenizer splits at its special tokens first; raises `ConfigurationError` where `<|im_start|>` and
-    `<|im_end|>` are not single tokens, and for a line that is no call.
+    `<|im_end|>` are not single tokens, and for messages that are no text.
     """
     for mark in (START, END):
         if len(encode(mark)) != 1:
@@ -63,30 +68,30 @@ def read_calls(path: Path, encode: Encode, limit: int | None = None) -> list[Cal
         return np.asarray(encode(text), dtype=np.int32)
 
     generation = tokens(f"{START}assistant\n")
-    calls = []
-    for session, history, response in islice(_records(path), limit):
-        prompt = np.concatenate([*(tokens(_rendered(role, content)) for role, content in history), generation])
-        calls.append(Call(session, prompt, tokens(response + END)))
-    return calls
+
+    def call(recorded: Recorded) -> Call:
+        if recorded.prompt is not None:
+            prompt = tokens(recorded.prompt)
+        else:
+            rendered = (_rendered(message, recorded) for message in recorded.messages)
+            prompt = np.concatenate([*(tokens(text) for text in rendered), generation])
+        end = END if recorded.finished else ""
+        answer = tokens(_text(recorded.answer, recorded) + end)
+        if not len(answer):
+            raise BadLineError(recorded.place, "the answer holds no tokens")
+        return Call(recorded.labels.session or "", prompt, answer)
+
+    return call
 
 
-def _rendered(role: str, content: str) -> str:
-    return f"{START}{role}\n{content}{END}\n"
+def _rendered(message: Message, recorded: Recorded) -> str:
+    return f"{START}{message['role']}\n{_text(message, recorded)}{END}\n"
 
 
-def _records(path: Path) -> Iterator[tuple[str, list[tuple[str, str]], str]]:
-    """(session, messages of the prompt, response) of each call."""
-    session, history = None, list[tuple[str, str]]()
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line)
-                added = [(message["role"], message["content"]) for message in record["messages_delta"]]
-                answer: str = record["response"]
-                fresh = record["session"] != session or record.get("reset", False)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigurationError(f"{path}, line {number}, is not a recorded call: {error!r}") from error
-            session = record["session"]
-            history = added if fresh else history + added
-            yield record["session"], history, answer
-            history = [*history, ("assistant", answer)]
+def _text(message: Message, recorded: Recorded) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise BadLineError(
+            recorded.place, "a message is not text; replay with --model reads it by the model's template"
+        )
+    return content

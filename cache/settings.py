@@ -31,7 +31,10 @@ class CacheSettings(BaseModel):
 
     path: Path | None = Field(default=None, description="Folder for the sequence database; unset keeps all in memory")
     memory_bytes: ByteSize = Field(default=ByteSize(512 << 20), gt=0, description="Most memory the index may use")
-    store: bool = Field(default=True, description="Record prompts and outputs; false drafts from the session alone")
+    store: bool = Field(
+        default=True,
+        description="Keep prompts, outputs and their key/value rows; false keeps nothing once a request ends",
+    )
     retention: Seconds | None = Field(
         default=None, ge=0, description='Forget what is older: seconds, or text such as `"30d"`; unset keeps all'
     )

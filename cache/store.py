@@ -136,6 +136,30 @@ class Store:
             self._last_id = max((record.id for record in records), default=self._last_id)
         return list(self._readable(record for record in records if record.number >> 32 != origin))
 
+    def rows(self) -> Iterator[Row]:
+        """Every sequence, oldest first, read as they are asked for. Raises `CacheFormatError` for damage."""
+        query = sa.select(sequences).order_by(sequences.c.id).execution_options(yield_per=256)
+        try:
+            with self._engine.connect() as connection:
+                for record in connection.execute(query):
+                    yield self._row(record)
+        except exc.DatabaseError as error:
+            raise damaged(self.folder / DATABASE, error) from error
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the database: its structure, then every sequence that cannot be read."""
+        try:
+            with self._engine.connect() as connection:
+                said = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
+                yield from (f"{self.folder / DATABASE}: {line}" for line in said if line != "ok")
+                for record in connection.execute(sa.select(sequences).execution_options(yield_per=256)):
+                    try:
+                        self._row(record)
+                    except CacheFormatError as error:
+                        yield str(error)
+        except exc.DatabaseError as error:
+            yield str(damaged(self.folder / DATABASE, error))
+
     def _readable(self, records: Iterable[sa.Row[tuple[object, ...]]]) -> Iterator[Row]:
         for record in records:
             try:
@@ -197,6 +221,17 @@ class Store:
         """
         if self._unscrubbed or rewrite:
             self._unscrubbed = not deletions.scrub(self._engine, rewrite=rewrite and self.disk_bytes() <= _REWRITTEN)
+
+    def compact(self) -> int:
+        """Write what is left, give unused room back to the file system and empty the journal; returns bytes on disk.
+
+        Raises `CacheError` when it cannot be done.
+        """
+        self.flush()
+        self.scrub(rewrite=True)
+        if self._unscrubbed:
+            raise CacheError(f"{self.folder} is in use: not everything could be given back, try again later")
+        return self.disk_bytes()
 
     def _holds(self, record: sa.Row[tuple[object, ...]], selection: Selection) -> bool:
         try:

@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
-from agentspec.config import ApiKey, ModelSettings, ServerSettings
+from agentspec.config import ModelSettings, ServerSettings
+from agentspec.keys import ApiKey
 
 DOCS = Path(__file__).parent
 FOLDERS = ("agentspec", "backends", "cache", "reasoning", "benchmarks")

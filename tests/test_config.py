@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.config import ApiKey, ServerSettings, Settings, effective_values, load_settings, read_secret
+from agentspec.config import ServerSettings, Settings, effective_values, load_settings
 from agentspec.errors import ConfigurationError
+from agentspec.keys import ApiKey
 
 ISSUE = """
 [server]
@@ -192,7 +193,7 @@ def test_a_password_in_an_upstream_url_is_masked():
         ("AGENTSPEC_SERVR__PORT", "1", "AGENTSPEC_SERVR__PORT: no section 'servr'; did you mean 'server'?"),
         ("AGENTSPEC_SERVER__PROT", "1", "AGENTSPEC_SERVER__PROT: server.prot: unknown key; did you mean 'port'?"),
         ("AGENTSPEC_SERVER_PORT", "1", "write AGENTSPEC_SERVER__PORT"),
-        ("AGENTSPEC_CACHE_PATH", "/cache", "write AGENTSPEC_CACHE__PATH"),
+        ("AGENTSPEC_CACHE_STORE", "false", "write AGENTSPEC_CACHE__STORE"),
         ("AGENTSPEC_SERVER__PORT", "x", "AGENTSPEC_SERVER__PORT: server.port = 'x'"),
         ("AGENTSPEC_SERVER__API_KEYS", "[{", "AGENTSPEC_SERVER__API_KEYS: not valid; lists are written as JSON"),
     ],
@@ -215,6 +216,19 @@ def test_the_environment_reaches_nested_values(monkeypatch):
     assert settings.server.api_keys == (ApiKey(tenant="a", key_env="KEY"),)
 
 
+def test_the_cache_folder_has_two_names(monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_CACHE_PATH", "/cache")
+    settings = load_settings()
+    assert settings.cache.path == Path("/cache")
+    [value] = [value for value in effective_values(settings) if value.key == "cache.path"]
+    assert (value.source, value.origin) == ("env", "AGENTSPEC_CACHE_PATH")
+    monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "/cache")
+    assert load_settings().cache.path == Path("/cache")
+    monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "/other")
+    with pytest.raises(ConfigurationError, match="AGENTSPEC_CACHE_PATH and AGENTSPEC_CACHE__PATH differ"):
+        load_settings()
+
+
 def test_the_environment_meets_names_with_case_and_dashes(write, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_BACKENDS__MY_VLLM__READ_TIMEOUT", "7")
     settings = load_settings(write('[backends.My-vLLM]\nkind = "openai"\nbase_url = "http://h/v1"\n'))
@@ -231,24 +245,6 @@ def test_only_overridden_backends_remain_when_asked(write, monkeypatch):
     assert settings.backends["upstream"].api_key == SecretStr("used")  # type: ignore[union-attr]
     assert settings.models == {}
     assert settings.cache.memory_bytes == 512 << 20
-
-
-def test_api_keys_come_from_variables_and_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("KEY", " abc\n")
-    file = tmp_path / "key"
-    file.write_text("def\n")
-    assert ApiKey(key_env="KEY").secret() == SecretStr("abc")
-    assert ApiKey(key_file=file).secret() == SecretStr("def")
-
-
-def test_a_missing_api_key_is_an_error(tmp_path):
-    with pytest.raises(ConfigurationError, match="'ABSENT'"):
-        ApiKey(key_env="ABSENT").secret()
-    with pytest.raises(ConfigurationError, match="cannot read the key file"):
-        read_secret(tmp_path / "absent")
-    (tmp_path / "empty").write_text("\n")
-    with pytest.raises(ConfigurationError, match="is empty"):
-        ApiKey(key_file=tmp_path / "empty").secret()
 
 
 def test_an_unreadable_file_is_an_error(tmp_path):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from agentspec.benchmarks.public_logs import Source
+from agentspec.cli.common import require_writable
 
 REPORT_WIDTH = 150  # columns of a table that goes to a file
 
@@ -49,7 +50,7 @@ def decode(
     from agentspec.benchmarks.decode_report import print_tables, write_json, write_plot
 
     console = Console()
-    _require_writable(json, plot)
+    require_writable(json, plot)
     with console.status("starting") as status:
         tables = run_decode(model, sets=_sets(prompts), limit=limit, progress=status.update)
     print_tables(tables, console)
@@ -86,7 +87,7 @@ def cache(
     from agentspec.benchmarks.traces import load_encoder
 
     console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
-    _require_writable(json, plot)
+    require_writable(json, plot)
     with console.status("starting") as status:
         report = run_cache(
             [*data, *(more or ())],
@@ -113,19 +114,12 @@ def traces(
     """Turn published logs of agents into recorded calls for `agentspec bench cache`."""
     from agentspec.benchmarks.public_logs import convert
 
-    _require_writable(out)
+    require_writable(out)
     typer.echo(f"{convert(source, files, out)} calls written to {out}")
 
 
 def _sets(prompts: Prompts) -> list[Any]:
     return {Prompts.edit: ["edit"], Prompts.short: ["edit_short"], Prompts.all: ["edit", "edit_short"]}[prompts]
-
-
-def _require_writable(*paths: Path | None) -> None:
-    """Found out now rather than after a quarter of an hour of measuring."""
-    for path in paths:
-        if path and not os.access(path.absolute().parent, os.W_OK):
-            raise typer.BadParameter(f"{path.parent} is not a folder that can be written to")
 
 
 def _environment(*packages: str, **subject: str) -> dict[str, Any]:

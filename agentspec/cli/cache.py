@@ -1,13 +1,14 @@
-"""`agentspec cache`: what the token cache holds, and making it forget."""
+"""`agentspec cache`: what the token cache holds, and making it forget. Its other commands are beside it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentspec.cli import cache_care, cache_import, cache_replay
+from agentspec.cli.cache_folder import PathOption, folder_of, reference_of
 from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
 
 if TYPE_CHECKING:
@@ -15,14 +16,12 @@ if TYPE_CHECKING:
 
 _FORGET_MEMORY = 1 << 20  # bytes; forgetting needs the database, not the index
 
-app = typer.Typer(help="Look into the token cache, or make it forget.", no_args_is_help=True)
-
-PathOption = Annotated[Path | None, typer.Option(help="The cache's folder [default: cache.path]")]
+app = typer.Typer(help="Look into the token cache, fill it, look after it, or make it forget.", no_args_is_help=True)
 
 
 @app.callback()
 def cache() -> None:
-    """Look into the token cache, or make it forget."""
+    """Look into the token cache, fill it, look after it, or make it forget."""
 
 
 @app.command()
@@ -30,7 +29,7 @@ def stats(config: ConfigOption = None, path: PathOption = None, json: JsonOption
     """Print how much the cache on disk holds. It may be in use by a server meanwhile."""
     from agentspec.cache import SuffixCache
 
-    with SuffixCache.open(_folder(load(config), path), mode="follower") as opened:
+    with SuffixCache.open(folder_of(load(config), path), mode="follower") as opened:
         values = asdict(opened.stats())
     if json:
         print_json(values)
@@ -55,7 +54,7 @@ def forget(
     from agentspec.cache import SuffixCache
 
     settings = load(config)
-    folder = _folder(settings, path)
+    folder = folder_of(settings, path)
     conditions = _conditions(session, tenant, older_than) | _search(settings, text, model)
     described = _describe(session, tenant, older_than, model)
     if not yes:
@@ -69,17 +68,6 @@ def forget(
     typer.echo(f"forgot {forgotten} sequence{'' if forgotten == 1 else 's'}: {described}")
     typer.echo(f"The database now takes {left} bytes. Servers that use it drop what went within seconds;")
     typer.echo("backups, logs and upstream servers keep what they have: see docs/cache.md, Forgetting.")
-
-
-def _folder(settings: Settings, path: Path | None) -> Path:
-    from agentspec.errors import ConfigurationError
-
-    folder = settings.cache.path if path is None else path.expanduser()
-    if folder is None:
-        raise ConfigurationError("the cache is in memory only; set cache.path or give --path")
-    if not folder.is_dir():
-        raise ConfigurationError(f"there is no cache at {str(folder)!r}; a server with this cache.path creates it")
-    return folder
 
 
 def _conditions(session: str | None, tenant: str | None, older_than: str | None) -> dict[str, Any]:
@@ -104,7 +92,7 @@ def _search(settings: Settings, text: str | None, model: str | None) -> dict[str
     from agentspec.backends.torch.codec import Codec
     from agentspec.backends.torch.loader import load_tokenizer
 
-    tokenizer, tokenizer_hash = load_tokenizer(_reference(settings, model))
+    tokenizer, tokenizer_hash = load_tokenizer(reference_of(settings, model))
     wanted = typer.get_text_stream("stdin").read().rstrip("\n") if text == "-" else text
     return {"text": wanted, "decode": Codec(tokenizer).decode, "tokenizer": tokenizer_hash}
 
@@ -124,10 +112,8 @@ def _describe(session: str | None, tenant: str | None, older_than: str | None, m
     return described
 
 
-def _reference(settings: Settings, name: str) -> str:
-    """The model reference behind a configured model or backend name; any other name is one itself."""
-    from agentspec.backends.settings import TorchSettings
-
-    backend = settings.models[name].backend if name in settings.models else name
-    found = settings.backends.get(backend)
-    return found.model if isinstance(found, TorchSettings) else name
+app.command("import")(cache_import.import_files)
+app.command()(cache_import.export)
+app.command()(cache_care.verify)
+app.command()(cache_care.compact)
+app.command()(cache_replay.replay)

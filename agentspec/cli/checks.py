@@ -45,6 +45,7 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     for name, torch_settings in local.items():
         yield check_device(name, torch_settings)
         yield check_model(name, torch_settings)
+    yield from check_reachable(settings)
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
             yield check_upstream(name, backend)
@@ -125,6 +126,19 @@ def check_model(name: str, settings: TorchSettings) -> Check:
         return Check(label, "note", f"{ref} is fetched from the model hub at first use", fetch)
     advice = f"connect to a network, or set backends.{name}.model to a local folder or .gguf file"
     return Check(label, "fail", f"{ref} is not here and cannot be fetched", advice)
+
+
+def check_reachable(settings: Settings) -> Iterator[Check]:
+    """What clients cannot ask for: a note for each backend that no model name leads to."""
+    from agentspec.runtime import unreachable
+
+    try:
+        found = unreachable(settings)
+    except AgentSpecError as error:
+        yield Check("model names", "fail", str(error))
+        return
+    for name, advice in found.items():
+        yield Check(f"{name}: clients", "note", "no model name leads to this backend", advice)
 
 
 def check_upstream(name: str, settings: OpenAISettings) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,3 +70,10 @@ def load(given: Path | None, overrides: Mapping[str, Any] | None = None, **optio
 
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Raise for a file that could not be written, now rather than after a quarter of an hour of measuring."""
+    for path in paths:
+        if path and not os.access(path.absolute().parent, os.W_OK):
+            raise typer.BadParameter(f"{path.parent} is not a folder that can be written to")

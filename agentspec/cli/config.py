@@ -33,13 +33,19 @@ def show(config: ConfigOption = None, json: JsonOption = False) -> None:
 @app.command()
 def check(config: ConfigOption = None, json: JsonOption = False) -> None:
     """Check the configuration, the key files and the variables it names; exit code 2 if something cannot work."""
+    from agentspec.runtime import unreachable
+
     settings = load(config)
     _read_secrets(settings)
     file = config_file(config)
+    notes = [f"no model name leads to backends.{name}: {advice}" for name, advice in unreachable(settings).items()]
     if json:
-        print_json({"ok": True, "file": None if file is None else str(file), "backends": list(settings.backends)})
-    else:
-        typer.echo(f"ok: {file or 'no configuration file; environment and defaults'}")
+        found = {"file": None if file is None else str(file), "backends": list(settings.backends), "notes": notes}
+        print_json({"ok": True, **found})
+        return
+    typer.echo(f"ok: {file or 'no configuration file; environment and defaults'}")
+    for note in notes:
+        typer.echo(f"note: {note}")
 
 
 def _assignment(value: EffectiveValue) -> str:
@@ -49,10 +55,9 @@ def _assignment(value: EffectiveValue) -> str:
 def _read_secrets(settings: Settings) -> None:
     """Read every key once, so that a missing one is found now and not at the first request."""
     from agentspec.backends.settings import OpenAISettings
-    from agentspec.config import read_secret
+    from agentspec.keys import read_keys, read_secret
 
-    for key in settings.server.api_keys:
-        key.secret()
+    read_keys(settings.server.api_keys)
     for backend in settings.backends.values():
         if isinstance(backend, OpenAISettings) and backend.api_key_file is not None:
             read_secret(backend.api_key_file)

@@ -74,7 +74,7 @@ def demo(
     """Write, criticise and revise code with a small model, with speculation off and on, and compare."""
     from rich.console import Console
 
-    from agentspec.runtime import call_sync
+    from agentspec.portal import call_sync
     from agentspec.step import report
 
     console = Console()

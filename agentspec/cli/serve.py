@@ -27,7 +27,10 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one [default: 8700]")] = None,
     store: Annotated[
         bool | None,
-        typer.Option("--store/--no-store", help="Record prompts and outputs [default: --store]"),
+        typer.Option(
+            "--store/--no-store",
+            help="Keep prompts, outputs and their key/value rows after a request [default: --store]",
+        ),
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log")] = LogLevel.info,
 ) -> None:

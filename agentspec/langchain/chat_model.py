@@ -32,7 +32,8 @@ from agentspec.errors import (
 from agentspec.langchain import structured
 from agentspec.langchain.labels import labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
-from agentspec.runtime import Runtime, iterate_async, iterate_sync, remote_runtime, shared_runtime
+from agentspec.portal import iterate_async, iterate_sync, remote_runtime, shared_runtime
+from agentspec.runtime import Runtime
 from agentspec.step import current_speculation, observe
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, Usage
 
@@ -45,7 +46,7 @@ _RETRIED = (429, 502, 503, 504)
 class ChatAgentSpec(BaseChatModel):
     """Chat with a model that agentspec runs or reaches.
 
-    `ChatAgentSpec(model="smollm2-135m")` runs it in this process (`agentspec.runtime.shared_runtime`, or the `runtime`
+    `ChatAgentSpec(model="smollm2-135m")` runs it in this process (`agentspec.portal.shared_runtime`, or the `runtime`
     given, which stays yours to close). With `base_url` it talks to an agentspec gateway, or to any OpenAI-compatible
     endpoint, under `api_key` (or `$AGENTSPEC_API_KEY`).
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -15,7 +13,7 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.proxy.exchange import Exchange
-from agentspec.proxy.failures import failure, outcome
+from agentspec.proxy.failures import failure, log_unexpected, outcome
 from agentspec.proxy.gate import Gate
 from agentspec.proxy.labels import Keys, request_id
 from agentspec.proxy.loading import Loading
@@ -74,23 +72,15 @@ class Door:
 
 async def _answer(error: Exception, exchange: Exchange, send: Send) -> None:
     """Say what went wrong, if there is still room to: once the answer has begun the connection can only be cut."""
-    failed = failure(error)
+    failed = failure(error, exchange.request_id)
     exchange.outcome, exchange.error = outcome(error), failed.code
-    if failed.code == "internal_error":
-        logger.error("internal error", request_id=exchange.request_id, **_where(error))
+    log_unexpected(error, exchange.request_id)
     if exchange.body_begun:
         return
     headers = {"content-type": "application/json", "content-length": str(len(failed.body)), **failed.headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": failed.status, "headers": raw})
     await send({"type": "http.response.body", "body": failed.body})
-
-
-def _where(error: Exception) -> dict[str, Any]:
-    """The error's class and frames. Its message may quote a prompt, so it stays out of the log."""
-    frames = traceback.extract_tb(error.__traceback__)[-8:]
-    at = [f"{PurePath(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
-    return {"exception": type(error).__name__, "frames": at}
 
 
 def _level(exchange: Exchange) -> int:

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from agentspec.errors import (
     AgentSpecError,
     AuthenticationError,
+    EngineError,
     InvalidRequestError,
     NotReadyError,
     OverloadedError,
@@ -19,6 +20,8 @@ from agentspec.errors import (
     UpstreamStatusError,
 )
 from agentspec.proxy.answer import encode
+from agentspec.proxy.logs import logger
+from agentspec.telemetry.place import class_of, frames_of
 
 # An upstream may say these about its own errors; everything else it sent stays with us.
 _RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
@@ -34,25 +37,45 @@ class Failure:
     headers: dict[str, str]
 
 
-def failure(error: Exception) -> Failure:
-    """How `error` is answered. An error that nobody raised on purpose says nothing about itself."""
+def failure(error: Exception, request_id: str = "") -> Failure:
+    """How `error` is answered. One that nobody raised on purpose says nothing but where the log says more."""
     if isinstance(error, UpstreamStatusError):
         kept = {name: error.headers[name] for name in _RETRY_HEADERS if name in error.headers}
         return Failure(error.status, error.upstream_body, "upstream_status", kept)
     if isinstance(error, HTTPException):
         return _http(error)
-    if not isinstance(error, AgentSpecError):
-        body = {"message": "internal error; the server's log has more", "type": "server_error", "param": None}
-        return Failure(500, encode({"error": body | {"code": "internal_error"}}), "internal_error", {})
-    code = error.code or error.type
-    return Failure(error.status, encode(error.body()), code, _headers(error))
+    code = error.code or error.type if isinstance(error, AgentSpecError) else "internal_error"
+    status = error.status if isinstance(error, AgentSpecError) else 500
+    return Failure(status, encode(_body(error, request_id)), code, _headers(error))
 
 
-def event_body(error: Exception) -> bytes:
+def event_body(error: Exception, request_id: str = "") -> bytes:
     """The JSON of the event that ends a stream which `error` broke off."""
-    if isinstance(error, AgentSpecError):
-        return encode(error.body())
-    return failure(error).body
+    return encode(_body(error, request_id))
+
+
+def unexpected(error: Exception) -> BaseException | None:
+    """What nobody raised on purpose: the error itself, or what made the engine fail; None for any other."""
+    if isinstance(error, (AgentSpecError, HTTPException)):
+        return error.__cause__ if isinstance(error, EngineError) else None
+    return error
+
+
+def log_unexpected(error: Exception, request_id: str) -> None:
+    """Log where an error arose that nobody raised on purpose, so that the id the client was told leads there."""
+    if (culprit := unexpected(error)) is not None:
+        logger.error("internal error", request_id=request_id, exception=class_of(culprit), frames=frames_of(culprit))
+
+
+def _body(error: Exception, request_id: str) -> dict[str, Any]:
+    if not isinstance(error, AgentSpecError):
+        body: dict[str, Any] = AgentSpecError("internal error").body()
+        body["error"]["code"] = "internal_error"
+    else:
+        body = error.body()
+    if request_id and (not isinstance(error, AgentSpecError) or isinstance(error, EngineError)):
+        body["error"]["message"] += f"; the server's log says more about request {request_id}"
+    return body
 
 
 def outcome(error: Exception) -> str:
@@ -62,7 +85,7 @@ def outcome(error: Exception) -> str:
     return "client_error" if 400 <= failure(error).status < 500 else "server_error"
 
 
-def _headers(error: AgentSpecError) -> dict[str, str]:
+def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, OverloadedError):
         return {"retry-after": str(math.ceil(error.retry_after))}
     if isinstance(error, (ShuttingDownError, NotReadyError)):

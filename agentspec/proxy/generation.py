@@ -18,7 +18,7 @@ from agentspec.proxy import chat, completions
 from agentspec.proxy.answer import DONE, Gathered, Writer, encode, event
 from agentspec.proxy.body import parse_object, read_body
 from agentspec.proxy.exchange import Exchange
-from agentspec.proxy.failures import event_body, outcome
+from agentspec.proxy.failures import event_body, log_unexpected, outcome
 from agentspec.proxy.flow import Deadline, until_disconnect
 from agentspec.proxy.gate import Gate
 from agentspec.proxy.labels import Caller, read_caller
@@ -107,7 +107,7 @@ async def stream(deltas: AsyncGenerator[Delta], writer: Writer, exchange: Exchan
                 await _send_chunks(delta, writer, exchange, send)
         except Exception as error:
             broke_off(exchange, error)
-            await _send(send, b"data: " + event_body(error) + b"\n\n")
+            await _send(send, b"data: " + event_body(error, exchange.request_id) + b"\n\n")
         await _send(send, DONE)
     await send({"type": "http.response.body", "body": b""})
 
@@ -137,3 +137,4 @@ def note(exchange: Exchange, delta: Delta) -> None:
 def broke_off(exchange: Exchange, error: Exception) -> None:
     exchange.outcome = outcome(error)
     exchange.error = error.code if isinstance(error, AgentSpecError) else type(error).__name__
+    log_unexpected(error, exchange.request_id)

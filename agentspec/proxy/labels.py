@@ -13,8 +13,8 @@ from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 
-from agentspec.config import ApiKey
 from agentspec.errors import AuthenticationError, InvalidRequestError
+from agentspec.keys import ApiKey, read_keys
 from agentspec.types import DEFAULT_TENANT, Labels
 
 MAX_LABEL = 256
@@ -41,7 +41,7 @@ class Keys:
     """The API keys. Only their SHA-256 is kept; every comparison looks at every key, in constant time each."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        self._tenants = [(_digest(key.secret().get_secret_value().encode()), key.tenant) for key in keys]
+        self._tenants = [(_digest(key.get_secret_value().encode()), tenant) for key, tenant in read_keys(keys)]
 
     def __bool__(self) -> bool:
         return bool(self._tenants)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 
@@ -14,11 +14,20 @@ from agentspec.runtime import Runtime
 
 
 class Loading:
-    """Starts a runtime in a thread for as long as the application lives. `error` is what the start failed with."""
+    """Starts a runtime in a thread for as long as the application lives. `error` is what the start failed with.
+
+    Where the process ends with the application, `hurry()` before the end does not wait for a load under way, which
+    cannot be interrupted: `left_behind` then says that its thread still runs.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._hurried = False
         self.error: Exception | None = None
+        self.left_behind = False
+
+    def hurry(self) -> None:
+        self._hurried = True
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
@@ -27,12 +36,18 @@ class Loading:
         try:
             yield
         finally:
-            await self._runtime.aclose()
-            await task
+            if self._hurried and not task.done():
+                self.left_behind = True
+                task.cancel()
+                logger.info("stopped while loading")
+            else:
+                await self._runtime.aclose()
+            with suppress(asyncio.CancelledError):
+                await task
 
     async def _load(self) -> None:
         try:
-            await anyio.to_thread.run_sync(self._runtime.start)
+            await anyio.to_thread.run_sync(self._runtime.start, abandon_on_cancel=True)
             logger.info("ready", models=self._runtime.models())
         except ShuttingDownError:
             logger.info("stopped while loading")

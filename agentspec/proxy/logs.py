@@ -1,6 +1,6 @@
 """Structured logs: events with fields on the logger `agentspec.proxy`, one JSON object a line once `configure` ran.
 
-No body, header or key ever becomes a field.
+No body, header or key ever becomes a field, and of an exception only its class and frames do.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import sys
 from typing import TextIO
 
 import structlog
+
+from agentspec.telemetry.place import class_of, frames_of
 
 logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     logging.getLogger("agentspec.proxy"),
@@ -29,7 +31,7 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             *shared,
-            structlog.processors.format_exc_info,
+            _place_only,
             structlog.processors.JSONRenderer(),
         ],
     )
@@ -40,3 +42,12 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
     root.setLevel(level)
     for name in ("httpx", "httpcore"):  # they would write addresses and headers
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _place_only(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """In place of a traceback, which ends with the exception's message."""
+    given = event.pop("exc_info", None)
+    error = given[1] if isinstance(given, tuple) else given
+    if isinstance(error, BaseException):
+        event.update(exception=class_of(error), frames=frames_of(error))
+    return event

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
+import os
 import signal
+import sys
 import time
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 
+from agentspec.backends.model_store import child
 from agentspec.config import ServerSettings, Settings
 from agentspec.errors import ConfigurationError
 from agentspec.proxy import logs
@@ -20,7 +25,8 @@ from agentspec.runtime import Runtime
 def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     """Run the gateway until SIGTERM or SIGINT, then drain: new requests get 503, running ones `drain_timeout` seconds.
 
-    Returns once everything is flushed and closed. Raises what building the backends raises.
+    Returns once everything is flushed and closed; told to stop while a model loads, it ends the process at once with
+    status 0, as nothing was served yet. Raises what building the backends raises.
     """
     logs.configure(log_level)
     runtime = Runtime.from_settings(settings)
@@ -36,8 +42,19 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
         raise ConfigurationError(
             f"cannot listen on {address}: it is taken or not this machine's; change server.host or server.port"
         ) from None
+    if door.loading.left_behind:
+        _end_process()
     if door.loading.error is not None:
         raise door.loading.error
+
+
+def _end_process() -> NoReturn:
+    """End with status 0 without waiting for threads: one of them is inside a library and cannot be interrupted."""
+    child.end_all()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def is_unprotected(server: ServerSettings) -> bool:
@@ -82,6 +99,7 @@ class GatewayServer(uvicorn.Server):
     def drain(self) -> None:
         """Turn new requests away and stop once the running ones are done or out of time."""
         self._door.gate.close()
+        self._door.loading.hurry()
         self._draining_since = time.monotonic()
 
     async def on_tick(self, counter: int) -> bool:

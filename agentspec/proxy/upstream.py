@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
@@ -24,6 +24,11 @@ from agentspec.runtime import Route
 
 # Fields with which a gateway further on could be told to send the request, and its key, somewhere else.
 URL_FIELDS = frozenset({"api_base", "base_url", "model_url"})
+# What stands below these is text, or the shape of text: no server takes an address from there.
+_TEXT_FIELDS = frozenset(
+    "messages prompt input prediction metadata response_format guided_json structured_outputs".split()
+)
+_SCHEMA_FIELDS = frozenset({"parameters", "input_schema"})  # of a tool
 MAX_HELD = 1 << 20
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"|data:\s*\[DONE\]')
@@ -31,12 +36,27 @@ _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"|data:\s*\[DONE\]')
 
 def check_upstream_fields(fields: Mapping[str, Any], max_messages: int) -> None:
     """Refuse what must not travel on; everything else does. Raises `InvalidRequestError`."""
-    for name in fields:
-        if name.lower() in URL_FIELDS:
-            raise InvalidRequestError(f"{name} is refused: upstreams are configured, not requested", param=name)
+    for path in _addressed(fields):
+        raise InvalidRequestError(f"{path} is refused: upstreams are configured, not requested", param=path)
     messages = fields.get("messages")
     if isinstance(messages, list) and len(messages) > max_messages:
         raise InvalidRequestError(f"messages has {len(messages)} entries; {max_messages} are allowed", param="messages")
+
+
+def _addressed(fields: Mapping[str, Any]) -> Iterator[str]:
+    """The dotted paths of fields that name a URL, at any depth, outside of texts and of the schemas of tools."""
+    waiting: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in _TEXT_FIELDS]
+    yield from (name for name in fields if name.lower() in URL_FIELDS)
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        elif isinstance(value, dict):
+            yield from (f"{path}.{name}" for name in value if name.lower() in URL_FIELDS)
+            tool = path.startswith(("tools[", "functions["))
+            waiting += [
+                (f"{path}.{name}", item) for name, item in value.items() if not tool or name not in _SCHEMA_FIELDS
+            ]
 
 
 async def pass_through(

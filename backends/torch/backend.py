@@ -15,6 +15,7 @@ from agentspec.backends.torch.generation import Job, Shared
 from agentspec.backends.torch.loader import Loaded, load
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.stats import EngineStats
+from agentspec.backends.torch.text import ids_of_end
 from agentspec.backends.torch.threads import on_own_thread
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.types import Delta, GenerateRequest, Message, Source
@@ -170,10 +171,7 @@ class TorchBackend:
 
 def end_ids(loaded: Loaded) -> frozenset[int]:
     """The token ids that end an answer, by the model's generation settings and its tokenizer."""
-    configured = getattr(loaded.target.module.generation_config, "eos_token_id", None)
-    own = getattr(loaded.tokenizer, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(int(token) for token in [*ids, own] if token is not None)
+    return ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
 
 
 def _named(by_source: dict[int, int]) -> dict[str, int]:

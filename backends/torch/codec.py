@@ -33,22 +33,28 @@ class Codec:
         return self.encode_chat(request.messages, continue_final=request.continue_final)
 
     def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
-        """Messages through the model's own chat template (sandboxed); `continue_final` leaves the last one open."""
+        """Token ids of `render`."""
+        return self.encode(self.render(messages, start=not continue_final, continue_final=continue_final))
+
+    def render(self, messages: Sequence[Message], *, start: bool, continue_final: bool = False) -> str:
+        """Messages through the model's own chat template (sandboxed): `start` opens an answer, `continue_final` leaves
+        the last message open. Raises `InvalidRequestError` for what the template refuses.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             message = "this model has no chat template: use completions with a plain prompt instead of messages"
             raise InvalidRequestError(message, param="messages")
         if not messages:
             raise InvalidRequestError("messages must not be empty", param="messages")
         try:
-            text = self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 [_plain(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=not continue_final,
+                add_generation_prompt=start,
                 continue_final_message=continue_final,
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return self.encode(text, special=False)
+        return text
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a prompt (a beginning-of-text token)."""

@@ -17,6 +17,7 @@ from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.model import Rows
 from agentspec.backends.torch.prefix_store import PrefixStore
 from agentspec.errors import AgentSpecError, EngineError, OverloadedError, ShuttingDownError
+from agentspec.telemetry.place import place_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,8 @@ class Engine:
                 while (generation := self._next()) is not None:
                     self._turn(generation)
         except BaseException as cause:
-            logger.exception("the engine's thread ended")
-            error = EngineError(f"the engine stopped: {cause!r}")
+            logger.error("the engine's thread ended: %s", place_of(cause))
+            error = EngineError(f"the engine stopped: {type(cause).__name__}")
         finally:
             self._end_all(error)
 
@@ -178,11 +179,12 @@ class Engine:
             self._jobs.discard(job)
         self.shared.counters.failed += 1
         if not isinstance(error, AgentSpecError):
-            logger.error("a request failed", exc_info=error)
+            logger.error("a request failed: %s", place_of(error))
+            reason = ""
             if is_out_of_memory(error):
                 self.prefixes.clear()
-            reason = "out of memory" if is_out_of_memory(error) else repr(error)
-            cause, error = error, EngineError(f"the engine failed on this request: {reason}")
+                reason = ": out of memory"
+            cause, error = error, EngineError(f"the engine failed on this request{reason}")
             error.__cause__ = cause
         job.deliver(error)
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,12 +65,21 @@ def load_tokenizer(model: str) -> tuple[Any, str]:
     """The tokenizer of a model and the hash that its namespaces carry. Raises `ModelUnavailableError`."""
     from agentspec.backends.model_store import resolve
 
-    files = resolve(model)
+    tokenizer = read_tokenizer(resolve(model).folder)
+    return tokenizer, hashes(tokenizer)[0]
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a model's folder. Raises `ModelUnavailableError`."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(files.folder)
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelUnavailableError(f"cannot read the tokenizer in {str(files.folder)!r}: {error}") from error
-    return tokenizer, _hash(_tokenizer_text(tokenizer))
+        raise ModelUnavailableError(f"cannot read the tokenizer in {str(folder)!r}: {error}") from error
+
+
+def hashes(tokenizer: Any) -> tuple[str, str]:
+    """Of the tokenizer and of its chat template, as namespaces carry them."""
+    return _hash(_tokenizer_text(tokenizer)), _hash(str(getattr(tokenizer, "chat_template", None) or ""))
 
 
 def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Loaded:
@@ -91,13 +101,14 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Load
         raise ModelUnavailableError(f"the local engine cannot run {name!r}: {type(module).__name__} is not supported")
     if not target.rewindable:
         logger.warning("%s keeps a state that cannot be rewound: it runs without speculation and prefix reuse", name)
+    tokenizer_hash, template_hash = hashes(tokenizer)
     return Loaded(
         name=name,
         target=target,
         tokenizer=tokenizer,
         fingerprint=fingerprint,
-        tokenizer_hash=_hash(_tokenizer_text(tokenizer)),
-        template_hash=_hash(str(getattr(tokenizer, "chat_template", None) or "")),
+        tokenizer_hash=tokenizer_hash,
+        template_hash=template_hash,
         packed=packed,
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agentspec.telemetry.place import said_of
 from agentspec.types import Draft, GenerateRequest, Namespace
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Memory:
                 decode=decode,
             )
         except Exception as error:
-            logger.warning("generating without the token cache: %s", error)
+            logger.warning("generating without the token cache: %s", said_of(error))
             return cls(None)
         return cls(opened)
 
@@ -103,8 +104,8 @@ class Memory:
             else:
                 request.abandon()
         except Exception as error:
-            logger.warning("the token cache did not record an answer: %s", error)
+            logger.warning("the token cache did not record an answer: %s", said_of(error))
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning("going on without the token cache: %s", error)
+        logger.warning("going on without the token cache: %s", said_of(error))
         self._end(clean=False)

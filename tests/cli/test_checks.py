@@ -18,9 +18,10 @@ from agentspec.cli.checks import (
     check_folder,
     check_model,
     check_native,
+    check_reachable,
     check_upstream,
 )
-from agentspec.config import load_settings
+from agentspec.config import ModelSettings, Settings, load_settings
 
 
 class Upstream(BaseHTTPRequestHandler):
@@ -130,3 +131,15 @@ def test_the_checks_follow_the_settings(tmp_path, monkeypatch):
     assert "cache folder" in names
     assert "model store" not in names
     assert "local: model" in [check.name for check in all_checks(load_settings())]
+
+
+def test_a_backend_that_no_name_leads_to():
+    up = OpenAISettings(base_url="http://127.0.0.1:9/v1")
+    assert list(check_reachable(Settings())) == list(check_reachable(Settings(backends={"up": up}))) == []
+    [check] = check_reachable(Settings(backends={"up": up, "local": TorchSettings()}))
+    assert (check.name, check.state) == ("up: clients", "note") and "backends.up.model" in check.advice
+    models = {"fast": ModelSettings(backend="up")}
+    [check] = check_reachable(Settings(backends={"up": up, "local": TorchSettings()}, models=models))
+    assert check.name == "local: clients" and "backends.local.model" not in check.advice
+    [check] = check_reachable(Settings(backends={"a": TorchSettings(), "b": TorchSettings()}))
+    assert check.state == "fail" and "both serve" in check.detail

@@ -38,6 +38,7 @@ def test_check_finds_nothing_wrong(program):
     assert program("config", "check").output == "ok: agentspec.toml\n"
     assert json.loads(program("config", "check", "--json").output) == {
         "ok": True,
+        "notes": [],
         "file": "agentspec.toml",
         "backends": ["up"],
     }
@@ -53,3 +54,20 @@ def test_check_reports_what_cannot_work(program):
         result = program("config", "check")
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def test_check_tells_of_backends_that_nobody_can_ask_for(program):
+    Path("agentspec.toml").write_text(UPSTREAM + '[backends.local]\nkind = "torch"\n')
+    result = program("config", "check")
+    [note] = [line for line in result.output.splitlines() if line.startswith("note: ")]
+    assert result.exit_code == 0 and "backends.up:" in note and 'backend = "up"' in note and "backends.up.model" in note
+    assert json.loads(program("config", "check", "--json").output)["notes"] == [note.removeprefix("note: ")]
+
+
+def test_check_finds_one_key_for_two_tenants(program, monkeypatch):
+    keys = "".join(f'[[server.api_keys]]\ntenant = "{name}"\nkey_env = "KEY"\n' for name in "ab")
+    Path("agentspec.toml").write_text(keys)
+    monkeypatch.setenv("KEY", "sk-secret")
+    result = program("config", "check")
+    assert (result.exit_code, "have the same API key" in result.stderr) == (2, True)
+    assert "sk-secret" not in result.stderr

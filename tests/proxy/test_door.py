@@ -18,8 +18,9 @@ import openai
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.config import ApiKey, ModelSettings, ServerSettings, Settings
+from agentspec.config import ModelSettings, ServerSettings, Settings
 from agentspec.errors import EngineError
+from agentspec.keys import ApiKey
 from agentspec.proxy import logs
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Delta, GenerateRequest
@@ -196,6 +197,28 @@ def test_no_body_and_no_key_is_ever_logged(gateway: Any, upstream: Any, log: io.
     assert sum(line["event"] == "request" for line in lines) == 13
     assert {line["event"] for line in lines} >= {"request", "internal error"}
     assert [line for line in written if "canary" in line] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_answer_leads_to_the_log(gateway: Any, log: io.StringIO, stream: bool) -> None:
+    failed = EngineError("the engine failed on this request")
+    failed.__cause__ = KeyError("canary")
+    answer = Answer("said", error=failed, error_after=1) if stream else failed
+    url = f"{gateway({MODEL: FakeBackend(answer)}).url}/v1/chat/completions"
+    response = httpx.post(url, json={**BODY, "stream": stream}, headers={"x-request-id": "r-9"})
+    assert "the server's log says more about request r-9" in response.text and "canary" not in response.text
+    [line] = [json.loads(line) for line in log.getvalue().splitlines() if '"internal error"' in line]
+    assert (line["request_id"], line["exception"]) == ("r-9", "KeyError") and "canary" not in log.getvalue()
+
+
+def test_a_logged_exception_has_its_place_and_not_its_message(log: io.StringIO) -> None:
+    try:
+        raise ValueError("canary")
+    except ValueError:
+        logging.getLogger("elsewhere").exception("failed")
+    line = json.loads(log.getvalue())
+    assert (line["event"], line["exception"]) == ("failed", "ValueError") and "test_door.py" in line["frames"][0]
+    assert "canary" not in log.getvalue()
 
 
 def test_one_line_a_request(gateway: Any, log: io.StringIO) -> None:

@@ -7,7 +7,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from agentspec import errors
-from agentspec.proxy.failures import event_body, failure, outcome
+from agentspec.proxy.failures import event_body, failure, log_unexpected, outcome
 
 TREE = [
     kind
@@ -43,8 +43,23 @@ def test_an_upstreams_error_is_kept_whole() -> None:
 
 
 def test_a_bug_says_nothing_about_itself() -> None:
-    failed = failure(ValueError("secret"))
+    failed = failure(ValueError("secret"), "req-7")
     assert failed.status == 500 and b"secret" not in failed.body and outcome(ValueError()) == "server_error"
+    assert failed.code == json.loads(failed.body)["error"]["code"] == "internal_error" and b"req-7" in failed.body
+    assert event_body(ValueError("secret"), "req-7") == failed.body
+
+
+def test_a_failure_of_the_engine_leads_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    error = errors.EngineError("the engine failed on this request")
+    error.__cause__ = ValueError("secret")
+    assert b"request req-7" in failure(error, "req-7").body and b"req-7" not in failure(error).body
+    with caplog.at_level("ERROR", "agentspec.proxy"):
+        log_unexpected(error, "req-7")
+        log_unexpected(errors.EngineError("on purpose"), "req-8")
+        log_unexpected(errors.InvalidRequestError("theirs"), "req-9")
+        log_unexpected(HTTPException(404), "req-9")
+    [record] = caplog.records
+    assert "req-7" in record.getMessage() and "ValueError" in record.getMessage() and "secret" not in caplog.text
 
 
 def test_routing_errors() -> None:

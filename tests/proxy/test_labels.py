@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from agentspec.config import ApiKey
 from agentspec.errors import AuthenticationError, ConfigurationError, InvalidRequestError
+from agentspec.keys import ApiKey
 from agentspec.proxy.labels import Keys, read_caller, request_id
 from agentspec.types import Labels
 
@@ -59,6 +59,12 @@ def test_an_empty_key_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("")
     with pytest.raises(ConfigurationError):
         Keys([ApiKey(tenant="a", key_file=tmp_path / "key")])
+
+
+def test_a_key_of_two_tenants_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("same")
+    with pytest.raises(ConfigurationError, match="same API key"):
+        Keys([ApiKey(tenant=tenant, key_file=tmp_path / "key") for tenant in "ab"])
 
 
 def test_labels_and_switches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.config import ApiKey, ServerSettings
+from agentspec.config import ServerSettings
+from agentspec.keys import ApiKey
 from agentspec.proxy.server import is_unprotected
 
 PROGRAM = """
@@ -114,6 +116,26 @@ def test_an_idle_server_stops_at_once(process: Any) -> None:
     began = time.monotonic()
     process.popen.send_signal(signal.SIGINT)
     assert process.end()[0] == 0 and time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_load_under_way_does_not_hold_up_the_end(tmp_path: Path, sent: signal.Signals) -> None:
+    """The weights are a pipe that nobody writes to, so that reading them never ends."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    os.mkfifo(tmp_path / "model.safetensors")
+    command = [Path(sys.executable).with_name("agentspec"), "serve", "--model", tmp_path, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        try:
+            next(line for line in process.stderr if "running on" in line)
+            began = time.monotonic()
+            process.send_signal(sent)
+            log = process.stderr.read()
+            assert process.wait(20) == 0 and time.monotonic() - began < 5
+        finally:
+            process.kill()
+    assert json.loads(log.splitlines()[-1])["event"] != "loading failed" and "stopped while loading" in log
 
 
 def test_a_backend_that_cannot_be_built_ends_serve() -> None:

@@ -157,13 +157,18 @@ def test_cancelling_in_the_middle_of_a_prompt_or_an_answer_stops_the_work(lab: A
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), MemoryError(), torch.OutOfMemoryError("cuda")])
-def test_an_error_in_one_request_is_that_requests_alone(engine_of: Any, error: Exception) -> None:
+def test_an_error_in_one_request_is_that_requests_alone(
+    engine_of: Any, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     memories = iter([Memory(None), Broken(error), Memory(None)])
     engine = engine_of(lambda job: next(memories), max_active=3)
     clients = [Client(engine, max_tokens=12).submit() for _ in range(3)]
     with pytest.raises(EngineError) as caught:
         clients[1].result()
     assert caught.value.__cause__ is error
+    assert ("out of memory" in str(caught.value)) is is_out_of_memory(error)
+    told = str(caught.value) + caplog.text
+    assert "broken" not in told and f"{type(error).__name__} at " in told and "test_engine.py" in told
     assert len(clients[0].result()[0]) == len(clients[2].result()[0]) == 12
     assert engine.shared.counters.failed == 1
 
@@ -191,7 +196,7 @@ def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:
         return Memory(None)
 
     engine = engine_of(open_memory)
-    with pytest.raises(EngineError, match="disk"):
+    with pytest.raises(EngineError, match=r"failed on this request$"):
         Client(engine).submit().result()
     assert len(Client(engine).submit().result()[0]) == 8
 

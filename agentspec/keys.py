@@ -1,0 +1,60 @@
+"""API keys: whose they are, and reading them from variables and files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from agentspec.errors import ConfigurationError
+from agentspec.types import DEFAULT_TENANT
+
+
+class ApiKey(BaseModel):
+    """One `[[server.api_keys]]` entry: who the key belongs to and where the key itself is read from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tenant: str = Field(default=DEFAULT_TENANT, min_length=1, description="Whose cached tokens the key reaches")
+    key_env: str | None = Field(default=None, description="Environment variable holding the key")
+    key_file: Path | None = Field(default=None, description="File holding the key")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.key_env is None) == (self.key_file is None):
+            raise ValueError("give exactly one of key_env and key_file")
+        return self
+
+    def secret(self) -> SecretStr:
+        """The key, read now and without surrounding blanks. Raises `ConfigurationError` if it is not there."""
+        value = os.environ.get(self.key_env, "") if self.key_env is not None else read_secret(self.key_file)
+        if not value.strip():
+            where = f"environment variable {self.key_env!r}" if self.key_env else f"file {str(self.key_file)!r}"
+            raise ConfigurationError(f"the API key of tenant {self.tenant!r} is empty: set the {where}")
+        return SecretStr(value.strip())
+
+
+def read_keys(keys: Iterable[ApiKey]) -> list[tuple[SecretStr, str]]:
+    """Every API key, read now, and its tenant. Raises `ConfigurationError` where two tenants have the same key."""
+    read = [(key.secret(), key.tenant) for key in keys]
+    owners: dict[str, str] = {}
+    for secret, tenant in read:
+        owner = owners.setdefault(secret.get_secret_value(), tenant)
+        if owner != tenant:
+            raise ConfigurationError(
+                f"tenants {owner!r} and {tenant!r} have the same API key, so nobody could tell whose a request is:"
+                " give each a key of its own"
+            )
+    return read
+
+
+def read_secret(path: Path | str | None) -> str:
+    """The text of a key file, blanks around it removed. Raises `ConfigurationError` if it cannot be read."""
+    file = Path(path or "").expanduser()
+    try:
+        return file.read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the key file {str(file)!r}: {error.strerror}") from None

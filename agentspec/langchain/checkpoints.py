@@ -1,0 +1,136 @@
+"""Model calls out of LangGraph's checkpoints: every answer in a graph's state, with the messages that it followed.
+
+Checkpoints are read with LangGraph's own saver from a snapshot of the database, so that the graph may run on. Its
+serializer is held to the types that LangGraph itself lists as safe, and takes msgpack only: no pickle, no constructors
+named by the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.messages import AIMessage, BaseMessage
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.langchain.messages import to_openai
+from agentspec.transcripts import BadLineError, OnBad, Recorded, refuse
+from agentspec.types import Labels
+
+if TYPE_CHECKING:
+    from langgraph.checkpoint.base import CheckpointTuple
+    from langgraph.checkpoint.sqlite import SqliteSaver
+
+
+_OLDEST_FIRST = "SELECT thread_id, checkpoint_ns, checkpoint_id FROM checkpoints ORDER BY checkpoint_id"
+
+
+class MessagesOnly(JsonPlusSerializer):
+    """LangGraph's serializer without the types that are not known to be safe."""
+
+    def __init__(self) -> None:
+        super().__init__(pickle_fallback=False, allowed_json_modules=None, allowed_msgpack_modules=None)
+
+    def loads_typed(self, data: tuple[str, bytes]) -> Any:
+        """Raises `ValueError` for anything but msgpack and bytes."""
+        if data[0] not in ("msgpack", "null", "bytes"):
+            raise ValueError(f"stored as {data[0]!r}, which is not read; only msgpack is")
+        return super().loads_typed(data)
+
+
+def read(path: Path, on_bad: OnBad = refuse) -> Iterator[Recorded]:
+    """The model calls of a SQLite file of checkpoints, oldest first, each once.
+
+    Session is the thread, step the node that answered where one alone ran. Raises `ConfigurationError` for a file that
+    holds no checkpoints, and where langgraph-checkpoint-sqlite is not installed.
+    """
+    with _saver(path) as saver:
+        seen: dict[str, set[bytes]] = defaultdict(set)
+        graphs: dict[tuple[str, str], _Graph] = {}
+        for thread, namespace, checkpoint in saver.conn.execute(_OLDEST_FIRST).fetchall():
+            place = f"{path}:{thread}/{checkpoint}"
+            graph = graphs.setdefault((thread, namespace), _Graph(thread, seen[thread]))
+            where = {"thread_id": thread, "checkpoint_ns": namespace, "checkpoint_id": checkpoint}
+            try:
+                found = saver.get_tuple({"configurable": where})
+                yield from graph.calls(found, place) if found else ()
+            except (ValueError, TypeError, KeyError, InvalidRequestError) as error:
+                on_bad(BadLineError(place, f"cannot be read: {error}"))
+
+
+class _Graph:
+    """One graph or subgraph of a thread as it went; all of them share what was `seen` of the thread's messages."""
+
+    def __init__(self, session: str, seen: set[bytes]) -> None:
+        self._session = session
+        self._seen = seen
+        self._versions: Mapping[str, Any] = {}
+
+    def calls(self, found: CheckpointTuple, place: str) -> list[Recorded]:
+        """The answers that this checkpoint is the first to hold."""
+        state, step = found.checkpoint, self._step(found.checkpoint.get("versions_seen") or {})
+        created_at = datetime.fromisoformat(state["ts"]).timestamp()
+        calls = []
+        for channel in state["channel_values"].values():
+            messages = _messages(channel)
+            for number, message in enumerate(messages):
+                if isinstance(message, AIMessage) and self._is_new(messages[: number + 1]):
+                    asked, [answer] = to_openai(messages[:number]), to_openai([message])
+                    labels = Labels(self._session, None, step)
+                    calls.append(Recorded(place, labels, asked, answer, created_at=created_at))
+        return calls
+
+    def _is_new(self, messages: list[BaseMessage]) -> bool:
+        last = messages[-1]
+        text = last.id or repr([(message.type, message.content) for message in messages])
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        new = digest not in self._seen
+        self._seen.add(digest)
+        return new
+
+    def _step(self, versions: Mapping[str, Any]) -> str | None:
+        """The node that ran before this checkpoint, by the versions that nodes had seen; None for several."""
+        ran = [node for node, seen in versions.items() if seen != self._versions.get(node) and node[:2] != "__"]
+        self._versions = versions
+        return ran[0] if len(ran) == 1 else None
+
+
+def _messages(channel: Any) -> list[BaseMessage]:
+    """The messages of a channel that holds a list of nothing else."""
+    if isinstance(channel, list) and all(isinstance(item, BaseMessage) for item in channel):
+        return channel
+    return [channel] if isinstance(channel, BaseMessage) else []
+
+
+@contextmanager
+def _saver(path: Path) -> Iterator[SqliteSaver]:
+    try:
+        from langgraph.checkpoint.sqlite import SqliteSaver
+    except ModuleNotFoundError as error:
+        advice = "pip install langgraph-checkpoint-sqlite"
+        raise ConfigurationError(f"reading {path} needs LangGraph's saver for SQLite: {advice}") from error
+    with tempfile.TemporaryDirectory(prefix="agentspec-") as folder, _snapshot(path, Path(folder)) as connection:
+        yield SqliteSaver(connection, serde=MessagesOnly())
+
+
+@contextmanager
+def _snapshot(path: Path, folder: Path) -> Iterator[sqlite3.Connection]:
+    """A copy of the database as it is now, which the saver may change as it likes."""
+    with closing(sqlite3.connect(folder / "checkpoints.sqlite", check_same_thread=False)) as copy:
+        try:
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as original:
+                original.backup(copy)
+            known = {name for (name,) in copy.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        except sqlite3.DatabaseError as error:
+            raise ConfigurationError(f"{path}: cannot be read as a SQLite database: {error}") from None
+        if not {"checkpoints", "writes"} <= known:
+            raise ConfigurationError(f"{path}: holds no LangGraph checkpoints")
+        yield copy
