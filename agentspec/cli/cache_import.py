@@ -29,6 +29,7 @@ from agentspec.types import DEFAULT_TENANT
 if TYPE_CHECKING:
     from agentspec.backends.torch.text import ModelText
     from agentspec.cache.row import Row
+    from agentspec.config import Settings
 
 
 def import_files(
@@ -50,25 +51,20 @@ def import_files(
     Reads conversations and logged calls as OpenAI has them, traces, LangGraph's SQLite checkpoints, and exports. All
     files are read before anything is stored; what is there already is not stored again. A server may use the folder.
     """
-    from agentspec.cache.archive import add
-    from agentspec.cache.refusal import Refusal
-    from agentspec.cache.store import Store
-
     settings = load(config)
     folder = folder_of(settings, path, create=True)
     text = _text(reference_of(settings, model)) if model is not None else None
-    refusal = Refusal(settings.cache.refuse_patterns) if settings.cache.refuse_patterns else None
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
-        rows = [row for file in files for row in _rows(file, format_, text, tenant, on_bad, advance)]
-        decode = None if text is None else text.codec.decode
-        kept = [row for row in rows if not (refusal and refusal.refuses(row.context, row.tokens, decode))]
+        rows: list[Row] = []
+        for file in files:
+            found = list(_rows(file, format_, text, tenant, on_bad, advance))
+            if not found:
+                console.print(f"{file}: no answers in it", markup=False, highlight=False, soft_wrap=True)
+            rows += found
+        kept = _admitted(rows, settings, text)
         advance(f"storing {len(kept)} sequences in {folder}", 0)
-        store = Store.open(folder, disk_bytes=None, mode="follower")
-        try:
-            added, known = add(store, kept)
-        finally:
-            store.close()
+        added, known = _store(folder, kept)
     counts = {"added": added, "known": known, "refused": len(rows) - len(kept), "bad": len(bad)}
     if json:
         print_json(counts | {"tokens": sum(len(row.tokens) for row in kept)})
@@ -125,6 +121,27 @@ def _rows(
             yield _row(recorded, text, tenant or DEFAULT_TENANT)
         except InvalidRequestError as error:
             on_bad(BadLineError(recorded.place, error.message))
+
+
+def _admitted(rows: list[Row], settings: Settings, text: ModelText | None) -> list[Row]:
+    """Those that no configured pattern refuses."""
+    from agentspec.cache.refusal import Refusal
+
+    if not settings.cache.refuse_patterns:
+        return rows
+    refusal, decode = Refusal(settings.cache.refuse_patterns), None if text is None else text.codec.decode
+    return [row for row in rows if not refusal.refuses(row.context, row.tokens, decode)]
+
+
+def _store(folder: Path, rows: list[Row]) -> tuple[int, int]:
+    from agentspec.cache.archive import add
+    from agentspec.cache.store import Store
+
+    store = Store.open(folder, disk_bytes=None, mode="follower")
+    try:
+        return add(store, rows)
+    finally:
+        store.close()
 
 
 def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[Row]:

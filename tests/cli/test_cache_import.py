@@ -71,6 +71,14 @@ def test_a_bad_line_leaves_everything_out_or_is_left_out_itself(program, tmp_pat
     assert len(stored(tmp_path / "a")) == 3
 
 
+def test_a_file_with_nothing_in_it_is_named(program, tmp_path):
+    write(tmp_path / "empty.jsonl", [])
+    result = program("cache", "import", tmp_path / "empty.jsonl", "--path", tmp_path / "a")
+    assert (
+        result.stdout == "imported 0 sequences\n" and f"{tmp_path / 'empty.jsonl'}: no answers in it" in result.stderr
+    )
+
+
 def test_what_a_pattern_refuses_is_not_imported(program, tmp_path):
     """Without a tokenizer nobody can tell what a sequence says, so that all are refused."""
     Path("agentspec.toml").write_text('[cache]\nrefuse_patterns = ["secret"]\n')
