@@ -16,7 +16,10 @@ AgentSpecError
 ├── CacheError               500  the cache cannot do what was asked
 │   ├── CacheClosedError          used after close()
 │   ├── CacheLockedError          another process writes to the folder
-│   └── CacheFormatError          files on disk are of another format, or damaged
+│   └── CacheFormatError          files on disk cannot be used
+│       ├── CacheVersionError     of another version of the format, or another byte order
+│       ├── CacheNamespaceError   of another tenant, model, tokenizer or chat template
+│       └── CacheDamagedError     not what was once written
 └── UpstreamError            502  an upstream could not be reached or broke off
     ├── UpstreamTimeoutError 504  an upstream did not answer in time
     └── UpstreamStatusError       an upstream answered with an error; `status`, `body` and `headers` are its own
@@ -122,6 +125,18 @@ class CacheLockedError(CacheError):
 
 class CacheFormatError(CacheError):
     code = "cache_format"
+
+
+class CacheVersionError(CacheFormatError):
+    code = "cache_version"
+
+
+class CacheNamespaceError(CacheFormatError):
+    code = "cache_namespace"
+
+
+class CacheDamagedError(CacheFormatError):
+    code = "cache_damaged"
 
 
 class UpstreamError(AgentSpecError):

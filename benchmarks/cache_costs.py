@@ -38,7 +38,7 @@ _PROMPT, _TURN = 50_000, 250  # tokens of a long prompt, and what each turn adds
 _ROUNDS = 5
 _THREADED = 1500  # drafts of each thread
 _MEMORY = 8 << 30  # never reached: eviction would change what is measured
-_BYTES_PER_TOKEN = 32  # at most, while runs merge
+_BYTES_PER_TOKEN = 40  # at most, while runs merge and are saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,16 @@ class Costs:
     open_seconds: float  # a cache on disk until its first draft
     two_threads: float  # drafts a second of two threads over those of one
     large: Latency | None = None
+    segment_bytes: float | None = None  # per token in a segment
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Seconds from opening a cache to its first draft, and bytes per token in its database and its segments."""
+
+    seconds: float
+    database: float
+    segments: float
 
 
 def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, large: bool = False) -> Costs:
@@ -96,7 +106,7 @@ def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, larg
             busy = draft_latency(cache, beside=_insertions(cache))
             two_threads = threads_ratio(cache)
         progress(f"writing {opened:,} tokens")
-        disk_bytes, open_seconds = open_cost(Path(folder), opened)
+        opening = open_cost(Path(folder), opened)
     return Costs(
         draft=draft,
         draft_while_inserting=busy,
@@ -104,11 +114,12 @@ def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, larg
         record=record,
         request_start=request_start,
         memory_bytes=memory_bytes,
-        disk_bytes=disk_bytes,
+        disk_bytes=opening.database,
         opened_tokens=opened,
-        open_seconds=open_seconds,
+        open_seconds=opening.seconds,
         two_threads=two_threads,
         large=large_latency(LARGE, progress) if large else None,
+        segment_bytes=opening.segments,
     )
 
 
@@ -158,12 +169,13 @@ def draft_latency(cache: SuffixCache, *, beside: Callable[[], None] | None = Non
 
 
 def large_latency(tokens: int, progress: Progress) -> Latency:
-    """Drafts over a shared past of `tokens` tokens in memory, with a drafter that learned from the last of them."""
+    """Drafts over a shared past of `tokens` tokens in a mapped file, with a drafter that has learned nothing yet."""
     progress(f"inserting {tokens:,} tokens")
     text = synthetic_tokens(tokens)
     shared, session, drafter = SuffixIndex(), SuffixIndex(), Drafter()
     for number, output in enumerate(_outputs(text)):
         shared.append(number, output, text[max(0, number * _OUTPUT - 64) : number * _OUTPUT])
+    shared = _mapped(shared)
     progress("drafting")
     indexes: list[Sourced] = [(session, Source.SESSION), (shared, Source.SHARED)]
     upcoming = _continuation(tokens, _STEP * (_MEASURED + _WARMUP))
@@ -179,6 +191,16 @@ def large_latency(tokens: int, progress: Progress) -> Latency:
         context = np.concatenate((context, new))[-64:]
 
     return _drafts(tokens, upcoming, draft, extend)
+
+
+def _mapped(index: SuffixIndex) -> SuffixIndex:
+    """The same index in a file, mapped as a segment is."""
+    frozen = index.freeze(index.usage().sequences)
+    with tempfile.TemporaryFile(prefix="agentspec-bench-") as file:
+        for part in frozen.parts:
+            file.write(part.data)
+        file.flush()
+        return SuffixIndex.load(file.fileno(), 0, frozen.counts, frozen.checksums)
 
 
 def threads_ratio(cache: SuffixCache) -> float:
@@ -199,19 +221,22 @@ def threads_ratio(cache: SuffixCache) -> float:
     return median(ratios)
 
 
-def open_cost(folder: Path, tokens: int) -> tuple[float, float]:
-    """(bytes on disk per token, seconds from opening to the first draft) of a cache of `tokens` tokens."""
+def open_cost(folder: Path, tokens: int) -> Opening:
+    """What it takes to open a cache of `tokens` tokens that a process closed before; its files are still in memory."""
     text = synthetic_tokens(tokens)
     with SuffixCache.open(folder, memory_bytes=_MEMORY) as cache:
-        for output in _outputs(text):
-            with cache.request(EMPTY) as request:
+        for number, output in enumerate(_outputs(text)):
+            with cache.request(text[max(0, number * _OUTPUT - 64) : number * _OUTPUT]) as request:
                 request.extend(output)
-        cache.flush()
+        cache.compact()
+    gc.collect()
     start = time.perf_counter()
     with SuffixCache.open(folder, memory_bytes=_MEMORY) as cache, cache.request(text[:64], store=False) as request:
         request.draft(TREE)
         seconds = time.perf_counter() - start
-        return cache.stats().disk_bytes / tokens, seconds
+        disk_bytes = cache.stats().disk_bytes
+    segments = sum(file.stat().st_size for file in folder.glob("*.segment"))
+    return Opening(seconds, (disk_bytes - segments) / tokens, segments / tokens)
 
 
 def _outputs(text: Tokens) -> Iterator[Tokens]:

@@ -68,7 +68,7 @@ def _cost_goals(costs: Costs | None) -> Iterator[Goal]:
     yield Goal("insert per token, merges included", _micro(figure(lambda c: c.insert)), "us", 2.0, 0.7)
     yield Goal("request start per prompt token", _micro(figure(lambda c: c.request_start)), "us", 0.1, 0.01)
     yield Goal("bytes per cached token, memory", figure(lambda c: c.memory_bytes), "B", 60, 30)
-    yield Goal("bytes per cached token, segment", None, "B", 12, 9, note="no segments: all in memory")
+    yield Goal("bytes per cached token, segment", costs.segment_bytes if costs else None, "B", 12, 9)
     yield _open_goal(costs)
     yield Goal("two threads drafting vs one", figure(lambda c: c.two_threads), "x", 1.5, 1.9, at_most=False)
     yield Goal("16 requests in one call vs one by one", None, "x", 1.5, 1.9, at_most=False, note="no such call yet")

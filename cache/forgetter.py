@@ -50,7 +50,9 @@ class Forgetter:
         """Returns how many sequences went. Raises `CacheError` where the store cannot: then none did."""
         self._withdraw(selection.scope)
         if self._store:
-            count = self._store.forget(selection)
+            with self._store.segments.writing():
+                count = self._store.forget(selection)
+                self._store.segments.withdraw(selection.scope)
             self.settle()
             self._store.scrub(rewrite=True)
         else:
@@ -65,7 +67,9 @@ class Forgetter:
         selection = select(older_than=self._retention)
         self._withdraw(selection.scope)
         if self._store:
-            self._counted(self._store.expire(selection))
+            with self._store.segments.writing():
+                self._counted(self._store.expire(selection))
+                self._store.segments.withdraw(selection.scope)
             self.settle()
             self._store.scrub()
         else:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
-from agentspec.errors import CacheFormatError, ConfigurationError, InvalidRequestError
+from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft
 
 T = TypeVar("T")
@@ -31,6 +31,12 @@ except ImportError as error:
 
 DEPTH = 64
 """Contexts count up to this many tokens."""
+
+Counts = tuple[int, int, int, int]
+"""A number for each part of a frozen index."""
+
+ITEM_BYTES: Counts = (32, 12, 4, 4)
+"""Of one item of each part. That of a sequence begins with its number."""
 
 _SCAN_LIMIT = 64
 
@@ -54,6 +60,49 @@ class Usage:
     last_used: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """An index at rest, as the arrays that `SuffixIndex.load` finds in a file one behind the other.
+
+    `sequences` and `pieces` are the bytes of fixed-size records, `run` and `log` four bytes a token each.
+    """
+
+    sequences: NDArray[np.uint8]
+    pieces: NDArray[np.uint8]
+    run: NDArray[np.uint32]
+    log: NDArray[np.int32]
+
+    @property
+    def numbers(self) -> NDArray[np.int64]:
+        """The sequences, in the order of their records."""
+        return sequence_numbers(self.sequences)
+
+    @property
+    def counts(self) -> Counts:
+        one, two, three, four = (part.nbytes // size for part, size in zip(self.parts, ITEM_BYTES, strict=True))
+        return one, two, three, four
+
+    @property
+    def checksums(self) -> Counts:
+        """One for each array."""
+        one, two, three, four = (checksum(part.view(np.uint8)) for part in self.parts)
+        return one, two, three, four
+
+    @property
+    def parts(self) -> tuple[NDArray[Any], ...]:
+        return self.sequences, self.pieces, self.run, self.log
+
+
+def sequence_numbers(records: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The numbers in the records of sequences."""
+    return records.view(np.int64).reshape(-1, ITEM_BYTES[0] // 8)[:, 0].copy()
+
+
+def checksum(data: bytes | NDArray[np.uint8]) -> int:
+    """64 bits that differ when the data do, unless somebody made them not to."""
+    return _native.checksum(np.frombuffer(data, dtype=np.uint8))
+
+
 class SuffixIndex:
     """Which tokens followed a context, over many sequences of token ids named by integers.
 
@@ -63,6 +112,26 @@ class SuffixIndex:
 
     def __init__(self, *, tail: int = 128, ratio: int = 8) -> None:
         self._native = _native.SuffixIndex(tail, ratio)
+
+    @classmethod
+    def load(cls, file: int, offset: int, counts: Counts, checksums: Counts) -> SuffixIndex:
+        """A frozen index, used where it lies: from byte `offset` to the end of the open file of that descriptor.
+
+        The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` where it is not
+        as it was frozen, before more is allocated than its size allows; `CacheError` where it cannot be mapped.
+        """
+        index = cls()
+        try:
+            index._native = _native.SuffixIndex.load(file, offset, counts, checksums)
+        except ValueError as error:
+            raise CacheDamagedError(str(error)) from error
+        except MemoryError as error:
+            raise CacheError("there is no address space left to map it") from error
+        return index
+
+    def freeze(self, sequences: Sequence[int] | NDArray[np.int64]) -> Frozen:
+        """Those of the sequences that exist, for `load`. Others append meanwhile; drafting is not held up at all."""
+        return Frozen(*self._native.freeze(np.ascontiguousarray(sequences, dtype=np.int64)))
 
     def append(self, sequence: int, tokens: TokensLike, context: TokensLike = EMPTY) -> None:
         """Add tokens at the end of a sequence; visible to queries at once. A new sequence is opened.
@@ -131,8 +200,12 @@ class SuffixIndex:
         return self._native.token_count
 
     def memory_bytes(self) -> int:
-        """Bytes held, by the capacity of every part. Constant time."""
+        """Bytes held, by the capacity of every part, a mapped file included. Constant time."""
         return self._native.memory_bytes()
+
+    def mapped_bytes(self) -> int:
+        """Those that are pages of a mapped file, but for what was written to since."""
+        return self._native.mapped_bytes()
 
     def check_integrity(self) -> None:
         """Raise `CacheFormatError` saying what is wrong when an invariant does not hold. Linear in the index."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from functools import cache
 
 import numpy as np
 
 from agentspec.cache.forgetting import Scope, Selection
-from agentspec.cache.index import Drafter, SuffixIndex
+from agentspec.cache.index import Drafter, Frozen, SuffixIndex
+from agentspec.cache.origin import Origin
 from agentspec.cache.sessions import Sessions
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.errors import CacheFormatError
@@ -20,15 +20,6 @@ from agentspec.types import Namespace
 
 _OVERHEAD = 192 << 10  # bytes of a drafter's learned state and the objects around it
 _ORIGIN_BYTES = 256  # bytes of an Origin with its place in the table
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a sequence of the shared past comes from, and the token it ends with."""
-
-    session: str | None
-    created_at: float  # seconds since 1970
-    end: int
 
 
 class Space:
@@ -42,6 +33,7 @@ class Space:
         self._reported: dict[int, int] = {}
         self._origins: dict[int, Origin] = {}
         self._origins_lock = threading.Lock()  # outputs are added without the cache's lock
+        self.added = 0  # tokens, since this object exists
 
     def memory_bytes(self) -> int:
         return self._past_bytes() + self.sessions.memory_bytes + _OVERHEAD
@@ -56,6 +48,24 @@ class Space:
         with self._origins_lock:
             self.shared.append(sequence, tokens, context)
             self._origins[sequence] = Origin(session, created_at, int(tokens[-1]) if len(tokens) else -1)
+            self.added += len(tokens)
+
+    def holds(self, sequence: int) -> bool:
+        """Whether a sequence is in the shared past."""
+        return sequence in self._origins
+
+    def adopt(self, index: SuffixIndex, origins: dict[int, Origin]) -> None:
+        """Begin with a shared past that was saved, of which no hit is news."""
+        usage = index.usage()
+        with self._origins_lock:
+            self.shared = index
+            self._origins = origins
+            self._reported = dict(zip(usage.sequences.tolist(), usage.hits.tolist(), strict=True))
+
+    def freeze(self, sequences: Collection[int]) -> tuple[Frozen, dict[int, Origin]]:
+        """Those of the sequences that are in the shared past, to be saved, and where they (and others) come from."""
+        origins = dict(self._known())
+        return self.shared.freeze([number for number in sequences if number in origins]), origins
 
     def learned(self) -> bytes:
         """What was learned about drafting, for `restore`."""

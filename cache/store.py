@@ -7,10 +7,10 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import sqlalchemy as sa
@@ -22,6 +22,7 @@ from agentspec.cache.batch_writer import BatchWriter
 from agentspec.cache.forgetting import Scope, Selection
 from agentspec.cache.row import Row
 from agentspec.cache.schema import damaged, learned, open_database, sequences
+from agentspec.cache.segments import Segments
 from agentspec.cache.writer_lock import WriterLock
 from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, ConfigurationError
 from agentspec.types import Labels, Namespace
@@ -44,16 +45,17 @@ class Store:
     def __init__(self, folder: Path, engine: sa.Engine, lock: WriterLock | None, disk_bytes: int | None) -> None:
         self.folder = folder
         self.mode: Literal["writer", "follower"] = "writer" if lock else "follower"
+        self.segments = Segments(folder)
+        self.disk_limit = disk_bytes
         self._engine = engine
         self._lock = lock
-        self._disk_limit = disk_bytes
         self._writer: BatchWriter[Row | _UsageUpdate] = BatchWriter(self._commit, name="agentspec-cache-writer")
         self._poll_lock = threading.Lock()
         self._polled_at = time.monotonic()
-        self._last_id = 0
+        self.last_id = 0  # rows up to this one were read or looked over
         self._unscrubbed = self._lock is not None  # a process killed after a forget may have left bytes behind
         with engine.connect() as connection:
-            self._settled = deletions.last(connection)
+            self.settled = deletions.last(connection)  # the last forget that this process has followed
 
     @classmethod
     def open(cls, folder: Path, *, disk_bytes: int | None, mode: Literal["auto", "writer", "follower"]) -> Store:
@@ -104,14 +106,16 @@ class Store:
         """Return when everything put so far is durable. Raises `CacheError` when it cannot be written."""
         self._writer.flush()
 
-    def newest(self, most: int) -> list[Row]:
-        """The newest rows of at most `most` tokens together, oldest first. Raises `CacheFormatError` for damage."""
+    def newest(self, most: int, beyond: Mapping[str, int] | None = None) -> list[Row]:
+        """The newest rows of at most `most` tokens together, oldest first. Raises `CacheFormatError` for damage.
+
+        Of the namespaces (by key) in `beyond` only rows after the one given.
+        """
         rows: list[Row] = []
-        query = sa.select(sequences).order_by(sequences.c.id.desc()).execution_options(yield_per=256)
         try:
             with self._engine.connect() as connection:
-                for record in connection.execute(query):
-                    self._last_id = max(self._last_id, record.id)
+                self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+                for record in self._newest(connection, beyond or {}):
                     most -= record.token_count
                     if most < 0:
                         break
@@ -120,20 +124,29 @@ class Store:
             raise damaged(self.folder / DATABASE, error) from error
         return rows[::-1]
 
-    def news(self, origin: int) -> list[Row] | None:
-        """Rows that processes other than `origin` added since the last look; None within a second of it."""
+    def _newest(self, connection: sa.Connection, beyond: Mapping[str, int]) -> Iterator[sa.Row[Any]]:
+        """Records up to `last_id`, newest first: of each namespace in `beyond`, then of the others."""
+        id_, namespace = sequences.c.id, sequences.c.namespace
+        conditions = [sa.and_(namespace == key, id_ > row) for key, row in beyond.items()]
+        others = set(connection.execute(sa.select(namespace).distinct()).scalars()) - beyond.keys()
+        for condition in (*conditions, namespace.in_(others)):
+            query = sa.select(sequences).where(id_ <= self.last_id, condition).order_by(id_.desc())
+            yield from connection.execute(query.execution_options(yield_per=256))
+
+    def news(self, origin: int, *, now: bool = False) -> list[Row] | None:
+        """Rows that processes other than `origin` added since the last look; None within a second, unless `now`."""
         with self._poll_lock:
-            if time.monotonic() - self._polled_at < _POLL_SECONDS:
+            if not now and time.monotonic() - self._polled_at < _POLL_SECONDS:
                 return None
             self._polled_at = time.monotonic()
-            query = sa.select(sequences).where(sequences.c.id > self._last_id).order_by(sequences.c.id)
+            query = sa.select(sequences).where(sequences.c.id > self.last_id).order_by(sequences.c.id)
             try:
                 with self._engine.connect() as connection:
                     records = connection.execute(query).all()
             except exc.DatabaseError as error:
                 _log.warning("new sequences of other processes cannot be read: %s", error)
                 return []
-            self._last_id = max((record.id for record in records), default=self._last_id)
+            self.last_id = max((record.id for record in records), default=self.last_id)
         return list(self._readable(record for record in records if record.number >> 32 != origin))
 
     def rows(self) -> Iterator[Row]:
@@ -195,10 +208,15 @@ class Store:
             raise CacheError(f"the database cannot be read: {error}") from error
         return self.forget(selection) if found.ids else 0
 
+    def forgotten_since(self, number: int) -> list[Scope]:
+        """The forgets after one of that number."""
+        with self._engine.connect() as connection:
+            return [scope for _, scope in deletions.since(connection, number)]
+
     def unsettled(self) -> list[tuple[int, Scope]]:
         """Forgets that this process has not followed yet, by number."""
         with self._engine.connect() as connection:
-            found = deletions.since(connection, self._settled)
+            found = deletions.since(connection, self.settled)
         self._unscrubbed = self._unscrubbed or bool(found)
         return found
 
@@ -206,13 +224,20 @@ class Store:
         """From now on write again what lies in the scope of a forget: nothing from before it is waiting any more."""
         with contextlib.suppress(CacheError):
             self._writer.flush()
-        self._settled = number
+        self.settled = number
 
-    def numbers(self, namespace: Namespace) -> set[int]:
-        """The sequences that are stored for a namespace."""
-        query = sa.select(sequences.c.number).where(sequences.c.namespace == namespace.key)
+    def numbers(self, namespace: Namespace, *, until: int | None = None) -> set[int]:
+        """The sequences that are stored for a namespace, in rows up to `until`."""
         with self._engine.connect() as connection:
-            return set(connection.execute(query).scalars())
+            return set(connection.execute(sa.select(sequences.c.number).where(*_rows(namespace, until))).scalars())
+
+    def extent(self, namespace: Namespace, *, until: int) -> tuple[int, int]:
+        """How many rows up to `until` a namespace has, and the sequence in the last. Much quicker than `numbers`."""
+        rows = _rows(namespace, until)
+        newest = sa.select(sequences.c.number).where(*rows).order_by(sequences.c.id.desc()).limit(1)
+        with self._engine.connect() as connection:
+            count = connection.execute(sa.select(sa.func.count()).where(*rows)).scalar_one()
+            return count, connection.execute(newest).scalar() or 0
 
     def scrub(self, *, rewrite: bool = False) -> None:
         """Leave no byte of what was deleted in the database and its journal; `rewrite` them whole if not too large.
@@ -283,15 +308,15 @@ class Store:
         with self._engine.begin() as connection:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
             # A forget of another process that this one has not followed yet: what it covers came before it.
-            scopes = [scope for _, scope in deletions.since(connection, self._settled)]
+            scopes = [scope for _, scope in deletions.since(connection, self.settled)]
             rows = [_record(job) for job in jobs if isinstance(job, Row) and not _covered(job, scopes)]
             if rows:
                 connection.execute(sequences.insert(), rows)
             for job in jobs:
                 if isinstance(job, _UsageUpdate):
                     self._save_usage(connection, _UsageUpdate(job.hits, {}) if scopes else job)
-        if self._disk_limit is not None and self._lock and self.disk_bytes() > self._disk_limit:
-            self._shrink(self._disk_limit)
+        if self.disk_limit is not None and self._lock:
+            self._fit(self.disk_limit)
 
     def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> None:
         for number, hits in usage.hits:
@@ -300,6 +325,13 @@ class Store:
         for namespace, state in usage.learned.items():
             saved = insert(learned).values(namespace=namespace, state=state)
             connection.execute(saved.on_conflict_do_update(index_elements=["namespace"], set_={"state": state}))
+
+    def _fit(self, limit: int) -> None:
+        """Segments go first: they can be had again."""
+        if self.disk_bytes() + self.segments.total_bytes() > limit:
+            self.segments.clear()
+        if self.disk_bytes() > limit:
+            self._shrink(limit)
 
     def _shrink(self, limit: int) -> None:
         """Delete the oldest sequences, an eighth at a time, and give their room back to the file system."""
@@ -320,6 +352,11 @@ class Store:
             connection.cursor().executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
         finally:
             connection.close()
+
+
+def _rows(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool]]:
+    mine = sequences.c.namespace == namespace.key
+    return [mine] if until is None else [mine, sequences.c.id <= until]
 
 
 def _covered(row: Row, scopes: Sequence[Scope]) -> bool:

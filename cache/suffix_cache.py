@@ -27,13 +27,14 @@ from agentspec.errors import CacheClosedError, ConfigurationError, InvalidReques
 from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
+    from agentspec.cache.persistence import Persistence
     from agentspec.cache.store import Store
 
 __all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
 
 Mode = Literal["auto", "writer", "follower"]
 
-_BYTES_PER_TOKEN = 32  # most that an index holds for a token, with room to merge
+_BYTES_PER_TOKEN = 32  # most that a session's index holds for a token, with room to merge
 _KEEPER_SECONDS = 5.0  # after which an idle process has followed what others forgot
 
 
@@ -45,8 +46,9 @@ class CacheStats:
     sessions: int = 0  # remembered now
     sequences: int = 0  # in the shared past now
     tokens: int = 0  # in the shared past now
-    memory_bytes: int = 0  # now
-    disk_bytes: int = 0  # now
+    memory_bytes: int = 0  # now, mapped segments included
+    segment_bytes: int = 0  # of them in mapped segments, whose pages all processes share
+    disk_bytes: int = 0  # now, segments included
     requests: int = 0
     steps: int = 0
     hits: int = 0  # steps with at least one accepted token
@@ -58,6 +60,7 @@ class CacheStats:
     refused: int = 0  # outputs not shared, by a pattern
     mode: Literal["memory", "writer", "follower"] = "memory"
     store_error: str | None = None  # why nothing is written any more
+    segment_error: str | None = None  # why a segment could not be written or used
 
 
 class SuffixCache:
@@ -85,8 +88,13 @@ class SuffixCache:
         self._learned: dict[str, bytes] = {}
         self._forgetter = Forgetter(store, self._spaces, self._learned, self._lock, retention)
         # Sequence numbers are unique among the processes that share a store.
-        self._origin = int.from_bytes(os.urandom(4)) >> 1
-        self._sequence = count(self._origin << 32)
+        origin = int.from_bytes(os.urandom(4)) >> 1
+        self._sequence = count(origin << 32)
+        self._persistence: Persistence | None = None
+        if store:
+            from agentspec.cache.persistence import Persistence
+
+            self._persistence = Persistence(self, store, self._forgetter, origin)
         self.closed = False
 
     @classmethod
@@ -103,7 +111,7 @@ class SuffixCache:
     ) -> SuffixCache:
         """A cache in memory, or with `path`, a folder, one that is there again after a restart.
 
-        `namespace` is where requests go that name none. `memory_bytes` bounds the index, `disk_bytes` the database.
+        `namespace` is where requests go that name none. `memory_bytes` bounds the index, `disk_bytes` the folder.
         One process per folder is its writer, which keeps the database within bounds; any number follow. Mode
         "writer" raises `CacheLockedError` where another process is the writer, "auto" follows then.
 
@@ -166,7 +174,8 @@ class SuffixCache:
             if not isinstance(label, str | None):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._require_open()
-        self._follow()
+        if self._persistence:
+            self._persistence.follow()
         with self._lock:
             space = self._space(self._namespace if namespace is None else Namespace.of(namespace))
             found = space.sessions.acquire(session, tokens)
@@ -218,9 +227,17 @@ class SuffixCache:
     def flush(self) -> None:
         """Return when everything closed so far is on disk. Raises `CacheError` when it cannot be written."""
         self._require_open()
-        if self._store:
-            self._report_usage()
-            self._store.flush()
+        if self._persistence:
+            self._persistence.flush()
+
+    def compact(self) -> int:
+        """Write what was closed so far to the database, and all segments anew; returns the bytes that the folder takes.
+
+        Segments make the next open quick and are written now and then anyway. Raises `CacheLockedError` where another
+        process is the folder's writer, `CacheError` when they cannot be written. A cache in memory takes 0 bytes.
+        """
+        self._require_open()
+        return self._persistence.compact() if self._persistence else 0
 
     def stats(self) -> CacheStats:
         """Raises `CacheClosedError` after close."""
@@ -235,9 +252,11 @@ class SuffixCache:
                 sequences=sum(space.shared.sequence_count for space in spaces),
                 tokens=sum(space.shared.token_count for space in spaces),
                 memory_bytes=self._memory_bytes(),
-                disk_bytes=self._store.disk_bytes() if self._store else 0,
+                segment_bytes=sum(space.shared.mapped_bytes() for space in spaces),
+                disk_bytes=self._persistence.disk_bytes() if self._persistence else 0,
                 mode=self._store.mode if self._store else "memory",
                 store_error=self._store.error if self._store else None,
+                segment_error=self._persistence.segment_error if self._persistence else None,
             )
 
     def check_integrity(self) -> None:
@@ -253,11 +272,13 @@ class SuffixCache:
         """Write what is left and release the folder. Requests still open cannot go on. Idempotent."""
         if self._keeper:
             self._keeper.close()
+        if self._persistence and not self.closed:
+            self._persistence.close()
         with self._forgetter.following, self._lock:
             if self.closed:
                 return
-            if self._store:
-                self._report_usage()
+            if self._persistence:
+                self._persistence.report_usage()
             self.closed = True
             self._spaces.clear()
         if self._store:
@@ -359,42 +380,13 @@ class SuffixCache:
         return self._spaces[namespace]
 
     def _start(self) -> None:
-        """Rebuild the shared past from the newest rows that fit, and look after it from now on."""
-        if self._store:
-            self._forgetter.expire()
-            self._learned.update(self._store.learned())
-            self._take_in(self._store.newest(most=self._memory_limit // _BYTES_PER_TOKEN))
-            self._store.scrub()
+        """Read what is kept on disk, and look after it from now on."""
+        if self._persistence:
+            self._persistence.start(self._learned)
         if self._store or self._forgetter.expires:
-            self._keeper = Keeper(self._forgetter.keep, seconds=_KEEPER_SECONDS, name="agentspec-cache-keeper")
+            self._keeper = Keeper(self._keep, seconds=_KEEPER_SECONDS, name="agentspec-cache-keeper")
 
-    def _follow(self) -> None:
-        """Take in what other processes wrote and drop what they forgot since the last look, at most once a second.
-
-        Left to the thread that is at it where there is one.
-        """
-        if self._store and self._forgetter.following.acquire(blocking=False):
-            try:
-                if (rows := self._store.news(self._origin)) is not None:
-                    self._take_in(rows)
-                    self._forgetter.settle()
-            finally:
-                self._forgetter.following.release()
-
-    def _take_in(self, rows: list[Row]) -> None:
-        for row in rows:
-            with self._lock:
-                space = self._space(row.namespace)
-            self._add_to(space, row)
-        self._enforce_budget()
-
-    def _report_usage(self) -> None:
-        """Hand the store what changes without a request closing: hits, and what was learned about drafting."""
-        assert self._store is not None
-        with self._forgetter.following:
-            with self._lock:
-                spaces = list(self._spaces.values())
-            self._store.put_usage(
-                [hits for space in spaces for hits in space.fresh_hits()],
-                {space.namespace.key: space.learned() for space in spaces},
-            )
+    def _keep(self) -> None:
+        self._forgetter.keep()
+        if self._persistence:
+            self._persistence.keep()

@@ -72,7 +72,9 @@ def cache(
     budgets: Annotated[tuple[int, int], typer.Option(help="Most drafted tokens a step, two values", min=1)] = (8, 32),
     costs: Annotated[bool, typer.Option(help="Measure times and sizes on synthetic text too")] = True,
     open_tokens: Annotated[int, typer.Option(help="Size of the cache on disk that is opened", min=1000)] = 1_000_000,
-    large: Annotated[bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 2 GB)")] = False,
+    large: Annotated[
+        bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 4 GB, 1 GB of them on disk)")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw tokens per step against budget and calls seen into this PNG or SVG file")

@@ -1,13 +1,16 @@
 // Python bindings: conversions only. The interpreter lock is released around every call into the index.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <tuple>
 #include <utility>
 
+#include "checksum.hpp"
 #include "drafter.hpp"
 #include "suffix_index.hpp"
 
@@ -21,6 +24,7 @@ template <class T>
 using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Output = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+using Counts = std::array<std::uint64_t, 4>;
 using Indexes = std::vector<std::pair<const SuffixIndex*, int>>;
 
 template <class T>
@@ -33,6 +37,20 @@ Output<T> array_of(std::vector<T> items) {
     auto* owned = new std::vector<T>(std::move(items));
     nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
     return Output<T>(owned->data(), {owned->size()}, owner);
+}
+
+Output<Token> array_of(TokenLog log) {
+    auto* owned = new TokenLog(std::move(log));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<TokenLog*>(p); });
+    return Output<Token>(const_cast<Token*>(owned->data()), {owned->size()}, owner);
+}
+
+/// Records of plain numbers as their bytes.
+template <class Record>
+Output<std::uint8_t> bytes_of(std::vector<Record> records) {
+    auto* owned = new std::vector<Record>(std::move(records));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<Record>*>(p); });
+    return Output<std::uint8_t>(reinterpret_cast<std::uint8_t*>(owned->data()), {owned->size() * sizeof(Record)}, owner);
 }
 
 template <class Call>
@@ -102,6 +120,21 @@ void bind_index(nb::module_& m) {
         .def_prop_ro("token_count", &SuffixIndex::token_count, Unlocked())
         .def_prop_ro("run_count", &SuffixIndex::run_count, Unlocked())
         .def("memory_bytes", &SuffixIndex::memory_bytes, Unlocked())
+        .def("mapped_bytes", &SuffixIndex::mapped_bytes, Unlocked())
+        .def(
+            "freeze",
+            [](const SuffixIndex& self, const Input<SequenceId>& kept) {
+                Frozen frozen = unlocked([&] { return self.freeze(view(kept)); });
+                return std::tuple(bytes_of(std::move(frozen.sequences)), bytes_of(std::move(frozen.pieces)),
+                                  array_of(std::move(frozen.run)), array_of(std::move(frozen.log)));
+            },
+            "kept"_a.noconvert())
+        .def_static(
+            "load",
+            [](int file, std::uint64_t offset, const Counts& counts, const Counts& checksums) {
+                return unlocked([&] { return SuffixIndex::load(file, {offset, counts, checksums}); });
+            },
+            "file"_a, "offset"_a, "counts"_a, "checksums"_a)
         .def("check_integrity", &SuffixIndex::check_integrity, Unlocked());
 }
 
@@ -137,6 +170,9 @@ void bind_drafter(nb::module_& m) {
 
 NB_MODULE(_native, m) {
     m.doc() = "The native suffix index and drafter; use them through agentspec.cache.index.";
+    m.def(
+        "checksum", [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
+        "bytes"_a.noconvert());
     bind_index(m);
     bind_drafter(m);
 }

@@ -1,7 +1,6 @@
 #include "sorted_run.hpp"
 
 #include <algorithm>
-#include <iterator>
 #include <span>
 
 namespace agentspec {
@@ -50,6 +49,26 @@ void sort_from(const Token* log, std::span<Keyed> items, int depth) {
     }
 }
 
+/// The first place in [first, end) whose context sorts behind that of `position`, looked for in steps that double.
+const Position* behind(const Token* log, const Position* first, const Position* end, Position position) {
+    const auto goes_on = [=](const Position* place) { return compare_contexts(log + *place, log + position) <= 0; };
+    std::ptrdiff_t step = 1;
+    while (end - first >= step && goes_on(first + step - 1)) {
+        first += step;
+        step *= 2;
+    }
+    end = end - first < step ? end : first + step - 1;
+    while (first < end) {
+        const Position* middle = first + (end - first) / 2;
+        if (goes_on(middle)) {
+            first = middle + 1;
+        } else {
+            end = middle;
+        }
+    }
+    return first;
+}
+
 }  // namespace
 
 int compare_contexts(const Token* a, const Token* b, int known) {
@@ -61,26 +80,33 @@ int compare_contexts(const Token* a, const Token* b, int known) {
     return 0;
 }
 
-Run sort_positions(const Token* log, const Run& positions) {
+Positions sort_positions(const Token* log, std::span<const Position> positions) {
     std::vector<Keyed> keyed;
     keyed.reserve(positions.size());
     for (const Position position : positions) keyed.push_back({0, position});
     sort_from(log, keyed, 0);
-    Run sorted;
+    Positions sorted;
     sorted.reserve(keyed.size());
     for (const Keyed& item : keyed) sorted.push_back(item.position);
     return sorted;
 }
 
-Run merge_runs(const Token* log, const Run& older, const Run& newer) {
-    Run merged;
+Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer) {
+    Positions merged;
     merged.reserve(older.size() + newer.size());
-    std::merge(older.begin(), older.end(), newer.begin(), newer.end(), std::back_inserter(merged),
-               [log](Position a, Position b) { return compare_contexts(log + a, log + b) < 0; });
+    const Position* from = older.data();
+    const Position* end = from + older.size();
+    for (const Position position : newer) {
+        const Position* to = behind(log, from, end, position);
+        merged.insert(merged.end(), from, to);
+        merged.push_back(position);
+        from = to;
+    }
+    merged.insert(merged.end(), from, end);
     return merged;
 }
 
-RunCursor::RunCursor(const Token* log, const Run& run, const Token* query_end)
+RunCursor::RunCursor(const Token* log, std::span<const Position> run, const Token* query_end)
     : log_(log), run_(run.data()), query_end_(query_end), count_(static_cast<std::uint32_t>(run.size())) {
     std::uint32_t low = 0, high = count_;
     while (low < high) {

@@ -7,13 +7,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace agentspec {
 
 using Token = std::int32_t;
 using Position = std::uint32_t;
-using Run = std::vector<Position>;
+using Positions = std::vector<Position>;
 
 inline constexpr int kDepth = 64;         // contexts are ordered by at most this many tokens
 inline constexpr Token kBoundary = -1;    // stands before each piece of the log
@@ -39,15 +40,16 @@ inline int shared_context(const Token* log_end, const Token* query_end, int know
 int compare_contexts(const Token* a, const Token* b, int known = 0);
 
 /// Sort positions by context, equal contexts by position.
-Run sort_positions(const Token* log, const Run& positions);
+Positions sort_positions(const Token* log, std::span<const Position> positions);
 
-/// Merge two sorted runs into one; all positions of `older` are below those of `newer`.
-Run merge_runs(const Token* log, const Run& older, const Run& newer);
+/// Merge two sorted runs into one; all positions of `older` are below those of `newer`. Where one is much the smaller, the
+/// other is copied in stretches.
+Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer);
 
 /// The positions of one run whose context shares at least some number of tokens with a query; widens as that drops.
 class RunCursor {
 public:
-    RunCursor(const Token* log, const Run& run, const Token* query_end);
+    RunCursor(const Token* log, std::span<const Position> run, const Token* query_end);
 
     /// The longest shared context among the positions not yet taken in; 0 when none shares a token.
     int next() const { return left_ > right_ ? left_ : right_; }

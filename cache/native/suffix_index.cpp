@@ -18,6 +18,16 @@ void require_tokens(std::span<const Token> tokens) {
     }
 }
 
+template <class IsDead>
+Run without(const Run& run, const IsDead& is_dead) {
+    if (std::none_of(run.begin(), run.end(), is_dead)) return run;
+    Positions left;
+    left.reserve(run.size());
+    std::remove_copy_if(run.begin(), run.end(), std::back_inserter(left), is_dead);
+    if (left.capacity() > left.size() + left.size() / 8) left.shrink_to_fit();
+    return left;
+}
+
 template <class T>
 std::size_t bytes(const std::vector<T>& items) {
     return items.capacity() * sizeof(T);
@@ -36,8 +46,9 @@ void Query::assign(std::span<const Token> context, std::span<const Token> path) 
     std::copy(path.end() - from_path, path.end(), out);
 }
 
-SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio) : tail_limit_(tail), ratio_(ratio) {
+SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio) : tail_limit_(tail), ratio_(ratio), log_(kPadding) {
     if (tail < 1 || ratio < 1) throw std::invalid_argument("tail and ratio must be at least 1");
+    log_.append(std::vector<Token>(kPadding, kBoundary));
 }
 
 const SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) const {
@@ -66,11 +77,9 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
 void SuffixIndex::make_room(std::size_t more) {
     const std::size_t needed = log_.size() + more;
     if (needed <= log_.capacity()) return;
-    std::vector<Token> larger;
-    larger.reserve(std::max(needed, 2 * log_.capacity()));
-    larger.assign(log_.begin(), log_.end());
+    TokenLog larger = log_.copy(std::max(needed, 2 * log_.size()));
     const std::unique_lock lock(mutex_);
-    log_.swap(larger);
+    std::swap(log_, larger);
 }
 
 void SuffixIndex::add(SequenceId id, std::span<const Token> tokens, std::span<const Token> context) {
@@ -83,7 +92,7 @@ void SuffixIndex::add(SequenceId id, std::span<const Token> tokens, std::span<co
     if (fresh || (!tokens.empty() && sequence.spans.back().end != log_.size())) begin_piece(id, sequence, context);
     if (tokens.empty()) return;
     for (std::size_t i = 0; i < tokens.size(); ++i) tail_.push_back(static_cast<Position>(log_.size() + i));
-    log_.insert(log_.end(), tokens.begin(), tokens.end());
+    log_.append(tokens);
     sequence.spans.back().end = static_cast<Position>(log_.size());
     sequence.length += tokens.size();
     live_ += tokens.size();
@@ -94,7 +103,7 @@ void SuffixIndex::begin_piece(SequenceId id, Sequence& sequence, std::span<const
     std::vector<Token> lead(context.end() - std::min<std::size_t>(context.size(), kDepth), context.end());
     if (!sequence.spans.empty()) lead = context_before(sequence.spans.back().end);
     log_.push_back(kBoundary);
-    log_.insert(log_.end(), lead.begin(), lead.end());
+    log_.append(lead);
     const auto begin = static_cast<Position>(log_.size());
     sequence.spans.push_back({begin, begin});
     pieces_.push_back({begin, id});
@@ -109,25 +118,26 @@ std::vector<Token> SuffixIndex::context_before(Position end) const {
 /// Make the tail a run of its own, and merge runs until each is at least ratio_ times the next. Only the caller, who holds
 /// writing_, changes what is read here; so sorting and merging leave the readers alone.
 void SuffixIndex::settle() {
-    Run fresh = sort_positions(log_.data(), tail_);
-    replace_runs(runs_.size(), std::move(fresh), true);
+    replace_runs(runs_.size(), sort_positions(log_.data(), tail_), true);
     std::size_t first = runs_.size() - 1;
-    Run merged;
-    for (std::size_t size = runs_[first].size(); first > 0 && runs_[first - 1].size() < ratio_ * size; --first) {
-        merged = merge_runs(log_.data(), runs_[first - 1], merged.empty() ? runs_[first] : merged);
-        size = merged.size();
+    std::span<const Position> newest = runs_[first];
+    Positions merged;
+    for (; first > 0 && runs_[first - 1].size() < ratio_ * newest.size(); --first) {
+        merged = merge_runs(log_.data(), runs_[first - 1], newest);
+        newest = merged;
     }
     if (!merged.empty()) replace_runs(first, std::move(merged), false);
 }
 
 /// Put `run` in the place of the runs from `first` on, and of the tail. What goes is given back after the lock.
-void SuffixIndex::replace_runs(std::size_t first, Run run, bool and_tail) {
+void SuffixIndex::replace_runs(std::size_t first, Positions run, bool and_tail) {
     std::vector<Run> gone;
-    gone.reserve(runs_.size() + 1);
+    Positions tail;
+    gone.reserve(runs_.size());
     const std::unique_lock lock(mutex_);
     const auto begin = runs_.begin() + static_cast<std::ptrdiff_t>(first);
     gone.insert(gone.end(), std::move_iterator(begin), std::move_iterator(runs_.end()));
-    if (and_tail) gone.push_back(std::exchange(tail_, {}));
+    if (and_tail) tail.swap(tail_);
     runs_.erase(begin, runs_.end());
     runs_.push_back(std::move(run));
 }
@@ -191,15 +201,12 @@ void SuffixIndex::drop(std::vector<Span> dead, double slack) {
     std::erase_if(tail_, is_dead);
     const Position tail_begin = tail_.empty() ? static_cast<Position>(log_.size()) : tail_.front();
     if (dead.front().begin < tail_begin) {
-        for (Run& run : runs_) {
-            std::erase_if(run, is_dead);
-            if (run.capacity() > run.size() + run.size() / 8) run.shrink_to_fit();
-        }
+        for (Run& run : runs_) run = without(run, is_dead);
         std::erase_if(runs_, [](const Run& run) { return run.empty(); });
     }
     shrink_log();
     const double living = static_cast<double>(live_ + pieces_.size() * (kDepth + 1)) + kPadding;
-    if (static_cast<double>(log_.capacity()) > slack * living + 1024) compact();
+    if (static_cast<double>(log_.bytes() / sizeof(Token)) > slack * living + 1024) compact();
 }
 
 /// Cut dead tokens off the end of the log, so that a truncated sequence goes on where it was cut.
@@ -210,13 +217,13 @@ void SuffixIndex::shrink_log() {
         end = last.begin;
         for (const Span& span : at(last.sequence).spans) end = std::max(end, span.end);
     }
-    log_.resize(end);
+    log_.cut(end);
 }
 
 /// Rewrite the log without dead tokens. Contexts, and so the order of the runs, stay as they are.
 void SuffixIndex::compact() {
-    std::vector<Token> log(kPadding, kBoundary);
-    log.reserve(kPadding + live_ + pieces_.size() * (kDepth + 1));
+    TokenLog log(kPadding + live_ + pieces_.size() * (kDepth + 1));
+    log.append({log_.data(), kPadding});
     std::vector<Piece> pieces;
     std::map<Position, Position> moved;
     for (const Piece& piece : pieces_) {
@@ -224,10 +231,10 @@ void SuffixIndex::compact() {
         const auto span = std::find_if(spans.begin(), spans.end(), [&](const Span& s) { return s.begin == piece.begin; });
         const std::vector<Token> lead = context_before(span->begin);
         log.push_back(kBoundary);
-        log.insert(log.end(), lead.begin(), lead.end());
+        log.append(lead);
         moved[span->begin] = static_cast<Position>(log.size());
         pieces.push_back({static_cast<Position>(log.size()), piece.sequence});
-        log.insert(log.end(), log_.begin() + span->begin, log_.begin() + span->end);
+        log.append({log_.data() + span->begin, span->size()});
     }
     const auto move = [&moved](Position& position) {
         const auto& [from, to] = *std::prev(moved.upper_bound(position));
@@ -235,8 +242,9 @@ void SuffixIndex::compact() {
     };
     for (Position& position : tail_) move(position);
     for (Run& run : runs_) {
-        for (Position& position : run) move(position);
-        run.shrink_to_fit();
+        Positions positions(run.begin(), run.end());
+        for (Position& position : positions) move(position);
+        run = std::move(positions);
     }
     for (auto& [id, sequence] : sequences_) {
         for (Span& span : sequence.spans) {
@@ -360,10 +368,17 @@ Usage SuffixIndex::usage() const {
 std::size_t SuffixIndex::memory_bytes() const {
     const std::shared_lock lock(mutex_);
     constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*);
-    std::size_t total = sizeof(*this) + bytes(log_) + bytes(pieces_) + bytes(tail_) + bytes(runs_);
-    for (const Run& run : runs_) total += bytes(run);
+    std::size_t total = sizeof(*this) + log_.bytes() + bytes(pieces_) + bytes(tail_) + bytes(runs_);
+    for (const Run& run : runs_) total += run.bytes();
     total += sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
     total += 2 * pieces_.size() * sizeof(Span);  // the sequences' spans, grown by doubling
+    return total;
+}
+
+std::size_t SuffixIndex::mapped_bytes() const {
+    const std::shared_lock lock(mutex_);
+    std::size_t total = log_.mapped_bytes();
+    for (const Run& run : runs_) total += run.mapped_bytes();
     return total;
 }
 

@@ -15,7 +15,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "run.hpp"
 #include "sorted_run.hpp"
+#include "token_log.hpp"
 
 namespace agentspec {
 
@@ -30,6 +32,31 @@ struct Successors {
 struct Usage {
     std::vector<SequenceId> sequences;
     std::vector<std::int64_t> lengths, hits, last_used;  // last_used: a clock that ticks with every insert and hit
+};
+
+/// The tables of a saved index, as they lie in its file.
+struct SequenceRecord {
+    SequenceId number;
+    std::int64_t hits, last_used, closed;
+};
+struct PieceRecord {
+    Position begin, end;
+    std::uint32_t sequence;  // place among the records
+};
+static_assert(sizeof(SequenceRecord) == 32 && sizeof(PieceRecord) == 12);
+
+/// An index at rest: pieces one behind the other, each led by a boundary and its context, and one sorted run.
+struct Frozen {
+    std::vector<SequenceRecord> sequences;  // by their first piece
+    std::vector<PieceRecord> pieces;        // by begin
+    Positions run;
+    TokenLog log{0};
+};
+
+/// Where the four parts of a frozen index lie in a file: one behind the other from byte `offset` to the file's end.
+struct FrozenLayout {
+    std::uint64_t offset;
+    std::array<std::uint64_t, 4> counts, checksums;  // of sequences, pieces, run and log
 };
 
 class SuffixIndex {
@@ -64,8 +91,18 @@ public:
     std::size_t token_count() const;
     std::size_t run_count() const;
     Usage usage() const;
-    /// Bytes held by the index, by capacity of its parts. Constant time.
+    /// Bytes held by the index, by capacity of its parts, those of a mapped file included. Constant time.
     std::size_t memory_bytes() const;
+    /// Bytes of them that are still those of a mapped file, but for pages written to since.
+    std::size_t mapped_bytes() const;
+
+    /// Those of the sequences `kept` that exist. Others append meanwhile, but for the time it takes to copy the log.
+    Frozen freeze(std::span<const SequenceId> kept) const;
+    /// Use a frozen index where it lies in a file, which must not change any more. Whatever the file holds, either the
+    /// index is safe to use and drafts tokens of its pieces only, or std::invalid_argument says what is wrong. The order
+    /// of the run is taken on trust: a wrong one costs matches.
+    static std::unique_ptr<SuffixIndex> load(int file, const FrozenLayout& layout);
+
     /// Throws std::runtime_error with a description when an invariant does not hold. Linear in the index.
     void check_integrity() const;
 
@@ -93,11 +130,16 @@ private:
     void make_room(std::size_t more);
     void add(SequenceId id, std::span<const Token> tokens, std::span<const Token> context);
     void settle();
-    void replace_runs(std::size_t first, Run run, bool and_tail);
+    void replace_runs(std::size_t first, Positions run, bool and_tail);
     std::vector<Span> take_from(Sequence& sequence, std::size_t length);
     void drop(std::vector<Span> dead, double slack);
     void shrink_log();
     void compact();
+    std::unique_ptr<SuffixIndex> copy() const;
+    void keep(std::span<const SequenceId> kept);
+    bool is_compact() const;
+    Positions single_run() const;
+    void take_records(std::span<const SequenceRecord> sequences, std::span<const PieceRecord> pieces);
     const Piece& piece_of(Position position) const;
     void touch(Position position) const;
     template <class Visit>
@@ -109,11 +151,11 @@ private:
     mutable std::mutex writing_;        // held by the one writer, first; merging needs no other lock
     mutable std::shared_mutex mutex_;   // held to read, and exclusively for as long as what is read changes
     mutable std::atomic<std::int64_t> clock_{0};
-    std::vector<Token> log_ = std::vector<Token>(kPadding, kBoundary);
+    TokenLog log_;
     std::vector<Piece> pieces_;  // by begin
     mutable std::unordered_map<SequenceId, Sequence> sequences_;
     std::vector<Run> runs_;      // largest first; every position below those of the tail
-    Run tail_;                   // ascending
+    Positions tail_;             // ascending
     std::size_t live_ = 0;       // tokens of all sequences
 };
 
@@ -139,7 +181,7 @@ public:
     const SuffixIndex* index() const { return index_; }
     const Token* log() const { return index_->log_.data(); }
     const std::vector<Run>& runs() const { return index_->runs_; }
-    const Run& tail() const { return index_->tail_; }
+    const Positions& tail() const { return index_->tail_; }
     Token token_at(Position position) const { return index_->log_[position]; }
     /// Count a hit for the sequence that holds `position`.
     void touch(Position position) const { index_->touch(position); }

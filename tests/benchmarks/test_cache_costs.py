@@ -23,9 +23,10 @@ def test_every_cost_is_measured(costs: Costs) -> None:
     assert costs.insert < costs.record  # recording includes it
     assert 8 <= costs.memory_bytes < 40
     assert costs.disk_bytes > 1
+    assert costs.segment_bytes is not None and 8 < costs.segment_bytes < 12
 
 
-def test_drafting_over_a_bare_index(costs: Costs) -> None:
+def test_drafting_over_a_mapped_index(costs: Costs) -> None:
     latency = large_latency(3000, lambda message: None)
     assert latency.cached_tokens == 3000 and latency.drafts == costs.draft.drafts
     assert latency.tree > 1

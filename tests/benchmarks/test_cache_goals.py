@@ -68,6 +68,7 @@ def test_costs_are_judged_in_their_units() -> None:
     assert found["request start per prompt token"] == "aim met"
     assert found["bytes per cached token, memory"] == "aim met"
     assert found["two threads drafting vs one"] == "missed"
+    assert verdicts(replace(COSTS, segment_bytes=8.7))["bytes per cached token, segment"] == "aim met"
     large = replace(COSTS, large=replace(LATENCY, cached_tokens=100_000_000))
     assert verdicts(large)["drafting a tree of 32, 100 M cached tokens, median"] == "aim met"
 

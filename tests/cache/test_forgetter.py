@@ -72,7 +72,8 @@ turns = st.builds(Turn, tenants, names, st.lists(ids, min_size=1, max_size=80), 
 forgets = st.builds(Forget, names, st.none() | tenants, st.none() | st.lists(ids, min_size=1, max_size=4)).filter(
     Forget.conditions
 )
-stories = st.lists(st.one_of(turns, turns, turns, forgets), max_size=14)
+stories = st.lists(st.one_of(turns, turns, turns, forgets, st.just("compact")), max_size=14)
+Story = list[Turn | Forget | str]
 
 
 def rows(cache: SuffixCache, tenant: str, context: list[int]) -> list[object]:
@@ -84,12 +85,14 @@ def rows(cache: SuffixCache, tenant: str, context: list[int]) -> list[object]:
     return [column.tolist() for column in columns]
 
 
-def tell(cache: SuffixCache, story: list[Turn | Forget]) -> list[Turn]:
+def tell(cache: SuffixCache, story: Story) -> list[Turn]:
     """Act a story out, checking what each forget says; returns the turns that are left."""
     left: list[Turn] = []
     for event in story:
         if isinstance(event, Turn):
             left.append(event.record(cache))
+        elif isinstance(event, str):
+            cache.compact()
         else:
             gone = [turn for turn in left if event.means(turn)]
             assert cache.forget(**event.conditions()) == len(gone)
@@ -119,7 +122,7 @@ def assert_ends_are_known(cache: SuffixCache, left: list[Turn]) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(story=stories)
-def test_a_cache_that_forgot_is_like_one_that_never_knew(story: list[Turn | Forget]) -> None:
+def test_a_cache_that_forgot_is_like_one_that_never_knew(story: Story) -> None:
     with SuffixCache.open() as cache:
         left = tell(cache, story)
         assert_ends_are_known(cache, left)
@@ -128,9 +131,7 @@ def test_a_cache_that_forgot_is_like_one_that_never_knew(story: list[Turn | Forg
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(story=stories)
-def test_so_is_one_on_disk_at_once_and_after_a_restart(
-    tmp_path_factory: pytest.TempPathFactory, story: list[Turn | Forget]
-) -> None:
+def test_so_is_one_on_disk_at_once_and_after_a_restart(tmp_path_factory: pytest.TempPathFactory, story: Story) -> None:
     folder = tmp_path_factory.mktemp("cache")
     with SuffixCache.open(folder) as cache, SuffixCache.open(folder, mode="follower"):
         left = tell(cache, story)
@@ -273,23 +274,30 @@ def filled(cache: SuffixCache, rounds: int = 60) -> None:
     cache.flush()
 
 
-def test_no_byte_is_left(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path) as cache, SuffixCache.open(tmp_path, mode="follower"):
+@pytest.mark.parametrize("follows", [False, True])
+def test_no_byte_is_left(tmp_path: Path, follows: bool) -> None:
+    with SuffixCache.open(tmp_path) as cache, SuffixCache.open(tmp_path, mode="follower") as follower:
         filled(cache)
+        cache.compact()
+        for segment in list(tmp_path.glob("*.segment")):
+            (tmp_path / f"{segment.name}.corrupt").write_bytes(segment.read_bytes())
         blobs = stored_rows(tmp_path, "session LIKE 'canary%'")
         assert len(blobs) == 20
-        assert len(traces(tmp_path, np.array(CANARY), blobs)) >= 2  # the scan would see it
-        assert cache.forget(tokens=CANARY) == 20
+        found = traces(tmp_path, np.array(CANARY), blobs)
+        assert len(found) >= 4 and sum("segment" in trace for trace in found) >= 2  # the scan would see it
+        forgetting = follower if follows else cache
+        assert forgetting.forget(tokens=CANARY) == 20
         assert traces(tmp_path, np.array(CANARY), blobs) == []
         raw = b"".join(file.read_bytes() for file in tmp_path.iterdir())
         assert b"canary-session" not in raw and b"canary-tenant" not in raw
-        assert cache.stats().sequences == 40
+        assert len(stored_rows(tmp_path, "1")) == 40
 
 
 @pytest.mark.parametrize("conditions", [{"tenant": "canary-tenant"}, {"older_than": 0}])
 def test_no_name_is_left_either(tmp_path: Path, conditions: dict[str, Any]) -> None:
     with SuffixCache.open(tmp_path) as cache:
         filled(cache, 12)
+        cache.compact()
         cache.forget(**conditions)
         cache.flush()
         raw = b"".join(file.read_bytes() for file in tmp_path.iterdir())
@@ -300,6 +308,7 @@ def test_no_name_is_left_either(tmp_path: Path, conditions: dict[str, Any]) -> N
 def test_no_byte_is_left_by_age_without_rewriting(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path) as cache:
         filled(cache)
+        cache.compact()
         blobs = stored_rows(tmp_path, "1")
         with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
             connection.execute("UPDATE sequences SET created_at = 5 WHERE session LIKE 'canary%'")
@@ -457,7 +466,7 @@ def test_a_kill_leaves_all_or_nothing(tmp_path: Path) -> None:
     for attempt in range(12):
         folder = tmp_path / str(attempt)
         with SuffixCache.open(folder) as cache:
-            for turn in range(60):
+            for turn in range(60):  # enough for closing to write a segment
                 output = [*text(turn, 700), *CANARY] if turn % 2 else text(turn, 700)
                 Turn("default", "s" if turn % 2 else "t", [1], list(output)).record(cache)
         blobs = stored_rows(folder, "session = 's'")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.cache.index import Drafter, SuffixIndex
+from agentspec.cache.index import Drafter, SuffixIndex, checksum
 from agentspec.errors import CacheFormatError, InvalidRequestError
 from agentspec.types import Draft, Source
 
@@ -359,3 +359,14 @@ def test_a_missing_extension_names_the_build_command() -> None:
         "    assert isinstance(error, ImportError) and 'pip install -e .' in str(error); print('named')\n"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "named\n"
+
+
+def test_the_checksum_is_xxh64() -> None:
+    """Of the values that its authors and python-xxhash publish."""
+    for data, expected in (
+        (b"", 0xEF46DB3751D8E999),
+        (b"a", 0xD24EC4F1A98C6E5B),
+        (b"abc", 0x44BC2CF5AD770999),
+        (b"Nobody inspects the spammish repetition", 0xFBCEA83C8A378BF1),
+    ):
+        assert checksum(data) == expected
