@@ -19,10 +19,10 @@ from statistics import median
 
 import numpy as np
 
+from agentspec.benchmarks.cache_threads import Gains, measure_gains
 from agentspec.benchmarks.synthetic_text import synthetic_tokens
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import Drafter, Sourced, SuffixIndex
-from agentspec.cache.request import CacheRequest
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.errors import ConfigurationError
 from agentspec.types import Draft, Source
@@ -35,8 +35,6 @@ _OUTPUT = 500  # tokens of one cached output
 _STEP = 4  # tokens committed at a time
 _MEASURED, _WARMUP = 3000, 300  # drafts
 _PROMPT, _TURN = 50_000, 250  # tokens of a long prompt, and what each turn adds
-_ROUNDS = 5
-_THREADED = 1500  # drafts of each thread
 _MEMORY = 8 << 30  # never reached: eviction would change what is measured
 _BYTES_PER_TOKEN = 40  # at most, while runs merge and are saved
 
@@ -71,7 +69,7 @@ class Costs:
     disk_bytes: float  # per token in the database
     opened_tokens: int
     open_seconds: float  # a cache on disk until its first draft
-    two_threads: float  # drafts a second of two threads over those of one
+    gains: Gains  # of several threads
     large: Latency | None = None
     segment_bytes: float | None = None  # per token in a segment
 
@@ -104,7 +102,8 @@ def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, larg
             progress("drafting")
             draft = draft_latency(cache)
             busy = draft_latency(cache, beside=_insertions(cache))
-            two_threads = threads_ratio(cache)
+            progress("drafting in several threads")
+            gains = measure_gains(cache, _continuation(cached, 2000), TREE)
         progress(f"writing {opened:,} tokens")
         opening = open_cost(Path(folder), opened)
     return Costs(
@@ -117,7 +116,7 @@ def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, larg
         disk_bytes=opening.database,
         opened_tokens=opened,
         open_seconds=opening.seconds,
-        two_threads=two_threads,
+        gains=gains,
         large=large_latency(LARGE, progress) if large else None,
         segment_bytes=opening.segments,
     )
@@ -203,24 +202,6 @@ def _mapped(index: SuffixIndex) -> SuffixIndex:
         return SuffixIndex.load(file.fileno(), 0, frozen.counts, frozen.checksums)
 
 
-def threads_ratio(cache: SuffixCache) -> float:
-    """Drafts a second of two threads with a request each, over those of one thread: median of some rounds.
-
-    Both requests draft the same, each from a session of its own.
-    """
-    text = _continuation(cache.stats().tokens, 2000)
-    requests = [cache.request(text, session=name, store=False) for name in ("one", "two")]
-    ratios = []
-    try:
-        for _ in range(_ROUNDS):
-            alone = _together([requests[0]])
-            ratios.append(2 * alone / _together(requests))
-    finally:
-        for request in requests:
-            request.abandon()
-    return median(ratios)
-
-
 def open_cost(folder: Path, tokens: int) -> Opening:
     """What it takes to open a cache of `tokens` tokens that a process closed before; its files are still in memory."""
     text = synthetic_tokens(tokens)
@@ -296,25 +277,6 @@ def _repeated(action: Callable[[], None] | None) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _together(requests: Sequence[CacheRequest]) -> float:
-    """Seconds until every request, each in a thread of its own, has drafted `_THREADED` times."""
-    ready = threading.Barrier(len(requests) + 1)
-
-    def run(request: CacheRequest) -> None:
-        ready.wait()
-        for _ in range(_THREADED):
-            request.draft(TREE)
-
-    threads = [threading.Thread(target=run, args=(request,)) for request in requests]
-    for thread in threads:
-        thread.start()
-    ready.wait()
-    start = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - start
 
 
 def _require_memory(tokens: int) -> None:

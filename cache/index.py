@@ -243,18 +243,20 @@ class Drafter:
         Raises `InvalidRequestError` for a bad budget, an index given twice or an unknown source.
         """
         require_budget(max_tokens, min_probability)
-        pairs = [(index._native, source) for index, source in indexes]
+        return self.propose(indexes, as_tokens(context, "context"), max_tokens, min_probability)
+
+    def propose(self, indexes: Sequence[Sourced], context: Tokens, max_tokens: int, min_probability: float) -> Draft:
+        """`draft` for a caller who knows that context and budget are good."""
         try:
-            tree = self._native.draft(pairs, as_tokens(context, "context")[-DEPTH:], max_tokens, min_probability)
+            tree = self._native.draft(_natives(indexes), context[-DEPTH:], max_tokens, min_probability)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         return Draft(*tree)
 
     def observe(self, indexes: Sequence[Sourced], context: TokensLike, tokens: TokensLike) -> None:
         """Learn from `tokens`, which turned out to follow `context`. Call before adding them to any index."""
-        pairs = [(index._native, source) for index, source in indexes]
         try:
-            self._native.observe(pairs, as_tokens(context, "context")[-DEPTH:], as_tokens(tokens))
+            self._native.observe(_natives(indexes), as_tokens(context, "context")[-DEPTH:], as_tokens(tokens))
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
 
@@ -274,14 +276,33 @@ class Drafter:
             raise CacheFormatError(str(error)) from error
 
 
+Job = tuple[Drafter, Sequence[Sourced], Tokens, int, float]
+"""A drafter and the arguments of `Drafter.propose`."""
+
+
+def propose_batch(jobs: Sequence[Job]) -> list[Draft]:
+    """What each job's drafter proposes, all in one call and over several threads where there is enough to do."""
+    asked = [(job[0]._native, _natives(job[1]), job[2][-DEPTH:], job[3], job[4]) for job in jobs]
+    try:
+        return [Draft(*tree) for tree in _native.draft_batch(asked)]
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
 def require_budget(max_tokens: int, min_probability: float) -> None:
     """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
+    if type(max_tokens) is int and max_tokens >= 0 and type(min_probability) is float and 0.0 <= min_probability <= 1.0:
+        return  # the usual case, at a tenth of the time
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
         raise InvalidRequestError(f"max_tokens must be an integer, 0 or more, not {max_tokens!r}", param="max_tokens")
     if not isinstance(min_probability, int | float | np.floating) or not 0.0 <= min_probability <= 1.0:
         raise InvalidRequestError(
             f"min_probability must lie between 0 and 1, not {min_probability!r}", param="min_probability"
         )
+
+
+def _natives(indexes: Sequence[Sourced]) -> list[tuple[_native.SuffixIndex, int]]:
+    return [(index._native, source) for index, source in indexes]
 
 
 def _context(context: TokensLike) -> Tokens:

@@ -10,6 +10,7 @@ are equal. Drafting asks, for the longest match lengths first, which tokens foll
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48)
 RECENCY_BONUS = 1.0
 NEGLIGIBLE = 1e-4
 PRIOR_TRIES, MEMORY = 6.0, 400.0
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
+NEUTRAL_TRIES, CORRECTION_MEMORY = 10.0, 300.0
 END_TOKENS = 64
 
 
@@ -108,9 +111,18 @@ class Level:
         excluded = 1 + bucket(self.excluded, 4) if self.excluded else 0
         return self.source, self.length, bucket(self.counts.total(), 8), bucket(len(self.counts), 5), excluded
 
-    def share(self, token: int) -> float:
-        """Part of the level's probability that goes to a token: by count, with a bonus for the most recent."""
+    def weight(self, token: int) -> float:
+        """The level's probability is shared by count, with a bonus for the most recent."""
         return self.counts[token] + (RECENCY_BONUS if token == self.newest else 0.0)
+
+    @property
+    def weights(self) -> float:
+        return self.counts.total() + RECENCY_BONUS
+
+    @property
+    def leader(self) -> int:
+        """The token of the greatest weight, and of these the one with the lowest id."""
+        return min(self.counts, key=lambda token: (-self.weight(token), token))
 
 
 def levels(indexes: Sequence[tuple[ReferenceIndex, int]], context: Sequence[int]) -> Iterator[Level]:
@@ -130,10 +142,39 @@ def bucket(n: float, buckets: int) -> int:
 
 
 @dataclass
+class Correction:
+    """What rates learned over all tokens turn out to be at each depth: a draft begins in hard places."""
+
+    sums: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def cell(depth: int, rate: float) -> tuple[int, int]:
+        return min(5, depth.bit_length()), bisect_left(EDGES, rate)
+
+    def record(self, depth: int, rate: float, hit: bool) -> None:
+        rates, hits, tries = self.sums.get(cell := self.cell(depth, rate), (0.0, 0.0, 0.0))
+        scale = 0.5 if tries + 1.0 > CORRECTION_MEMORY else 1.0
+        self.sums[cell] = (rates + rate) * scale, (hits + hit) * scale, (tries + 1.0) * scale
+
+    def correct(self, depth: int, rate: float) -> float:
+        """Shift the odds by what they were off, as if some tries more had been as predicted."""
+        rates, hits, tries = self.sums.get(cell := self.cell(depth, rate), (0.0, 0.0, 0.0))
+        yes = NEUTRAL_TRIES * (0.5 * ((EDGES[cell[1] - 1] if cell[1] else 0.0) + EDGES[cell[1]]))
+        no = NEUTRAL_TRIES - yes
+        ratio = (hits + yes) * (tries - rates + no) / ((tries - hits + no) * (rates + yes))
+        return rate * ratio / (rate * ratio + 1.0 - rate)
+
+
+Node = tuple[int, int, float, int, int]
+
+
+@dataclass
 class ReferenceDrafter:
     """Running hit rate of every kind of level, and of going on after tokens that ended an output."""
 
     rates: dict[Cell, tuple[float, float]] = field(default_factory=dict)
+    depths: Correction = field(default_factory=Correction)
+    leads: Correction = field(default_factory=Correction)
     ends: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def record(self, cell: Cell) -> tuple[float, float]:
@@ -155,6 +196,9 @@ class ReferenceDrafter:
             for level in levels(indexes, [*context, *tokens[:i]]):
                 hit = token in level.counts
                 hits, tries = self.record(level.cell)
+                self.depths.record(i, hits / tries, hit)
+                if hit and len(level.counts) > 1:
+                    self.leads.record(i, level.weight(level.leader) / level.weights, token == level.leader)
                 scale = 0.5 if tries + 1.0 > MEMORY else 1.0
                 self.rates[level.cell] = (hits + hit) * scale, (tries + 1.0) * scale
                 if hit:
@@ -172,11 +216,14 @@ class ReferenceDrafter:
         context: Sequence[int],
         max_tokens: int,
         min_probability: float = 0.0,
-    ) -> list[tuple[int, int, float, int, int]]:
-        """Rows of (token, parent, path probability, match length, source), likeliest path first."""
-        tree: list[tuple[int, int, float, int, int]] = []
-        open_: list[tuple[float, int, int, int, int]] = []
-        node, reach = -1, 1.0
+    ) -> list[Node]:
+        """Rows of (token, parent, path probability, match length, source), likeliest path first.
+
+        The order is by rates over all depths, what is told is corrected for depth.
+        """
+        tree: list[Node] = []
+        open_: list[tuple[float, int, int, int, int, float]] = []
+        node, reach, told = -1, 1.0, 1.0
         while len(tree) < max_tokens and context:
             path, at = [], node
             while at >= 0:
@@ -184,15 +231,27 @@ class ReferenceDrafter:
                 at = tree[at][1]
             for level in levels(indexes, [*context, *reversed(path)]):
                 hits, tries = self.record(level.cell)
-                scale = reach * (hits / tries) / (level.counts.total() + RECENCY_BONUS)
-                for token in level.counts:
-                    probability = scale * level.share(token)
-                    if probability >= max(min_probability, NEGLIGIBLE):
-                        heappush(open_, (-probability, node, token, level.length, level.source))
-                reach *= 1.0 - hits / tries
+                rate, corrected = hits / tries, self.depths.correct(len(path), hits / tries)
+                for token, share in self.shares(level, len(path)).items():
+                    probability = reach * rate / level.weights * level.weight(token)
+                    if probability >= NEGLIGIBLE and told * corrected * share >= min_probability:
+                        entry = (-probability, node, token, level.length, level.source, told * corrected * share)
+                        heappush(open_, entry)
+                reach, told = reach * (1.0 - rate), told * (1.0 - corrected)
             if not open_:
                 break
-            score, parent, token, length, source = heappop(open_)
-            tree.append((token, parent, -score, length, source))
-            node, reach = len(tree) - 1, -score * self.goes_on(token)
+            score, parent, token, length, source, told = heappop(open_)
+            tree.append((token, parent, told, length, source))
+            node, goes_on = len(tree) - 1, self.goes_on(token)
+            reach, told = -score * goes_on, told * goes_on
         return tree
+
+    def shares(self, level: Level, depth: int) -> dict[int, float]:
+        """Shares with the leader's corrected; the others keep their proportions."""
+        shares = {token: level.weight(token) / level.weights for token in level.counts}
+        if len(shares) > 1:
+            lead = shares[level.leader]
+            rest = (1.0 - self.leads.correct(depth, lead)) / (1.0 - lead)
+            shares = {token: rest * share for token, share in shares.items()}
+            shares[level.leader] = self.leads.correct(depth, lead)
+        return shares

@@ -93,11 +93,14 @@ class CacheRequest:
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
+        self._draft = self.drafter.propose(*self._asked(max_tokens, min_probability))
+        return self._draft
+
+    def _asked(self, max_tokens: int, min_probability: float) -> tuple[list[Sourced], Tokens, int, float]:
         self._require_open()
         require_budget(max_tokens, min_probability)
         self._leave_forgotten()
-        self._draft = self.drafter.draft(self._indexes, self._context, max_tokens, min_probability)
-        return self._draft
+        return self._indexes, self._context, max_tokens, min_probability
 
     def extend(self, tokens: TokensLike) -> None:
         """Record the tokens committed in this round, the target's own included. The session sees them at once.

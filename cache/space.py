@@ -149,8 +149,9 @@ class Space:
 def without_ends(learned: bytes) -> bytes:
     """A learned state without the tokens that outputs ended with: its other numbers are of no text in particular."""
     with contextlib.suppress(zlib.error):
-        cells = 8 * _cell_count()
-        return zlib.compress(zlib.decompress(learned)[:cells], level=1)
+        cells, state = 8 * _cell_count(), zlib.decompress(learned)
+        if len(state) >= cells:  # otherwise of an older version, and learned anew
+            return zlib.compress(state[:cells], level=1)
     return b""
 
 

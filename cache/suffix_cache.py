@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from agentspec.cache.batch import draft_batch
 from agentspec.cache.forgetter import Forgetter
 from agentspec.cache.forgetting import Decode, seconds_of, select
 from agentspec.cache.keeper import Keeper
@@ -189,6 +190,8 @@ class SuffixCache:
         labels = Labels(session if session is not None else found.label, workflow, step)
         return CacheRequest(self, space, found, tokens, labels, store=store, decode=decode)
 
+    draft_batch = draft_batch  # a method: it takes the cache first
+
     def forget(
         self,
         *,
@@ -312,16 +315,10 @@ class SuffixCache:
         with self._forgetter.sharing:
             if output.session.forgotten:
                 return
-            row = Row(
-                next(self._sequence),
-                output.space.namespace,
-                output.labels,
-                output.tokens,
-                output.context,
-                time.time(),
-            )
-            output.space.drafter.observe_end(int(row.tokens[-1]))
-            self._add_to(output.space, row)
+            number, space = next(self._sequence), output.space
+            row = Row(number, space.namespace, output.labels, output.tokens, output.context, time.time())
+            space.drafter.observe_end(int(row.tokens[-1]))
+            self._add_to(space, row)
             if self._store:
                 self._store.put(row)
         self._enforce_budget()

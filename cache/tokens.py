@@ -32,7 +32,7 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
         return EMPTY
     if array.dtype.kind not in "iu":
         raise InvalidRequestError(f"{name} must be integers, not of dtype {array.dtype}", param=name)
-    low, high = int(array.min()), int(array.max())
+    low, high = int(array.min()), _MAX if array.dtype == np.int32 else int(array.max())
     if low < 0 or high > _MAX:
         raise InvalidRequestError(f"{name} must be ids from 0 to {_MAX}, not {low if low < 0 else high}", param=name)
     return np.ascontiguousarray(array, dtype=np.int32)

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "checksum.hpp"
+#include "draft_batch.hpp"
 #include "drafter.hpp"
 #include "suffix_index.hpp"
 
@@ -62,6 +63,26 @@ auto unlocked(Call&& call) {
 std::vector<SourcedIndex> sourced(const Indexes& indexes) {
     std::vector<SourcedIndex> out;
     for (const auto& [index, source] : indexes) out.push_back({index, source});
+    return out;
+}
+
+using Arrays = std::tuple<Output<Token>, Output<Token>, Output<float>, Output<Token>, Output<std::uint8_t>>;
+
+Arrays arrays_of(DraftTree tree) {
+    return {array_of(std::move(tree.tokens)), array_of(std::move(tree.parents)), array_of(std::move(tree.probabilities)),
+            array_of(std::move(tree.match_length)), array_of(std::move(tree.sources))};
+}
+
+using Job = std::tuple<const Drafter*, Indexes, Input<Token>, std::size_t, double>;
+
+std::vector<Arrays> drafts_of(const std::vector<Job>& asked) {
+    std::vector<DraftJob> jobs;
+    for (const auto& [drafter, indexes, context, max_tokens, min_probability] : asked) {
+        jobs.push_back({drafter, sourced(indexes), view(context), max_tokens, min_probability});
+    }
+    std::vector<DraftTree> trees = unlocked([&] { return draft_batch(jobs); });
+    std::vector<Arrays> out;
+    for (DraftTree& tree : trees) out.push_back(arrays_of(std::move(tree)));
     return out;
 }
 
@@ -145,11 +166,8 @@ void bind_drafter(nb::module_& m) {
             "draft",
             [](const Drafter& self, const Indexes& indexes, const Input<Token>& context, std::size_t max_tokens,
                double min_probability) {
-                DraftTree tree = unlocked(
-                    [&] { return self.draft(sourced(indexes), view(context), max_tokens, min_probability); });
-                return std::tuple(array_of(std::move(tree.tokens)), array_of(std::move(tree.parents)),
-                                  array_of(std::move(tree.probabilities)), array_of(std::move(tree.match_length)),
-                                  array_of(std::move(tree.sources)));
+                return arrays_of(unlocked(
+                    [&] { return self.draft(sourced(indexes), view(context), max_tokens, min_probability); }));
             },
             "indexes"_a, "context"_a.noconvert(), "max_tokens"_a, "min_probability"_a)
         .def(
@@ -164,6 +182,7 @@ void bind_drafter(nb::module_& m) {
             "restore",
             [](Drafter& self, const Input<double>& state) { unlocked([&] { self.restore(view(state)); }); },
             "state"_a.noconvert());
+    m.def("draft_batch", &drafts_of, "jobs"_a);
 }
 
 }  // namespace

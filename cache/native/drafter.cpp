@@ -9,8 +9,8 @@
 namespace agentspec {
 namespace {
 
-constexpr double kRecencyBonus = 1.0;      // extra occurrences credited to a level's most recent symbol
 constexpr double kNegligible = 1e-4;       // path probability not worth following
+constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
 
 /// The indexes of one call, locked in one global order so that readers and waiting writers cannot form a ring.
 class Views {
@@ -39,7 +39,8 @@ private:
 };
 
 struct Candidate {
-    double probability;
+    double probability;  // by rates over all depths: the better order to grow a tree in
+    double corrected;    // for depth: what is told
     int parent;
     Token token;
     int match_length, source;
@@ -55,56 +56,72 @@ struct Candidate {
 /// Best-first growth of one tree.
 class Growth {
 public:
-    Growth(const HitRates& rates, const EndRates& ends, LevelWalk& walk, std::span<const Token> context,
+    Growth(const HitRates& rates, const DepthRates& depths, const DepthRates& leads, const EndRates& ends, LevelWalk& walk, std::span<const Token> context,
            std::size_t max_tokens, double floor)
-        : rates_(rates), ends_(ends), walk_(walk), context_(context), max_tokens_(max_tokens), floor_(std::max(floor, kNegligible)) {}
+        : rates_(rates), depths_(depths), leads_(leads), ends_(ends), walk_(walk), context_(context), max_tokens_(max_tokens), floor_(floor) {}
 
     DraftTree grow() {
-        if (max_tokens_ > 0 && !context_.empty()) expand(-1, 1.0);
+        if (max_tokens_ > 0 && !context_.empty()) expand(-1, {1.0, 1.0});
         while (!open_.empty() && tree_.tokens.size() < max_tokens_) {
             const Candidate best = open_.top();
             open_.pop();
             tree_.tokens.push_back(best.token);
             tree_.parents.push_back(best.parent);
             tree_.match_length.push_back(best.match_length);
-            tree_.probabilities.push_back(static_cast<float>(best.probability));
+            tree_.probabilities.push_back(static_cast<float>(best.corrected));
             tree_.sources.push_back(static_cast<std::uint8_t>(best.source));
             const int node = static_cast<int>(tree_.tokens.size()) - 1;
-            if (tree_.tokens.size() < max_tokens_) expand(node, best.probability * ends_.goes_on(best.token));
+            const double goes_on = ends_.goes_on(best.token);
+            if (tree_.tokens.size() < max_tokens_) expand(node, {best.probability * goes_on, best.corrected * goes_on});
         }
         return std::move(tree_);
     }
 
 private:
+    struct Reach {  // the two probabilities of all that leads here
+        double probability, corrected;
+    };
+
     /// Offer every continuation of a node: confidence of its level, times the misses above, times its share there.
-    void expand(int node, double reach) {
+    void expand(int node, Reach reach) {
         path_.clear();
         for (int at = node; at >= 0; at = tree_.parents[at]) path_.push_back(tree_.tokens[at]);
         std::reverse(path_.begin(), path_.end());
         query_.assign(context_, path_);
         walk_.start(query_);
-        while (const Level* level = reach >= threshold() ? walk_.next() : nullptr) {
-            const double confidence = rates_.rate(level->key);
-            const double scale = reach * confidence / (level->key.total + kRecencyBonus);
+        const int depth = static_cast<int>(path_.size());
+        const auto worth = [&](double bound) {
+            return reach.probability * bound >= kAlmost * threshold() && reach.corrected >= floor_;
+        };
+        while (const Level* level = walk_.next(rates_, worth)) {
+            const double rate = rates_.rate(level->key), corrected = depths_.correct(depth, rate);
+            const Symbol& leader = level->leader();
+            const double lead = level->weight(leader) / level->weights();
+            const double told_lead = lead < 1.0 ? leads_.correct(depth, lead) : 1.0;
+            const double scale = reach.probability * rate / level->weights(), told = reach.corrected * corrected;
+            const double told_scale = lead < 1.0 ? told * (1.0 - told_lead) / (level->weights() * (1.0 - lead)) : 0.0;
             for (const Symbol& symbol : level->symbols) {
-                const double share = symbol.count + (symbol.newest == level->newest ? kRecencyBonus : 0.0);
-                offer({scale * share, node, symbol.token, kLengths[level->key.length], level->key.source});
+                const double weight = level->weight(symbol), probability = scale * weight;
+                if (probability < threshold()) continue;
+                offer({probability, &symbol == &leader ? told * told_lead : told_scale * weight, node, symbol.token,
+                       kLengths[level->key.length], level->key.source});
             }
-            reach *= 1.0 - confidence;
+            reach = {reach.probability * (1.0 - rate), reach.corrected * (1.0 - corrected)};
         }
     }
 
     void offer(const Candidate& candidate) {
-        if (candidate.probability < threshold()) return;
+        if (candidate.corrected < floor_) return;
         open_.push(candidate);
         best_.push(candidate.probability);
         if (best_.size() > max_tokens_) best_.pop();
     }
 
     /// Children are never likelier than their parent, so only the max_tokens best offers can enter the tree.
-    double threshold() const { return best_.size() < max_tokens_ ? floor_ : best_.top(); }
+    double threshold() const { return best_.size() < max_tokens_ ? kNegligible : best_.top(); }
 
     const HitRates& rates_;
+    const DepthRates &depths_, &leads_;
     const EndRates& ends_;
     LevelWalk& walk_;
     std::span<const Token> context_;
@@ -124,7 +141,7 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
     const Views locked(indexes);
     const std::shared_lock lock(mutex_);
     LevelWalk walk(locked.views, locked.sources, scan_limit_);
-    return Growth(rates_, ends_, walk, context, max_tokens, min_probability).grow();
+    return Growth(rates_, depths_, leads_, ends_, walk, context, max_tokens, min_probability).grow();
 }
 
 void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,
@@ -132,7 +149,11 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
     const std::vector<Outcome> outcomes = look_back(indexes, context, tokens);
     const std::unique_lock lock(mutex_);
     for (std::size_t i = context.empty() ? 1 : 0; i < tokens.size(); ++i) ends_.record(tokens[i]);
-    for (const auto& [key, hit] : outcomes) rates_.record(key, hit);
+    for (const auto& [key, depth, hit, lead, led] : outcomes) {
+        depths_.record(depth, rates_.rate(key), hit);
+        if (hit && lead < 1.0) leads_.record(depth, lead, led);
+        rates_.record(key, hit);
+    }
 }
 
 /// The levels that were asked for each token, down to the one that held it. What was learned plays no part, so others
@@ -151,7 +172,9 @@ std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> i
             const auto found = std::find_if(level->symbols.begin(), level->symbols.end(),
                                             [&](const Symbol& symbol) { return symbol.token == tokens[i]; });
             const bool hit = found != level->symbols.end();
-            outcomes.push_back({level->key, hit});
+            const Symbol& leader = level->leader();
+            const double lead = level->weight(leader) / level->weights();
+            outcomes.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
             if (!hit) continue;
             locked.views[level->view].touch(found->newest);
             break;
@@ -168,19 +191,27 @@ void Drafter::observe_end(Token token) {
 std::vector<double> Drafter::state() const {
     const std::shared_lock lock(mutex_);
     std::vector<double> state = rates_.state();
-    const std::vector<double> ends = ends_.state();
-    state.insert(state.end(), ends.begin(), ends.end());
+    for (const std::vector<double>& more : {depths_.state(), leads_.state(), ends_.state()}) state.insert(state.end(), more.begin(), more.end());
     return state;
 }
 
 void Drafter::restore(std::span<const double> state) {
     HitRates rates;
+    DepthRates depths, leads;
     EndRates ends;
-    const std::size_t split = std::min(state.size(), HitRates::kStateSize);
-    rates.restore(state.first(split));
-    ends.restore(state.subspan(split));
+    constexpr auto take = [](std::span<const double>& from, std::size_t size) {
+        const auto taken = from.first(std::min(size, from.size()));
+        from = from.subspan(taken.size());
+        return taken;
+    };
+    rates.restore(take(state, HitRates::kStateSize));
+    depths.restore(take(state, DepthRates::kStateSize));
+    leads.restore(take(state, DepthRates::kStateSize));
+    ends.restore(state);
     const std::unique_lock lock(mutex_);
     rates_ = std::move(rates);
+    depths_ = std::move(depths);
+    leads_ = std::move(leads);
     ends_ = std::move(ends);
 }
 

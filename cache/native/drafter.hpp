@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "depth_rates.hpp"
 #include "levels.hpp"
 
 namespace agentspec {
@@ -26,7 +27,8 @@ public:
     DraftTree draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
                     double min_probability) const;
 
-    /// Learn from `tokens`, which turned out to follow `context`; call before adding them to any index.
+    /// Learn from `tokens`, which turned out to follow `context`; call before adding them to any index. Best called with
+    /// what was committed after one draft, which tells what is hard where a draft begins from what is easy further on.
     void observe(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::span<const Token> tokens);
 
     /// Learn that an output ended with `token`.
@@ -39,7 +41,10 @@ public:
 private:
     struct Outcome {
         LevelKey key;
+        int depth;
         bool hit;
+        double lead;  // share of the leading one of several symbols, 1 for a single one
+        bool led;     // the hit was that one
     };
     std::vector<Outcome> look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                                    std::span<const Token> tokens) const;
@@ -47,6 +52,7 @@ private:
     std::uint32_t scan_limit_;
     mutable std::shared_mutex mutex_;
     HitRates rates_;
+    DepthRates depths_, leads_;  // of a level's hit rate, and of its leading symbol's share once it is hit
     EndRates ends_;
 };
 

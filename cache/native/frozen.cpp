@@ -157,6 +157,7 @@ std::unique_ptr<SuffixIndex> SuffixIndex::copy() const {
         same.last_used = sequence.last_used.load(std::memory_order_relaxed);
     }
     copied->runs_ = runs_;
+    copied->tables_ = tables_;
     copied->tail_ = tail_;
     copied->live_ = live_;
     return copied;
@@ -195,6 +196,7 @@ std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& lay
     index->take_records(parts.sequences, parts.pieces);
     index->log_ = TokenLog(parts.file, parts.log_offset, parts.log.size());
     if (!parts.run.empty()) index->runs_.emplace_back(parts.file, parts.run);
+    index->tabulate();
     index->live_ = parts.run.size();
     return index;
 }

@@ -1,8 +1,8 @@
 #include "hit_rates.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <iterator>
 #include <limits>
 #include <stdexcept>
 
@@ -11,9 +11,19 @@ namespace {
 
 constexpr int kTotals = 8, kDistincts = 5, kExcludeds = 5;
 constexpr int kCells = kSources * kLengthCount * kTotals * kDistincts * kExcludeds;
+constexpr int kGroups = kSources * kLengthCount * kExcludeds;
 constexpr std::size_t kEndTokens = 64;
 constexpr double kPriorTries = 6.0;   // weight of the prior
 constexpr double kMemory = 400.0;     // tries after which a cell halves: it follows a change of work
+
+constexpr auto kLengthIndex = [] {
+    std::array<std::int8_t, kLengths[kLengthCount - 1] + 1> table{};
+    for (int shared = 1, index = 0; shared <= kLengths[kLengthCount - 1]; ++shared) {
+        if (index + 1 < kLengthCount && shared >= kLengths[index + 1]) ++index;
+        table[shared] = static_cast<std::int8_t>(index);
+    }
+    return table;
+}();
 
 /// 0, 1, 2, ... as n reaches 1, 2, 3, 5, 9, 17, ...: doubling steps.
 int bucket(double n, int buckets) {
@@ -27,10 +37,15 @@ int cell(int source, int length, int total, int distinct, int excluded) {
     return (((source * kLengthCount + length) * kTotals + total) * kDistincts + distinct) * kExcludeds + excluded;
 }
 
+int excluded_bucket(int excluded) { return excluded == 0 ? 0 : 1 + bucket(excluded, kExcludeds - 1); }
+
 int cell_of(const LevelKey& key) {
-    const int excluded = key.excluded == 0 ? 0 : 1 + bucket(key.excluded, kExcludeds - 1);
-    return cell(key.source, key.length, bucket(key.total, kTotals), bucket(key.distinct, kDistincts), excluded);
+    return cell(key.source, key.length, bucket(key.total, kTotals), bucket(key.distinct, kDistincts),
+                excluded_bucket(key.excluded));
 }
+
+/// Place in the tables of what is known before a level is looked at.
+int group(int source, int length, int excluded) { return (source * kLengthCount + length) * kExcludeds + excluded; }
 
 /// Hit rate assumed for a cell that has seen nothing: better for long matches and many sightings, worse once longer
 /// levels failed. Set by hand; it weighs kPriorTries tries against the cell's own record.
@@ -41,13 +56,11 @@ double prior(int length, int total, int excluded) {
 
 }  // namespace
 
-int length_index(int shared) {
-    return static_cast<int>(std::upper_bound(std::begin(kLengths), std::end(kLengths), shared) - std::begin(kLengths)) - 1;
-}
+int length_index(int shared) { return kLengthIndex[std::min(shared, kLengths[kLengthCount - 1])]; }
 
 const std::size_t HitRates::kStateSize = 2 * kCells;
 
-HitRates::HitRates() : cells_(2 * kCells) {
+HitRates::HitRates() : cells_(2 * kCells), highest_(kGroups), bounds_(kGroups) {
     for (int source = 0; source < kSources; ++source)
         for (int length = 0; length < kLengthCount; ++length)
             for (int total = 0; total < kTotals; ++total)
@@ -57,6 +70,7 @@ HitRates::HitRates() : cells_(2 * kCells) {
                         c[0] = kPriorTries * prior(length, total, excluded);
                         c[1] = kPriorTries;
                     }
+    for (int source = 0; source < kSources; ++source) bind(source);
 }
 
 double HitRates::rate(const LevelKey& key) const {
@@ -66,12 +80,39 @@ double HitRates::rate(const LevelKey& key) const {
 
 void HitRates::record(const LevelKey& key, bool hit) {
     double* c = &cells_[2 * cell_of(key)];
+    const double before = c[0] / c[1];
     c[0] += hit ? 1.0 : 0.0;
     c[1] += 1.0;
     if (c[1] > kMemory) {
         c[0] *= 0.5;
         c[1] *= 0.5;
     }
+    const double highest = highest_[group(key.source, key.length, excluded_bucket(key.excluded))];
+    if (before == highest || c[0] / c[1] > highest) bind(key.source);
+}
+
+double HitRates::bound(int source, int length, int excluded) const {
+    return bounds_[group(source, length, excluded_bucket(excluded))];
+}
+
+double HitRates::highest(int source, int length, int excluded) const {
+    double highest = 0.0;
+    for (int total = 0; total < kTotals; ++total)
+        for (int distinct = 0; distinct < kDistincts; ++distinct) {
+            const double* c = &cells_[2 * cell(source, length, total, distinct, excluded)];
+            highest = std::max(highest, c[0] / c[1]);
+        }
+    return highest;
+}
+
+void HitRates::bind(int source) {
+    for (int length = 0; length < kLengthCount; ++length)
+        for (int excluded = kExcludeds - 1; excluded >= 0; --excluded) {
+            const int here = group(source, length, excluded);
+            highest_[here] = bounds_[here] = highest(source, length, excluded);
+            if (length > 0) bounds_[here] = std::max(bounds_[here], bounds_[group(source, length - 1, excluded)]);
+            if (excluded + 1 < kExcludeds) bounds_[here] = std::max(bounds_[here], bounds_[here + 1]);
+        }
 }
 
 void HitRates::restore(std::span<const double> state) {
@@ -83,6 +124,7 @@ void HitRates::restore(std::span<const double> state) {
         }
     }
     std::copy(state.begin(), state.end(), cells_.begin());
+    for (int source = 0; source < kSources; ++source) bind(source);
 }
 
 double EndRates::goes_on(std::int32_t token) const {

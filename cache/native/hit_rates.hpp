@@ -32,6 +32,8 @@ class HitRates {
 public:
     HitRates();
     double rate(const LevelKey& key) const;
+    /// No level of `source`, at most kLengths[length] long and behind `excluded` or more symbols, has a higher rate.
+    double bound(int source, int length, int excluded) const;
     void record(const LevelKey& key, bool hit);
 
     /// (hits, tries) of every cell in turn.
@@ -42,7 +44,12 @@ public:
     static const std::size_t kStateSize;
 
 private:
+    double highest(int source, int length, int excluded) const;
+    void bind(int source);
+
     std::vector<double> cells_;
+    std::vector<double> highest_;  // rate of any cell of a source, length and exclusion
+    std::vector<double> bounds_;   // the same with all that is shorter or behind more
 };
 
 /// How likely an output goes on after a token: what follows an end-of-turn token in a transcript is never generated.

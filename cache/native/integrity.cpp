@@ -27,8 +27,11 @@ void SuffixIndex::check_runs() const {
     const Position tail_begin = tail_.empty() ? static_cast<Position>(log_.size()) : tail_.front();
     require(std::is_sorted(tail_.begin(), tail_.end()), "tail out of order");
     require(tail_.size() <= tail_limit_, "tail of " + std::to_string(tail_.size()) + " positions");
-    for (const Run& run : runs_) {
+    require(tables_.size() == runs_.size(), "tables and runs differ");
+    for (std::size_t r = 0; r < runs_.size(); ++r) {
+        const Run& run = runs_[r];
         require(!run.empty(), "empty run");
+        require(tables_[r] == RunTable(log_.data(), run), "table of another run");
         for (std::size_t i = 0; i < run.size(); ++i) {
             require(run[i] < tail_begin, "a run reaches into the tail");
             if (i == 0) continue;

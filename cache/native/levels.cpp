@@ -9,6 +9,15 @@ constexpr int kOffered = -1, kUnseen = -2;
 
 }  // namespace
 
+const Symbol& Level::leader() const {
+    const Symbol* leader = &symbols.front();
+    for (const Symbol& symbol : symbols) {
+        const double x = weight(symbol), y = weight(*leader);
+        if (x > y || (x == y && symbol.token < leader->token)) leader = &symbol;
+    }
+    return *leader;
+}
+
 void TokenSlots::clear() {
     ++stamp_;
     size_ = 0;
@@ -51,7 +60,10 @@ void LevelWalk::start(const Query& query) {
     length_ = 0;
     for (std::size_t i = 0; i < views_.size(); ++i) {
         past_[i].cursors.clear();
-        for (const Run& run : views_[i].runs()) past_[i].cursors.emplace_back(views_[i].log(), run, query.end());
+        const std::vector<Run>& runs = views_[i].runs();
+        for (std::size_t r = 0; r < runs.size(); ++r) {
+            past_[i].cursors.emplace_back(views_[i].log(), runs[r], views_[i].tables()[r], query.end());
+        }
         find_tail(views_[i], query, past_[i]);
         if (past_[i].longest() > 0) length_ = std::max(length_, kLengths[length_index(past_[i].longest())]);
     }
@@ -73,20 +85,39 @@ void LevelWalk::find_tail(const IndexView& view, const Query& query, Past& past)
 }
 
 const Level* LevelWalk::next() {
-    while (length_ > 0) {
-        for (; view_ < views_.size(); ++view_) {
-            if (past_[view_].longest() < length_) continue;
-            widen(view_, length_);
-            if (level_.symbols.empty()) continue;
-            ++view_;
-            return &level_;
-        }
-        int longest = 0;
-        for (const Past& past : past_) longest = std::max(longest, past.longest());
-        length_ = longest > 0 ? kLengths[length_index(longest)] : 0;
-        view_ = 0;
+    for (; length_ > 0; shorten()) {
+        if (const Level* level = next_of_length()) return level;
     }
     return nullptr;
+}
+
+/// The next index, of those left, that offers anything new at the present length.
+const Level* LevelWalk::next_of_length() {
+    for (; view_ < views_.size(); ++view_) {
+        if (past_[view_].longest() < length_) continue;
+        widen(view_, length_);
+        if (level_.symbols.empty()) continue;
+        ++view_;
+        return &level_;
+    }
+    return nullptr;
+}
+
+/// Go on to the next length that any index has matches of; 0 where there is none.
+void LevelWalk::shorten() {
+    int longest = 0;
+    for (const Past& past : past_) longest = std::max(longest, past.longest());
+    length_ = longest > 0 ? kLengths[length_index(longest)] : 0;
+    view_ = 0;
+}
+
+/// No level from here on has a higher hit rate.
+double LevelWalk::bound(const HitRates& rates) const {
+    double bound = 0.0;
+    for (const int source : sources_) {
+        bound = std::max(bound, rates.bound(source, length_index(length_), static_cast<int>(slots_.size())));
+    }
+    return bound;
 }
 
 /// Make level_ the matches of at least `length` tokens in one index.
@@ -100,16 +131,16 @@ void LevelWalk::widen(std::size_t view, int length) {
     Past& past = past_[view];
     for (RunCursor& cursor : past.cursors) {
         if (cursor.next() < length) continue;
-        cursor.widen(length, scan_limit_, [&](Position p, double weight) { offer(views_[view], p, weight); });
+        cursor.widen(length, scan_limit_, [&](Token token, Position p, double weight) { offer(token, p, weight); });
     }
     for (; past.taken < past.tail.size() && past.tail[past.taken].shared >= length; ++past.taken) {
-        offer(views_[view], past.tail[past.taken].position, 1.0);
+        const Position position = past.tail[past.taken].position;
+        offer(views_[view].token_at(position), position, 1.0);
     }
     level_.key.distinct = static_cast<int>(level_.symbols.size());
 }
 
-void LevelWalk::offer(const IndexView& view, Position position, double weight) {
-    const Token token = view.token_at(position);
+void LevelWalk::offer(Token token, Position position, double weight) {
     int& slot = slots_.find_or_add(token, kUnseen);
     if (slot == kOffered) return;
     if (slot == kUnseen) {

@@ -5,9 +5,12 @@
 #include <vector>
 
 #include "hit_rates.hpp"
+#include "run_cursor.hpp"
 #include "suffix_index.hpp"
 
 namespace agentspec {
+
+inline constexpr double kRecencyBonus = 1.0;  // extra occurrences credited to a level's most recent symbol
 
 struct Symbol {
     Token token;
@@ -21,6 +24,14 @@ struct Level {
     int view;                 // place of the index among those asked
     Position newest;          // newest occurrence of any of the symbols
     std::vector<Symbol> symbols;
+
+    /// Probability inside the level is shared by count, with a bonus for the most recent.
+    double weight(const Symbol& symbol) const {
+        return symbol.count + (symbol.newest == newest ? kRecencyBonus : 0.0);
+    }
+    double weights() const { return key.total + kRecencyBonus; }
+    /// The symbol of the greatest weight, and of these the one with the lowest id.
+    const Symbol& leader() const;
 };
 
 /// An index and the Draft.source value its tokens go by.
@@ -62,6 +73,15 @@ public:
     void start(const Query& query);
     /// The next level that offers anything new, or nullptr. Valid until the next call.
     const Level* next();
+    /// The same, and nullptr where the levels left are not `worth(the highest hit rate that any of them can have)`.
+    template <class Worth>
+    const Level* next(const HitRates& rates, Worth&& worth) {
+        while (length_ > 0 && worth(bound(rates))) {
+            if (const Level* level = next_of_length()) return level;
+            shorten();
+        }
+        return nullptr;
+    }
 
 private:
     struct TailMatch {
@@ -77,7 +97,10 @@ private:
 
     void find_tail(const IndexView& view, const Query& query, Past& past) const;
     void widen(std::size_t view, int length);
-    void offer(const IndexView& view, Position position, double weight);
+    const Level* next_of_length();
+    void shorten();
+    double bound(const HitRates& rates) const;
+    void offer(Token token, Position position, double weight);
 
     const std::vector<IndexView>& views_;
     const std::vector<int>& sources_;

@@ -6,8 +6,6 @@
 namespace agentspec {
 namespace {
 
-constexpr int kNearest = 4;  // tokens of a context that a comparison mostly looks at
-
 constexpr auto kBoundaryHalf = static_cast<std::uint32_t>(kBoundary);
 
 constexpr std::uint64_t kSigns = 0x8000000080000000;  // flips two signs: boundaries sort below tokens
@@ -104,53 +102,6 @@ Positions merge_runs(const Token* log, std::span<const Position> older, std::spa
     }
     merged.insert(merged.end(), from, end);
     return merged;
-}
-
-RunCursor::RunCursor(const Token* log, std::span<const Position> run, const Token* query_end)
-    : log_(log), run_(run.data()), query_end_(query_end), count_(static_cast<std::uint32_t>(run.size())) {
-    std::uint32_t low = 0, high = count_;
-    while (low < high) {
-        const std::uint32_t middle = low + (high - low) / 2;
-        // Memory is what takes the time: fetch where either half would be looked at next.
-        __builtin_prefetch(log_ + run_[low + (middle - low) / 2] - kNearest);
-        __builtin_prefetch(log_ + run_[std::min(middle + 1 + (high - middle) / 2, count_ - 1)] - kNearest);
-        const Token* end = log_ + run_[middle];
-        const int shared = shared_context(end, query_end_, std::min(left_, right_));
-        const bool before = shared < kDepth && end[-1 - shared] < query_end_[-1 - shared];
-        if (before) {
-            low = middle + 1;
-            left_ = shared;
-        } else {
-            high = middle;
-            right_ = shared;
-        }
-    }
-    low_ = high_ = low;
-}
-
-// Shared lengths fall with the distance from the insertion point, so a galloping search finds where they drop.
-void RunCursor::widen_left(int length) {
-    std::uint32_t step = 1;
-    while (step <= low_ && shared_at(low_ - step) >= length) {
-        low_ -= step;
-        step *= 2;
-    }
-    for (; step >= 1; step /= 2) {
-        if (step <= low_ && shared_at(low_ - step) >= length) low_ -= step;
-    }
-    left_ = low_ > 0 ? shared_at(low_ - 1) : 0;
-}
-
-void RunCursor::widen_right(int length) {
-    std::uint32_t step = 1;
-    while (step <= count_ - high_ && shared_at(high_ + step - 1) >= length) {
-        high_ += step;
-        step *= 2;
-    }
-    for (; step >= 1; step /= 2) {
-        if (step <= count_ - high_ && shared_at(high_ + step - 1) >= length) high_ += step;
-    }
-    right_ = high_ < count_ ? shared_at(high_) : 0;
 }
 
 }  // namespace agentspec

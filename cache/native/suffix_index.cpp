@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "run_cursor.hpp"
+
 namespace agentspec {
 namespace {
 
@@ -134,12 +136,15 @@ void SuffixIndex::replace_runs(std::size_t first, Positions run, bool and_tail) 
     std::vector<Run> gone;
     Positions tail;
     gone.reserve(runs_.size());
+    RunTable table(log_.data(), run);
     const std::unique_lock lock(mutex_);
     const auto begin = runs_.begin() + static_cast<std::ptrdiff_t>(first);
     gone.insert(gone.end(), std::move_iterator(begin), std::move_iterator(runs_.end()));
     if (and_tail) tail.swap(tail_);
     runs_.erase(begin, runs_.end());
     runs_.push_back(std::move(run));
+    tables_.resize(first);
+    tables_.push_back(std::move(table));
 }
 
 void SuffixIndex::close(SequenceId sequence) {
@@ -203,10 +208,16 @@ void SuffixIndex::drop(std::vector<Span> dead, double slack) {
     if (dead.front().begin < tail_begin) {
         for (Run& run : runs_) run = without(run, is_dead);
         std::erase_if(runs_, [](const Run& run) { return run.empty(); });
+        tabulate();
     }
     shrink_log();
     const double living = static_cast<double>(live_ + pieces_.size() * (kDepth + 1)) + kPadding;
     if (static_cast<double>(log_.bytes() / sizeof(Token)) > slack * living + 1024) compact();
+}
+
+void SuffixIndex::tabulate() {
+    tables_.clear();
+    for (const Run& run : runs_) tables_.emplace_back(log_.data(), run);
 }
 
 /// Cut dead tokens off the end of the log, so that a truncated sequence goes on where it was cut.
@@ -255,6 +266,7 @@ void SuffixIndex::compact() {
     }
     log_ = std::move(log);
     pieces_ = std::move(pieces);
+    tabulate();
 }
 
 const SuffixIndex::Piece& SuffixIndex::piece_of(Position position) const {
@@ -307,10 +319,10 @@ void SuffixIndex::visit_matches(std::span<const Token> context, Visit&& visit) c
     require_tokens(context);
     const Query query(context);
     const std::shared_lock lock(mutex_);
-    for (const Run& run : runs_) {
-        RunCursor cursor(log_.data(), run, query.end());
+    for (std::size_t i = 0; i < runs_.size(); ++i) {
+        RunCursor cursor(log_.data(), runs_[i], tables_[i], query.end());
         cursor.widen(query.length(), std::numeric_limits<std::uint32_t>::max(),
-                     [&](Position position, double) { visit(position); });
+                     [&](Token, Position position, double) { visit(position); });
     }
     for (const Position position : tail_) {
         if (shared_context(log_.data() + position, query.end()) >= query.length()) visit(position);
@@ -370,6 +382,7 @@ std::size_t SuffixIndex::memory_bytes() const {
     constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*);
     std::size_t total = sizeof(*this) + log_.bytes() + bytes(pieces_) + bytes(tail_) + bytes(runs_);
     for (const Run& run : runs_) total += run.bytes();
+    for (const RunTable& table : tables_) total += sizeof(table) + table.memory_bytes();
     total += sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
     total += 2 * pieces_.size() * sizeof(Span);  // the sequences' spans, grown by doubling
     return total;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "run.hpp"
+#include "run_table.hpp"
 #include "sorted_run.hpp"
 #include "token_log.hpp"
 
@@ -140,6 +141,7 @@ private:
     bool is_compact() const;
     Positions single_run() const;
     void take_records(std::span<const SequenceRecord> sequences, std::span<const PieceRecord> pieces);
+    void tabulate();
     const Piece& piece_of(Position position) const;
     void touch(Position position) const;
     template <class Visit>
@@ -155,6 +157,7 @@ private:
     std::vector<Piece> pieces_;  // by begin
     mutable std::unordered_map<SequenceId, Sequence> sequences_;
     std::vector<Run> runs_;      // largest first; every position below those of the tail
+    std::vector<RunTable> tables_;  // of the run at the same place
     Positions tail_;             // ascending
     std::size_t live_ = 0;       // tokens of all sequences
 };
@@ -181,6 +184,7 @@ public:
     const SuffixIndex* index() const { return index_; }
     const Token* log() const { return index_->log_.data(); }
     const std::vector<Run>& runs() const { return index_->runs_; }
+    const std::vector<RunTable>& tables() const { return index_->tables_; }
     const Positions& tail() const { return index_->tail_; }
     Token token_at(Position position) const { return index_->log_[position]; }
     /// Count a hit for the sequence that holds `position`.

@@ -9,6 +9,7 @@ import pytest
 from agentspec.benchmarks import peer
 from agentspec.benchmarks.cache import CURVE, run_cache
 from agentspec.benchmarks.cache_costs import Costs, Latency
+from agentspec.benchmarks.cache_threads import Gains
 from agentspec.benchmarks.traces import END, START
 
 IDS = {START: 1, END: 2}
@@ -66,7 +67,7 @@ def test_figures_of_another_setting_are_not_compared(trace: Path) -> None:
 
 def test_the_curve_and_the_costs_come_on_demand(trace: Path) -> None:
     latency = Latency(1, 1, 1.0, 1e-6, 1e-6, 1e-6)
-    costs = Costs(latency, latency, 1e-6, 1e-6, 1e-6, 1.0, 1.0, 1, 1.0, 1.0)
+    costs = Costs(latency, latency, 1e-6, 1e-6, 1e-6, 1.0, 1.0, 1, 1.0, Gains(1.0, 1.0, 1.0, 0.0))
     report = run_cache([trace], encode, calls=3, budgets=(5, 8), curve=True, costs=lambda p: costs, progress=quiet)
     assert list(report.files[0].replays) == sorted({5, 8, *CURVE})
     assert report.costs is costs

@@ -18,7 +18,7 @@ def test_every_cost_is_measured(costs: Costs) -> None:
     for latency in (costs.draft, costs.draft_while_inserting):
         assert 0 < latency.median <= latency.p99 <= latency.longest < 10
         assert 1 < latency.tree <= cache_costs.TREE
-    for value in (costs.insert, costs.record, costs.request_start, costs.open_seconds, costs.two_threads):
+    for value in (costs.insert, costs.record, costs.request_start, costs.open_seconds):
         assert 0 < value < 10
     assert costs.insert < costs.record  # recording includes it
     assert 8 <= costs.memory_bytes < 40

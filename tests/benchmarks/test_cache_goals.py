@@ -8,6 +8,7 @@ import pytest
 from agentspec.benchmarks.cache import CacheReport, FileResult
 from agentspec.benchmarks.cache_costs import Costs, Latency
 from agentspec.benchmarks.cache_goals import Goal, Verdict, goals
+from agentspec.benchmarks.cache_threads import Gains
 from agentspec.benchmarks.replay import Replay
 
 
@@ -20,7 +21,7 @@ def file_of(name: str, per_step: float, peer: float, predicted: float = 0.5) -> 
 
 
 LATENCY = Latency(1_000_000, 100, 31.5, 20e-6, 60e-6, 1e-3)
-COSTS = Costs(LATENCY, LATENCY, 1e-6, 5e-6, 5e-9, 20.0, 5.0, 1_000_000, 0.5, 1.2)
+COSTS = Costs(LATENCY, LATENCY, 1e-6, 5e-6, 5e-9, 20.0, 5.0, 1_000_000, 0.5, Gains(1.2, 1.6, 1.9, 0.5))
 
 
 def judged(report: CacheReport) -> dict[str, Goal]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from agentspec.benchmarks.cache import CacheReport, FileResult
 from agentspec.benchmarks.cache_costs import Costs, Latency
 from agentspec.benchmarks.cache_report import print_report, write_json, write_plot
+from agentspec.benchmarks.cache_threads import Gains
 from agentspec.benchmarks.replay import Replay
 
 
@@ -23,7 +24,7 @@ def replay_of(tokens: int) -> Replay:
 @pytest.fixture
 def report() -> CacheReport:
     latency = Latency(1_000_000, 100, 31.5, 20e-6, 60e-6, 1e-3)
-    costs = Costs(latency, latency, 1.5e-6, 5e-6, 5e-9, 20.0, 5.0, 1_000_000, 0.5, 1.2)
+    costs = Costs(latency, latency, 1.5e-6, 5e-6, 5e-9, 20.0, 5.0, 1_000_000, 0.5, Gains(1.2, 1.6, 1.9, 0.5))
     known = FileResult("agent_tau2", {8: replay_of(250), 32: replay_of(300)}, {8: 2.0, 32: 2.0})
     return CacheReport(
         [known, FileResult("own", {8: replay_of(200), 32: replay_of(210)})], [8, 32], "constants: x", costs

@@ -180,6 +180,23 @@ def test_probabilities_are_honest() -> None:
     assert abs(predicted - accepted) / accepted < 0.1
 
 
+def test_a_draft_begins_in_a_hard_place() -> None:
+    """Half of the rounds fail at once, the others go through: certainty is low at the root and high below it."""
+    page, rng = np.arange(200, dtype=np.int32), np.random.default_rng(4)
+    by_round, by_token = Drafter(), Drafter()
+    indexes = [(index_of(page.tolist()), Source.SESSION)]
+    for _ in range(600):
+        text = np.append(page[:100], 999) if rng.random() < 0.5 else page[:109]
+        by_round.observe(indexes, text[:100], text[100:])
+        for end in range(100, len(text)):
+            by_token.observe(indexes, text[:end], text[end : end + 1])
+    deep, flat = (drafter.draft(indexes, page[:100], 8).probabilities for drafter in (by_round, by_token))
+    assert len(deep) == 8
+    assert 0.4 < deep[0] < 0.7
+    assert deep[7] > 0.85 * deep[0]
+    assert flat[0] > 0.8
+
+
 def accepted_path(draft: Draft, truth: list[int]) -> list[int]:
     path: list[int] = []
     node = -1

@@ -1,0 +1,35 @@
+// Correction of a level's hit rate for how deep in a draft it is asked.
+//
+// Rates are learned over all tokens, but a draft begins where the last one failed, which is a hard place, and its deep
+// nodes are asked only after all above were right, which is an easy one. A second stage of running averages, by depth
+// and by the rate itself, takes that out (adaptive probability maps: Mahoney, "Adaptive weighing of context models for
+// lossless data compression", 2005).
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+namespace agentspec {
+
+class DepthRates {
+public:
+    DepthRates();
+    /// The hit rate of a level asked at `depth` tokens below the context, whose rate over all depths is `rate`.
+    double correct(int depth, double rate) const;
+    void record(int depth, double rate, bool hit);
+
+    /// (sum of rates, hits, tries) of every cell in turn.
+    std::vector<double> state() const { return cells_; }
+    /// Throws std::invalid_argument for a state of another size or with numbers that cannot be sums.
+    void restore(std::span<const double> state);
+
+    static const std::size_t kStateSize;
+
+private:
+    void update(int cell);
+
+    std::vector<double> cells_, ratios_;  // ratios_: of the odds after and before correction
+};
+
+}  // namespace agentspec
