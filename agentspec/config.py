@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
-from agentspec.cache.settings import CacheSettings
+from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError
 from agentspec.keys import ApiKey
 
@@ -215,6 +215,13 @@ def _is_setting(name: str) -> bool:
 
 
 def _refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
+    cache = file.get("cache")
+    cache = cache if isinstance(cache, Mapping) else {}
+    if "password" in cache or without_password(location := str(cache.get("path", ""))) != location:
+        raise ConfigurationError(
+            f"{path}: the password of cache.path must not stand in a file: files are copied and committed."
+            f" Set {PREFIX}CACHE__PASSWORD, or name a file in cache.password_file"
+        )
     for name, table in _tables(file, "backends"):
         variable = f"{PREFIX}BACKENDS__{_folded(name).upper()}__API_KEY"
         advice = f"files are copied and committed. Set {variable}, or name a file in backends.{name}.api_key_file"
@@ -306,7 +313,7 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
         return f"{name} = {item['input']!r}: must be a table"
     if item["type"] == "value_error":
         return f"{name}: {message}" if key else f"{name}{message}"
-    value = "" if "api_key" in key[-1] else f" = {_without_password(str(item['input']))!r}"
+    value = "" if "api_key" in key[-1] or key[-1] == "password" else f" = {without_password(str(item['input']))!r}"
     return f"{name}{value}: {message}"
 
 
@@ -353,11 +360,6 @@ def _masked(value: Any) -> Any:
         return [_masked(item) for item in value]
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    if value is None or isinstance(value, (bool, float, str)):
+    if value is None or isinstance(value, (bool, float)):
         return value
-    return int(value) if isinstance(value, int) else _without_password(str(value))
-
-
-def _without_password(url: str) -> str:
-    password = urlsplit(url).password if "://" in url else None
-    return url.replace(f":{password}@", ":**********@") if password else url
+    return int(value) if isinstance(value, int) else without_password(str(value))

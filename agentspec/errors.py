@@ -16,6 +16,7 @@ AgentSpecError
 ├── CacheError               500  the cache cannot do what was asked
 │   ├── CacheClosedError          used after close()
 │   ├── CacheLockedError          another process writes to the folder
+│   ├── CacheUnavailableError     the database cannot be had now: no permission, no room, no server
 │   └── CacheFormatError          files on disk cannot be used
 │       ├── CacheVersionError     of another version of the format, or another byte order
 │       ├── CacheNamespaceError   of another tenant, model, tokenizer or chat template
@@ -121,6 +122,10 @@ class CacheClosedError(CacheError):
 
 class CacheLockedError(CacheError):
     code = "cache_locked"
+
+
+class CacheUnavailableError(CacheError):
+    code = "cache_unavailable"
 
 
 class CacheFormatError(CacheError):

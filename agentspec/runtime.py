@@ -83,8 +83,12 @@ class Runtime:
 
                 chosen = self.settings.cache
                 self._own_cache = SuffixCache.open(
-                    chosen.path,
+                    chosen.location(),
                     memory_bytes=int(chosen.memory_bytes),
+                    disk_bytes=chosen.disk_bytes,
+                    tenant_memory_bytes=chosen.tenant_memory_bytes,
+                    tenant_disk_bytes=chosen.tenant_disk_bytes,
+                    eviction=chosen.eviction,
                     retention=chosen.retention,
                     refuse_patterns=chosen.refuse_patterns,
                 )

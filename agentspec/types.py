@@ -46,7 +46,7 @@ class Namespace:
     def key(self) -> str:
         """A stable 64-digit hexadecimal name for this namespace, usable as a database key."""
         parts = (self.tenant, self.model_fingerprint, self.tokenizer_hash, self.template_hash)
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,78 +1,155 @@
-"""A background thread that commits what it is handed, as much as has gathered at a time."""
+"""A background thread that commits what it is handed, as much as has gathered at a time, and tries again if it must."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from agentspec.errors import CacheError
 
 Job = TypeVar("Job")
 
+_FIRST_DELAY, _LAST_DELAY = 0.25, 2.0  # seconds until a failed commit is tried again
+
 _log = logging.getLogger(__name__)
 
 
 class BatchWriter(Generic[Job]):
-    """Calls `commit(jobs)` in its own thread. After a commit fails it warns once and drops everything from then on."""
+    """Calls `commit(jobs)` in its own thread, with all jobs that wait.
 
-    def __init__(self, commit: Callable[[list[Job]], None], *, name: str) -> None:
-        self.error: str | None = None
+    When that fails with what `passes`, the jobs wait and are tried again; the oldest are dropped as soon as those that
+    wait are of more than `room` by `size`. Any other failure ends writing for good. Each is warned of once.
+    """
+
+    def __init__(
+        self,
+        commit: Callable[[list[Job]], None],
+        *,
+        name: str,
+        passes: Callable[[Exception], bool],
+        describe: Callable[[Exception], str] = str,
+        size: Callable[[Job], int] = lambda _: 1,
+        room: int,
+    ) -> None:
+        self.error: str | None = None  # why nothing is written now
+        self.dropped = 0  # jobs that will never be written
         self._commit = commit
+        self._passes = passes
+        self._describe = describe
+        self._size = size
+        self._room = room
         self._changed = threading.Condition()
-        self._jobs: list[Job] = []
-        self._put = 0
-        self._done = 0
-        self._closing = False
+        self._jobs: deque[Job] = deque()
+        self._waiting = 0  # their size
+        self._put = self._done = 0  # jobs so far
+        self._told = 0  # of those dropped, by `flush`
+        self._revising = 0  # calls of `revise` that wait
+        self._busy = self._ended = self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Hand over a job; returns at once. Ignored after a failure."""
+        """Hand over a job; returns at once. One that comes after `close` is ignored."""
         with self._changed:
-            if self.error is None and not self._closing:
-                self._jobs.append(job)
-                self._put += 1
-                self._changed.notify_all()
+            if self._closing:
+                return
+            self._put += 1
+            self._jobs.append(job)
+            self._waiting += self._size(job)
+            self._bound()
+            self._changed.notify_all()
 
     def flush(self) -> None:
-        """Return when all jobs put so far are committed. Raises `CacheError` when they cannot be."""
+        """Return when all jobs put so far are committed. Raises `CacheError` when one is not, or not yet."""
         with self._changed:
             goal = self._put
             self._changed.wait_for(lambda: self._done >= goal or self.error is not None)
+            fresh, self._told = self.dropped - self._told, self.dropped
             if self.error is not None:
-                raise CacheError(f"the cache is not written any more: {self.error}")
+                again = "" if self._ended else "; it is tried again"
+                raise CacheError(f"the cache is not written now: {self.error}{again}")
+            if fresh:
+                raise CacheError(f"{fresh} writes were dropped: there was no room to wait for the database")
 
-    def stop(self, error: str) -> None:
-        """Give up writing for the reason given."""
+    def revise(self, change: Callable[[Iterable[Job]], Iterable[Job]]) -> None:
+        """Replace the jobs that wait by what `change` makes of them, while none is being committed."""
         with self._changed:
-            if self.error is None:
-                _log.warning("the cache goes on in memory only, nothing more is written: %s", error)
-            self.error = error
-            self._jobs.clear()
+            self._revising += 1  # no further commit begins meanwhile, however many jobs keep coming
+            self._changed.wait_for(lambda: not self._busy)
+            self._revising -= 1
+            before = len(self._jobs)
+            self._jobs = deque(change(self._jobs))
+            self._waiting = sum(map(self._size, self._jobs))
+            self._done += before - len(self._jobs)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Commit what is left and end the thread. Idempotent."""
+        """Commit what is left, with one try, and end the thread. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
 
     def _run(self) -> None:
+        delay = _FIRST_DELAY
         while jobs := self._take():
+            last = self._closing
             try:
                 self._commit(jobs)
             except Exception as error:
-                self.stop(str(error))
-            with self._changed:
-                self._done += len(jobs)
-                self._changed.notify_all()
+                self._failed(jobs, error, last)
+                self._rest(delay)
+                delay = min(2 * delay, _LAST_DELAY)
+            else:
+                self._succeeded(jobs)
+                delay = _FIRST_DELAY
 
     def _take(self) -> list[Job]:
         """All waiting jobs; empty when closing."""
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._closing)
-            jobs, self._jobs = self._jobs, []
+            self._changed.wait_for(lambda: (self._jobs or self._closing) and not self._revising)
+            jobs = list(self._jobs)
+            self._jobs.clear()
+            self._waiting = 0
+            self._busy = True
             return jobs
+
+    def _succeeded(self, jobs: list[Job]) -> None:
+        with self._changed:
+            if self.error is not None:
+                _log.warning("the cache is written again; %d writes were dropped", self.dropped)
+            self.error = None
+            self._done += len(jobs)
+            self._busy = False
+            self._changed.notify_all()
+
+    def _failed(self, jobs: list[Job], error: Exception, last: bool) -> None:
+        said = self._describe(error)
+        with self._changed:
+            passing = self._passes(error)
+            if self.error is None:
+                until = "until it can be" if passing else "any more"
+                _log.warning("the cache goes on in memory only, nothing is written %s: %s", until, said)
+            self.error = said
+            self._ended = last or not passing
+            self._jobs.extendleft(reversed(jobs))
+            self._waiting += sum(map(self._size, jobs))
+            self._busy = False
+            self._bound()
+            if last:
+                _log.warning("at the end %d writes were left undone: %s", self.dropped, said)
+            self._changed.notify_all()
+
+    def _bound(self) -> None:
+        """While nothing can be written, drop the oldest jobs that are too many; all, once nothing ever will be."""
+        while self.error is not None and self._jobs and (self._ended or self._waiting > self._room):
+            self._waiting -= self._size(self._jobs.popleft())
+            self._done += 1
+            self.dropped += 1
+
+    def _rest(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, seconds)

@@ -1,4 +1,4 @@
-"""Forgetting in the database: finding rows, deleting them with the word to other processes, leaving no bytes behind."""
+"""Forgetting in the database: finding rows, and deleting them with the word to other processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
 def search(engine: sa.Engine, selection: Selection, holds: Holds) -> Found:
     """Look through the database without keeping others from writing."""
     with engine.connect() as connection:
-        return _search(connection, selection, holds, Found())
+        return search_in(connection, selection, holds)
+
+
+def search_in(connection: sa.Connection, selection: Selection, holds: Holds) -> Found:
+    """The same on a connection that is open."""
+    return _search(connection, selection, holds, Found())
 
 
 def _search(connection: sa.Connection, selection: Selection, holds: Holds, found: Found) -> Found:
@@ -101,18 +106,3 @@ def _forget_learned(connection: sa.Connection, namespaces: set[str], *, orphans:
             connection.execute(learned.delete().where(mine))
         elif row.namespace in namespaces:
             connection.execute(learned.update().where(mine).values(state=without_ends(row.state)))
-
-
-def scrub(engine: sa.Engine, *, rewrite: bool) -> bool:
-    """Empty the journal, having shrunk the database or written it anew; false while another process is in the way."""
-    connection = engine.raw_connection()
-    try:
-        cursor = connection.cursor()
-        # A script runs each statement to its end; incremental_vacuum frees one page a step.
-        cursor.executescript("VACUUM;" if rewrite else "PRAGMA incremental_vacuum;")
-        [(busy, _, _)] = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        return not busy
-    except engine.dialect.loaded_dbapi.OperationalError:
-        return False
-    finally:
-        connection.close()

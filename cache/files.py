@@ -73,3 +73,31 @@ class Folder:
 
     def unlink(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)
+
+
+class NoFiles:
+    """Of no folder: there are no files, and nothing asks for one."""
+
+    def names(self) -> list[str]:
+        return []
+
+    def size(self, name: str) -> int:
+        raise FileNotFoundError(name)
+
+    def open(self, name: str) -> BinaryIO:
+        raise FileNotFoundError(name)
+
+    def create(self, name: str) -> BinaryIO:
+        raise FileNotFoundError(name)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        raise FileNotFoundError
+
+    def sync(self, file: BinaryIO) -> None:
+        raise FileNotFoundError
+
+    def rename(self, old: str, new: str) -> None:
+        raise FileNotFoundError(old)
+
+    def unlink(self, name: str) -> None:
+        raise FileNotFoundError(name)

@@ -91,7 +91,7 @@ class Forgetter:
                 self._withdraw(scope)
                 with self.sharing:  # what is covered is then waiting to be written, if it is not yet
                     covered = [(space, space.covered(scope)) for space in self._all_spaces()]
-                self._store.settle(number)
+                self._store.settle(number, scope)
                 for space, numbers in covered:
                     stored = self._store.numbers(space.namespace) if numbers else set()
                     self._drop(space, scope, [number for number in numbers if number not in stored])

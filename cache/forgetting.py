@@ -149,4 +149,4 @@ def _piece_sizes(length: int, least: int) -> range:
 
 
 def _digest(salt: str, name: str) -> str:
-    return hashlib.sha256(f"{salt}\0{name}".encode()).hexdigest()
+    return hashlib.sha256(f"{salt}\0{name}".encode(errors="surrogatepass")).hexdigest()

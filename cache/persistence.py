@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sqlalchemy import exc
-
 from agentspec.cache.forgetter import Forgetter
 from agentspec.cache.row import Row
 from agentspec.cache.segment import Coverage, Segment, segment_of
@@ -59,9 +57,10 @@ class Persistence:
         if self._store.mode == "writer":
             self._segments.sweep()
         beyond = self._load()
-        room = self._cache._memory_limit - self._cache._memory_bytes()
+        room = self._cache._budget.limit - self._cache._budget.taken()
         self.take_in(self._store.newest(max(0, room) // _BYTES_PER_TOKEN, beyond))
-        self._store.scrub()
+        with contextlib.suppress(CacheError):  # the keeper tries again, and tells
+            self._store.scrub()
         self._started = True
 
     def _load(self) -> dict[str, int]:
@@ -70,7 +69,7 @@ class Persistence:
         for key in self._segments.namespaces():
             if loaded := self._segments.load(key, self._wanted):
                 complete = self._adopt(loaded)
-                if complete or self._cache._memory_bytes() > self._cache._memory_limit / 2:
+                if complete or self._cache._budget.taken() > self._cache._budget.limit / 2:
                     beyond[key] = loaded.segment.coverage.row
         return beyond
 
@@ -79,7 +78,7 @@ class Persistence:
         if any(segment.covers(scope) for scope in self._store.forgotten_since(segment.coverage.deletion)):
             self._segments.delete(segment.namespace.key)
             return False
-        room = self._cache._memory_limit - self._cache._memory_bytes()
+        room = self._cache._budget.limit - self._cache._budget.taken()
         return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.origins) <= room
 
     def _adopt(self, loaded: Loaded) -> bool:
@@ -98,22 +97,15 @@ class Persistence:
         return len(origins) == cover.rows
 
     def follow(self) -> None:
-        """Take in what other processes wrote and drop what they forgot since the last look, at most once a second.
-
-        Left to the thread that is at it where there is one.
-        """
-        if self._forgetter.following.acquire(blocking=False):
-            try:
-                if (rows := self._store.news(self._origin)) is not None:
-                    self.take_in(rows)
-                    self._forgetter.settle()
-            finally:
-                self._forgetter.following.release()
+        """Take in what other processes wrote since the last look, and stay the writer. Raises `CacheError`."""
+        self._store.hold()
+        with self._forgetter.following:
+            self.take_in(self._store.news(self._origin))
 
     def _catch_up(self) -> None:
         """Follow to the end."""
         with self._forgetter.following:
-            self.take_in(self._store.news(self._origin, now=True) or [])
+            self.follow()
             self._forgetter.settle()
 
     def take_in(self, rows: Iterable[Row]) -> None:
@@ -141,26 +133,28 @@ class Persistence:
             )
 
     def keep(self) -> None:
-        """Write the segments that lack too much, now and then."""
+        """Keep the budgets, whoever wrote, and write the segments that lack too much, now and then."""
+        self._store.make_room()
         for space in self._spaces():
             paused = time.monotonic() - self._tried.get(space.namespace.key, -_PAUSE) >= _PAUSE
             if paused and self._lacks(space, _GROWN, _GROWN_SHARE):
                 self._try_to_save(space)
 
     def compact(self) -> int:
-        """Write all segments anew; returns the bytes that the folder takes.
+        """Write all segments and the database anew; returns the bytes on disk.
 
         Raises `CacheLockedError` where another process is the writer, `CacheError` when it cannot be done.
         """
         if self._store.mode != "writer":
-            raise CacheLockedError(f"another process writes segments in {self._store.folder}; compact there")
+            raise CacheLockedError("another process is the writer of this cache; compact there, or when it has ended")
         self.flush()
         self._catch_up()
-        for space in self._spaces():
+        for space in self._spaces() if self._segments.kept else ():
             try:
                 self._save(space)
-            except (OSError, exc.DatabaseError) as error:
+            except OSError as error:
                 raise CacheError(f"a segment cannot be written: {error}") from error
+        self._store.compact()
         return self.disk_bytes()
 
     def close(self) -> None:
@@ -179,7 +173,7 @@ class Persistence:
 
     def _lacks(self, space: Space, least: int, share: float) -> bool:
         """Whether at least so many tokens, and that share of all, are in no segment."""
-        if self._store.mode != "writer":
+        if self._store.mode != "writer" or not self._segments.kept:
             return False
         tokens, key = space.shared.token_count, space.namespace.key
         lacking = min(tokens, space.added - self._saved.get(key, 0))
@@ -191,7 +185,7 @@ class Persistence:
         self._tried[space.namespace.key] = time.monotonic()
         try:
             self._save(space)
-        except (OSError, MemoryError, CacheError, exc.DatabaseError) as error:
+        except (OSError, MemoryError, CacheError) as error:
             self._segments.failed("a segment cannot be written", error)
 
     def _save(self, space: Space) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from agentspec.cache.files import Files, Folder
+from agentspec.cache.files import Files, Folder, NoFiles
 from agentspec.cache.forgetting import Scope
 from agentspec.cache.index import Frozen, SuffixIndex
 from agentspec.cache.segment import Segment, load_index, read_segment
@@ -32,6 +32,8 @@ class Loaded:
 
 class Segments:
     """One file for each namespace, by its key. Everything in them can be had from the database again."""
+
+    kept = True
 
     def __init__(self, folder: Path, files: Files | None = None) -> None:
         self.error: str | None = None
@@ -165,3 +167,16 @@ class Segments:
 
     def _named(self, *endings: str) -> list[str]:
         return [name for name in self._files.names() if name.endswith(endings)]
+
+
+class NoSegments(Segments):
+    """Of a database on a server: there is no folder, and the index is rebuilt at each start."""
+
+    kept = False
+
+    def __init__(self) -> None:
+        super().__init__(Path(), NoFiles())
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        yield

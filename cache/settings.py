@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
+from urllib.parse import parse_qs, quote, urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, field_validator
 
+from agentspec.errors import ConfigurationError
+
+_SCHEMES = ("postgresql", "postgresql+psycopg")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
@@ -24,13 +28,53 @@ def parse_span(value: object) -> object:
 Seconds = Annotated[float, BeforeValidator(parse_span)]
 
 
+def parse_location(value: object) -> object:
+    """An address as text, anything else as the path of a folder. Raises `ValueError` for what is neither."""
+    if not isinstance(value, str | Path):
+        raise ValueError("must be a folder, or the address of a database such as postgresql://user@host/name")
+    if "://" not in str(value):
+        return Path(value).expanduser()
+    scheme = str(value).partition("://")[0]
+    if scheme not in _SCHEMES:
+        raise ValueError(f"must be a folder, or begin with {' or '.join(f'{known}://' for known in _SCHEMES)}")
+    if "password" in parse_qs(urlsplit(str(value)).query):
+        raise ValueError("must not carry a password after the question mark")
+    return value
+
+
+Location = Annotated[Path | str, BeforeValidator(parse_location)]
+
+
+def without_password(url: str) -> str:
+    """An address as it may be shown; other text as it is."""
+    password = urlsplit(url).password if "://" in url else None
+    return url.replace(f":{password}@", ":**********@") if password else url
+
+
 class CacheSettings(BaseModel):
     """`[cache]` in agentspec.toml. Without a path the cache lives in memory only and is gone at exit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Path | None = Field(default=None, description="Folder for the sequence database; unset keeps all in memory")
+    path: Location | None = Field(
+        default=None,
+        description="Folder for the sequence database, or `postgresql://user@host/name`; unset keeps all in memory",
+    )
+    password: SecretStr | None = Field(
+        default=None, description="Of the database's user. Set it from the environment or password_file only"
+    )
+    password_file: Path | None = Field(default=None, description="File holding the password")
     memory_bytes: ByteSize = Field(default=ByteSize(512 << 20), gt=0, description="Most memory the index may use")
+    disk_bytes: ByteSize | None = Field(default=None, gt=0, description="Most that the database may take; unset: all")
+    tenant_memory_bytes: ByteSize | None = Field(
+        default=None, gt=0, description="Most memory that one tenant may use, with all its models"
+    )
+    tenant_disk_bytes: ByteSize | None = Field(
+        default=None, gt=0, description="Most that one tenant's sequences may take in the database"
+    )
+    eviction: Literal["benefit", "lru"] = Field(
+        default="lru", description="What goes first when memory is full: the least recently used, or the least useful"
+    )
     store: bool = Field(
         default=True,
         description="Keep prompts, outputs and their key/value rows; false keeps nothing once a request ends",
@@ -42,10 +86,25 @@ class CacheSettings(BaseModel):
         default=(), description="Regular expressions; an output whose text matches one is neither stored nor shared"
     )
 
-    @field_validator("path")
-    @classmethod
-    def _home(cls, path: Path | None) -> Path | None:
-        return None if path is None else path.expanduser()
+    def location(self) -> Path | str | None:
+        """`path`, with the password in an address. Raises `ConfigurationError` where it cannot be read or used."""
+        password = self._read_password()
+        if password is None or self.path is None:
+            return self.path
+        user, at, host = urlsplit(str(self.path)).netloc.rpartition("@")
+        if not at or ":" in user:
+            raise ConfigurationError("cache.password needs a path such as postgresql://user@host/name", param="path")
+        return str(self.path).replace(f"{user}@{host}", f"{user}:{quote(password, safe='')}@{host}", 1)
+
+    def _read_password(self) -> str | None:
+        if self.password is not None or self.password_file is None:
+            return self.password.get_secret_value() if self.password else None
+        try:
+            return self.password_file.expanduser().read_text().strip()
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot read cache.password_file {str(self.password_file)!r}: {error.strerror}"
+            ) from None
 
     @field_validator("refuse_patterns")
     @classmethod

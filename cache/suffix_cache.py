@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from agentspec.cache.batch import draft_batch
+from agentspec.cache.eviction import Eviction
 from agentspec.cache.forgetter import Forgetter
 from agentspec.cache.forgetting import Decode, seconds_of, select
 from agentspec.cache.keeper import Keeper
+from agentspec.cache.memory_budget import MemoryBudget
 from agentspec.cache.refusal import Refusal
 from agentspec.cache.request import CacheRequest, Output
 from agentspec.cache.row import Row
 from agentspec.cache.sessions import Session
 from agentspec.cache.space import Space
+from agentspec.cache.stats import CacheStats
 from agentspec.cache.tokens import TokensLike, as_tokens
-from agentspec.errors import CacheClosedError, ConfigurationError, InvalidRequestError
+from agentspec.errors import (
+    CacheClosedError,
+    CacheError,
+    CacheUnavailableError,
+    ConfigurationError,
+    InvalidRequestError,
+)
 from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
@@ -35,33 +43,10 @@ __all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
 
 Mode = Literal["auto", "writer", "follower"]
 
+_log = logging.getLogger(__name__)
+
 _BYTES_PER_TOKEN = 32  # most that a session's index holds for a token, with room to merge
-_KEEPER_SECONDS = 5.0  # after which an idle process has followed what others forgot
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot. Counts are since open unless said otherwise; a step is an `extend` that followed a draft."""
-
-    namespaces: int = 0  # now
-    sessions: int = 0  # remembered now
-    sequences: int = 0  # in the shared past now
-    tokens: int = 0  # in the shared past now
-    memory_bytes: int = 0  # now, mapped segments included
-    segment_bytes: int = 0  # of them in mapped segments, whose pages all processes share
-    disk_bytes: int = 0  # now, segments included
-    requests: int = 0
-    steps: int = 0
-    hits: int = 0  # steps with at least one accepted token
-    drafted: int = 0
-    accepted: int = 0
-    partial: int = 0  # requests abandoned
-    evicted: int = 0  # sequences and sessions forgotten for room
-    forgotten: int = 0  # sequences forgotten on purpose or by age, by this process
-    refused: int = 0  # outputs not shared, by a pattern
-    mode: Literal["memory", "writer", "follower"] = "memory"
-    store_error: str | None = None  # why nothing is written any more
-    segment_error: str | None = None  # why a segment could not be written or used
+_KEEPER_SECONDS = 0.5  # after which a process, idle or not, has followed what others added and forgot
 
 
 class SuffixCache:
@@ -75,18 +60,23 @@ class SuffixCache:
         store: Store | None,
         namespace: Namespace,
         memory_bytes: int,
-        retention: float | None = None,
-        refusal: Refusal | None = None,
+        tenant_memory_bytes: int | None,
+        retention: float | None,
+        refusal: Refusal | None,
+        eviction: Eviction,
+        store_error: str | None,
     ) -> None:
         self._store = store
         self._namespace = namespace
-        self._memory_limit = memory_bytes
         self._lock = threading.RLock()
         self._refusal = refusal
         self._keeper: Keeper | None = None
         self._spaces: dict[Namespace, Space] = {}
         self._counts: Counter[str] = Counter()
         self._learned: dict[str, bytes] = {}
+        self._budget = MemoryBudget(self._spaces, self._learned, memory_bytes, tenant_memory_bytes)
+        self._eviction: Eviction = eviction
+        self._store_error = store_error  # why there is no store, where there should be one
         self._forgetter = Forgetter(store, self._spaces, self._learned, self._lock, retention)
         # Sequence numbers are unique among the processes that share a store.
         origin = int.from_bytes(os.urandom(4)) >> 1
@@ -106,15 +96,21 @@ class SuffixCache:
         namespace: str | Namespace = "default",
         memory_bytes: int = 512 << 20,
         disk_bytes: int | None = None,
+        tenant_memory_bytes: int | None = None,
+        tenant_disk_bytes: int | None = None,
+        eviction: Eviction = "lru",
         mode: Mode = "auto",
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
     ) -> SuffixCache:
-        """A cache in memory, or with `path`, a folder, one that is there again after a restart.
+        """A cache in memory, or with `path`, a folder or `postgresql://user@host/database`, one that outlives it.
 
-        `namespace` is where requests go that name none. `memory_bytes` bounds the index, `disk_bytes` the folder.
-        One process per folder is its writer, which keeps the database within bounds; any number follow. Mode
-        "writer" raises `CacheLockedError` where another process is the writer, "auto" follows then.
+        `namespace` is where requests go that name none. `memory_bytes` bounds the index, `disk_bytes` the database with
+        its segments, the tenant's bounds what one tenant takes of them. `eviction` says what goes first, see
+        `cache/eviction.py`. One process per database is its writer, which keeps it within bounds; any number follow.
+        Mode "writer" raises `CacheLockedError` where another process is the writer, "auto" follows then. Where the
+        database cannot be had for now (no permission, no room, no server), "auto" warns and goes on in memory, and the
+        other modes raise `CacheUnavailableError`.
 
         Sequences older than `retention` (seconds or a timedelta) are forgotten at once and every hour, by the writer.
         An output whose text one of `refuse_patterns` (regular expressions) is found in is used for its own session
@@ -123,24 +119,19 @@ class SuffixCache:
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
-        for name, limit in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
+        if eviction not in ("lru", "benefit"):
+            raise ConfigurationError(f"eviction must be 'lru' or 'benefit', not {eviction!r}")
+        disk = {"disk_bytes": disk_bytes, "tenant_disk_bytes": tenant_disk_bytes}
+        for name, limit in {"memory_bytes": memory_bytes, "tenant_memory_bytes": tenant_memory_bytes, **disk}.items():
             if limit is not None and not (isinstance(limit, int) and limit > 0):
                 raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
-        if path is not None and "://" in str(path):
-            raise ConfigurationError(
-                f"path must be a folder, not the address of a database: {str(path).partition('://')[0]}://..."
-            )
         try:
             kept = None if retention is None else seconds_of(retention, "retention")
         except InvalidRequestError as error:
             raise ConfigurationError(error.message, param="retention") from None
         refusal = Refusal(refuse_patterns) if refuse_patterns else None
-        store = None
-        if path is not None:
-            from agentspec.cache.store import Store
-
-            store = Store.open(Path(path), disk_bytes=disk_bytes, mode=mode)
-        cache = cls(store, Namespace.of(namespace), memory_bytes, kept, refusal)
+        store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
+        cache = cls(store, Namespace.of(namespace), memory_bytes, tenant_memory_bytes, kept, refusal, eviction, missing)
         try:
             cache._start()
         except BaseException:
@@ -148,9 +139,26 @@ class SuffixCache:
             raise
         return cache
 
+    @staticmethod
+    def _open_store(
+        path: str | Path | None, mode: Mode, disk_bytes: int | None, tenant_disk_bytes: int | None
+    ) -> tuple[Store | None, str | None]:
+        """The store, or why there is none."""
+        if path is None:
+            return None, None
+        from agentspec.cache.store import Store
+
+        try:
+            return Store.open(path, disk_bytes=disk_bytes, tenant_disk_bytes=tenant_disk_bytes, mode=mode), None
+        except CacheUnavailableError as error:
+            if mode != "auto":
+                raise
+            _log.warning("the cache is in memory only, and gone at exit: %s", error)
+            return None, error.message
+
     @property
     def path(self) -> Path | None:
-        """The folder of a cache that is kept on disk."""
+        """The folder of a cache that is kept in one."""
         return self._store.folder if self._store else None
 
     def request(
@@ -175,14 +183,12 @@ class SuffixCache:
             if not isinstance(label, str | None):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._require_open()
-        if self._persistence:
-            self._persistence.follow()
         with self._lock:
             space = self._space(self._namespace if namespace is None else Namespace.of(namespace))
             found = space.sessions.acquire(session, tokens)
             self._add(requests=1)
         try:
-            found.begin(tokens, most=max(1, self._memory_limit // (2 * _BYTES_PER_TOKEN)))
+            found.begin(tokens, most=max(1, self._budget.most // (2 * _BYTES_PER_TOKEN)))
             self._grown(space, found)
         except BaseException:
             self._release(space, found)
@@ -232,15 +238,22 @@ class SuffixCache:
         self._require_open()
         if self._persistence:
             self._persistence.flush()
+        elif self._store_error:
+            raise CacheError(f"the cache is in memory only: {self._store_error}")
 
     def compact(self) -> int:
-        """Write what was closed so far to the database, and all segments anew; returns the bytes that the folder takes.
+        """Write what was closed so far to the database, and it and all segments anew; returns the bytes on disk.
 
         Segments make the next open quick and are written now and then anyway. Raises `CacheLockedError` where another
-        process is the folder's writer, `CacheError` when they cannot be written. A cache in memory takes 0 bytes.
+        process is the writer, `CacheError` when it cannot be done. A cache in memory takes 0 bytes.
         """
         self._require_open()
         return self._persistence.compact() if self._persistence else 0
+
+    def tenant_bytes(self) -> dict[str, int]:
+        """What each tenant takes in memory, over all its namespaces."""
+        with self._lock:
+            return dict(self._budget.by_tenant())
 
     def stats(self) -> CacheStats:
         """Raises `CacheClosedError` after close."""
@@ -254,12 +267,13 @@ class SuffixCache:
                 sessions=sum(len(space.sessions) for space in spaces),
                 sequences=sum(space.shared.sequence_count for space in spaces),
                 tokens=sum(space.shared.token_count for space in spaces),
-                memory_bytes=self._memory_bytes(),
+                memory_bytes=self._budget.taken(),
                 segment_bytes=sum(space.shared.mapped_bytes() for space in spaces),
                 disk_bytes=self._persistence.disk_bytes() if self._persistence else 0,
                 mode=self._store.mode if self._store else "memory",
-                store_error=self._store.error if self._store else None,
+                store_error=self._store.error if self._store else self._store_error,
                 segment_error=self._persistence.segment_error if self._persistence else None,
+                unwritten=self._store.dropped if self._store else 0,
             )
 
     def check_integrity(self) -> None:
@@ -290,9 +304,7 @@ class SuffixCache:
     def __enter__(self) -> SuffixCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # What requests call back.
@@ -345,33 +357,16 @@ class SuffixCache:
             else:
                 space.sessions.forget(session)
 
-    # Budget.
-
-    def _memory_bytes(self) -> int:
-        return sum(space.memory_bytes() for space in self._spaces.values())
-
     def _enforce_budget(self) -> None:
-        """Evict until the measured size fits: from the largest namespace, so that a flood pushes out its own past."""
         with self._lock:
-            spaces = sorted(self._spaces.values(), key=Space.memory_bytes)
-            while spaces and (excess := self._memory_bytes() - self._memory_limit) > 0:
-                evicted = spaces[-1].evict(excess)
+            if evicted := self._budget.enforce():
                 self._add(evicted=evicted)
-                if not evicted:
-                    self._forget_if_empty(spaces.pop())
-                spaces.sort(key=Space.memory_bytes)
-
-    def _forget_if_empty(self, space: Space) -> None:
-        if not len(space.sessions) and not space.shared.sequence_count:
-            self._learned[space.namespace.key] = space.learned()
-            del self._spaces[space.namespace]
-            self._add(evicted=1)
 
     # Store.
 
     def _space(self, namespace: Namespace) -> Space:
         if namespace not in self._spaces:
-            space = self._spaces[namespace] = Space(namespace)
+            space = self._spaces[namespace] = Space(namespace, self._eviction)
             if state := self._learned.get(namespace.key):
                 space.restore(state)
         return self._spaces[namespace]
@@ -384,6 +379,8 @@ class SuffixCache:
             self._keeper = Keeper(self._keep, seconds=_KEEPER_SECONDS, name="agentspec-cache-keeper")
 
     def _keep(self) -> None:
+        if self._persistence:
+            self._persistence.follow()
         self._forgetter.keep()
         if self._persistence:
             self._persistence.keep()

@@ -12,7 +12,7 @@ from agentspec.errors import AgentSpecError
 Progress = Callable[[str], None]
 
 
-def verify(folder: Path, memory_bytes: int, progress: Progress = lambda stage: None) -> Iterator[str]:
+def verify(folder: Path | str, memory_bytes: int, progress: Progress = lambda stage: None) -> Iterator[str]:
     """What is wrong, one line each; nothing for a cache that is whole. Changes nothing; others may use the folder.
 
     The index holds the newest sequences that fit into `memory_bytes`, as a server's would.
@@ -31,7 +31,7 @@ def verify(folder: Path, memory_bytes: int, progress: Progress = lambda stage: N
             return  # what is built upon it cannot be right
 
 
-def _database_problems(folder: Path, _: int) -> Iterator[str]:
+def _database_problems(folder: Path | str, _: int) -> Iterator[str]:
     store = Store.open(folder, disk_bytes=None, mode="follower")
     try:
         yield from store.problems()
@@ -39,7 +39,7 @@ def _database_problems(folder: Path, _: int) -> Iterator[str]:
         store.close()
 
 
-def _index_problems(folder: Path, memory_bytes: int) -> Iterator[str]:
+def _index_problems(folder: Path | str, memory_bytes: int) -> Iterator[str]:
     with SuffixCache.open(folder, mode="follower", memory_bytes=memory_bytes) as cache:
         cache.check_integrity()
     yield from ()

@@ -13,6 +13,14 @@ from agentspec.backends.model_store import ModelFiles, resolve
 _KEPT = {"AGENTSPEC_MODELS"}
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The long tests run when asked for by name of their marker."""
+    if "long" not in config.option.markexpr:
+        for item in items:
+            if "long" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="long; run with: pytest -m long"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment() -> Iterator[None]:
     """Without `AGENTSPEC_...` variables, save where the models lie."""

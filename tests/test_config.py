@@ -125,6 +125,7 @@ REFUSED = [
     ("backends = 3", "backends = 3: must be a table"),
     ("[backends]\nlocal = 3", "backends.local = 3: must be a table"),
     ("[cache]\nmemory_byte = 3", "cache.memory_byte: unknown key; did you mean 'memory_bytes'?"),
+    ("[cache]\npath = 'mysql://host/db'", "cache.path: must be a folder, or begin with postgresql://"),
     ("[backends.a]\nmodel = 'x'", 'backends.a: set kind = "torch"'),
     ("[backends.a]\nkind = 'tosh'", 'backends.a: set kind = "torch"'),
     ("[backends.a]\nkind = 'openai'", "backends.a.base_url: missing"),
@@ -161,6 +162,8 @@ def test_every_mistake_is_reported_at_once(write):
         '[backends.vllm]\nkind = "openai"\nbase_url = "http://user:sk-secret@host/v1"',
         '[[server.api_keys]]\ntenant = "a"\nkey = "sk-secret"',
         '[server]\napi_keys = ["sk-secret"]',
+        '[cache]\npath = "postgresql://user:sk-secret@host/db"',
+        '[cache]\npath = "postgresql://user@host/db"\npassword = "sk-secret"',
     ],
 )
 def test_a_secret_in_the_file_is_refused_with_the_reason_and_not_repeated(write, text):
@@ -179,6 +182,18 @@ def test_a_secret_from_the_environment_is_used_and_masked(write, monkeypatch):
     shown = json.dumps([value.value for value in effective_values(settings)])
     assert "sk-secret" not in shown + repr(settings)
     assert "****" in shown
+
+
+def test_the_caches_password_from_the_environment_is_used_and_masked(write, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_CACHE__PASSWORD", "sk-secret")
+    settings = load_settings(write('[cache]\npath = "postgresql://user@host/db"'))
+    assert settings.cache.location() == "postgresql://user:sk-secret@host/db"
+    monkeypatch.delenv("AGENTSPEC_CACHE__PASSWORD")
+    monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "postgresql://user:sk-secret@host/db")
+    other = load_settings()
+    assert other.cache.location() == "postgresql://user:sk-secret@host/db"
+    for shown in (settings, other):
+        assert "sk-secret" not in json.dumps([value.value for value in effective_values(shown)])
 
 
 def test_a_password_in_an_upstream_url_is_masked():

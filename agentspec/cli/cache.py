@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentspec.cli import cache_care, cache_import, cache_replay
-from agentspec.cli.cache_folder import PathOption, folder_of, reference_of
+from agentspec.cli.cache_folder import PathOption, folder_of, reference_of, shown
 from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def forget(
     conditions = _conditions(session, tenant, older_than) | _search(settings, text, model)
     described = _describe(session, tenant, older_than, model)
     if not yes:
-        typer.confirm(f"Forget in {folder}: {described}? It cannot be undone.", abort=True, err=True)
+        typer.confirm(f"Forget in {shown(folder)}: {described}? It cannot be undone.", abort=True, err=True)
     with SuffixCache.open(folder, mode="follower", memory_bytes=_FORGET_MEMORY) as opened:
         forgotten = opened.forget(**conditions)
         left = opened.stats().disk_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from agentspec.cli.cache_folder import PathOption, folder_of
+from agentspec.cli.cache_folder import PathOption, folder_of, shown
 from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, print_json
 
 
@@ -27,7 +27,7 @@ def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOptio
     if json:
         print_json({"ok": not problems, "problems": problems})
     else:
-        typer.echo("\n".join(problems) or f"ok: {folder}")
+        typer.echo("\n".join(problems) or f"ok: {shown(folder)}")
     if problems:
         raise typer.Exit(FAILED)
 
@@ -40,16 +40,12 @@ def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOpti
         values: dict[str, Any] = {"before": before, "disk_bytes": after}
         print_json(values)
         return
-    typer.echo(f"{folder} takes {after} bytes, {before} before")
+    typer.echo(f"{shown(folder)} takes {after} bytes, {before} before")
 
 
-def _compact(folder: Path) -> tuple[int, int]:
+def _compact(folder: Path | str) -> tuple[int, int]:
     """Bytes on disk before and after."""
-    from agentspec.cache.store import Store
+    from agentspec.cache import SuffixCache
 
-    store = Store.open(folder, disk_bytes=None, mode="writer")
-    try:
-        before = store.disk_bytes()
-        return before, store.compact()
-    finally:
-        store.close()
+    with SuffixCache.open(folder, mode="writer") as cache:
+        return cache.stats().disk_bytes, cache.compact()

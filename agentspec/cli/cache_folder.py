@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 if TYPE_CHECKING:
     from agentspec.config import Settings
 
-PathOption = Annotated[Path | None, typer.Option(help="The cache's folder [default: cache.path]")]
+PathOption = Annotated[str | None, typer.Option(help="The cache's folder or address [default: cache.path]")]
 
 
-def folder_of(settings: Settings, path: Path | None, *, create: bool = False) -> Path:
-    """The folder given, or the configured one. Raises `ConfigurationError` where it is missing, unless it may be."""
+def folder_of(settings: Settings, path: str | None, *, create: bool = False) -> Path | str:
+    """The folder or database given, or the configured one.
+
+    Raises `ConfigurationError` where there is none, and for a folder that is missing unless it may be.
+    """
     from agentspec.errors import ConfigurationError
 
-    folder = settings.cache.path if path is None else path.expanduser()
+    chosen = settings.cache if path is None else settings.cache.model_copy(update={"path": _location(path)})
+    folder = chosen.location()
     if folder is None:
         raise ConfigurationError("the cache is in memory only; set cache.path or give --path")
-    if not (create or folder.is_dir()):
+    if isinstance(folder, Path) and not (create or folder.is_dir()):
         raise ConfigurationError(f"there is no cache at {str(folder)!r}; a server with this cache.path creates it")
     return folder
+
+
+def shown(folder: Path | str) -> str:
+    """As it may be printed: without a password."""
+    from agentspec.cache.settings import without_password
+
+    return without_password(str(folder))
+
+
+def _location(path: str) -> Path | str:
+    from agentspec.cache.settings import parse_location
+    from agentspec.errors import ConfigurationError
+
+    try:
+        return cast("Path | str", parse_location(path))
+    except ValueError as error:
+        raise ConfigurationError(f"--path {error}") from None
 
 
 def reference_of(settings: Settings, name: str) -> str:

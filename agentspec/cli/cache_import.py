@@ -20,7 +20,7 @@ from agentspec.cli.cache_files import (
     progress,
     recorded_calls,
 )
-from agentspec.cli.cache_folder import PathOption, folder_of, reference_of
+from agentspec.cli.cache_folder import PathOption, folder_of, reference_of, shown
 from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.transcripts import BadLineError, Format, OnBad, Recorded, detect, lines
@@ -63,7 +63,7 @@ def import_files(
                 console.print(f"{file}: no answers in it", markup=False, highlight=False, soft_wrap=True)
             rows += found
         kept = _admitted(rows, settings, text)
-        advance(f"storing {len(kept)} sequences in {folder}", 0)
+        advance(f"storing {len(kept)} sequences in {shown(folder)}", 0)
         added, known = _store(folder, kept)
     counts = {"added": added, "known": known, "refused": len(rows) - len(kept), "bad": len(bad)}
     if json:
@@ -133,7 +133,7 @@ def _admitted(rows: list[Row], settings: Settings, text: ModelText | None) -> li
     return [row for row in rows if not refusal.refuses(row.context, row.tokens, decode)]
 
 
-def _store(folder: Path, rows: list[Row]) -> tuple[int, int]:
+def _store(folder: Path | str, rows: list[Row]) -> tuple[int, int]:
     from agentspec.cache.archive import add
     from agentspec.cache.store import Store
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cache.settings import CacheSettings
 from agentspec.cli.common import EXTRAS
 from agentspec.config import Settings
 from agentspec.errors import AgentSpecError
@@ -38,8 +39,10 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     for extra in EXTRAS:
         yield check_extra(extra, needed=extra == "torch" and bool(_local(settings)))
     yield check_native()
-    if settings.cache.path is not None:
+    if isinstance(settings.cache.path, Path):
         yield check_folder("cache folder", settings.cache.path, "cache.path")
+    elif settings.cache.path is not None:
+        yield check_database(settings.cache)
     if local := _local(settings):
         yield check_store()
     for name, torch_settings in local.items():
@@ -86,6 +89,29 @@ def check_folder(name: str, folder: Path, setting: str, *, room: int = 0) -> Che
     if free < room:
         return Check(name, "fail", detail, f"free {room / 1e9:.0f} GB or set {setting} to another disk")
     return Check(name, "ok", detail)
+
+
+def check_database(settings: CacheSettings) -> Check:
+    """Whether the cache's database answers, and can be used by this version."""
+    try:
+        from sqlalchemy.exc import DBAPIError
+
+        from agentspec.cache.database import reason
+        from agentspec.cache.migration import version_of
+        from agentspec.cache.postgres import PostgresDatabase
+
+        database = PostgresDatabase(str(settings.location()))
+        try:
+            with database.engine.connect() as connection:
+                version = version_of(connection, database.name)
+        finally:
+            database.close()
+    except DBAPIError as error:
+        return Check("cache database", "fail", reason(error), "start it, or correct cache.path and cache.password")
+    except AgentSpecError as error:
+        return Check("cache database", "fail", str(error), "correct cache.path")
+    holds = f"of version {version}" if version else "empty, and made at first use"
+    return Check("cache database", "ok", f"{database.name} answers, {holds}")
 
 
 def check_store() -> Check:

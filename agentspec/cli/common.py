@@ -31,6 +31,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "proxy": ("starlette", "uvicorn", "prometheus_client", "structlog"),
     "langgraph": ("langgraph", "langchain_core"),
     "bench": ("matplotlib",),
+    "postgres": ("psycopg",),
 }
 
 

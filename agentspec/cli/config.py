@@ -57,6 +57,7 @@ def _read_secrets(settings: Settings) -> None:
     from agentspec.backends.settings import OpenAISettings
     from agentspec.keys import read_keys, read_secret
 
+    settings.cache.location()
     read_keys(settings.server.api_keys)
     for backend in settings.backends.values():
         if isinstance(backend, OpenAISettings) and backend.api_key_file is not None:

@@ -18,7 +18,7 @@ import pytest
 from agentspec.cache import SuffixCache
 from agentspec.cache.files import Folder
 from agentspec.cache.index import Drafter
-from agentspec.cache.store import DATABASE
+from agentspec.cache.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError, CacheLockedError
 from agentspec.types import Namespace

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.store import DATABASE
+from agentspec.cache.sqlite import DATABASE
 from agentspec.cache.verification import verify
 
 MEMORY = 64 << 20

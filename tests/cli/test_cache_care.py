@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.store import DATABASE
+from agentspec.cache.sqlite import DATABASE
 
 
 @pytest.fixture

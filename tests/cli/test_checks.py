@@ -143,3 +143,12 @@ def test_a_backend_that_no_name_leads_to():
     assert check.name == "local: clients" and "backends.local.model" not in check.advice
     [check] = check_reachable(Settings(backends={"a": TorchSettings(), "b": TorchSettings()}))
     assert check.state == "fail" and "both serve" in check.detail
+
+
+def test_a_database_that_does_not_answer_is_told_without_its_password(monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_CACHE__PASSWORD", "hunter2")
+    settings = load_settings(None, {"cache": {"path": "postgresql://me@127.0.0.1:1/db"}})
+    [check] = [check for check in all_checks(settings) if check.name == "cache database"]
+    assert check.state == "fail"
+    assert "127.0.0.1" in check.detail
+    assert "hunter2" not in check.detail + check.advice
