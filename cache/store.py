@@ -32,6 +32,7 @@ from agentspec.errors import (
 from agentspec.types import Namespace
 
 _REWRITTEN = 512 << 20  # bytes; rewriting a larger database would keep other processes from writing for too long
+_ATTEMPTS = 5  # to write the database anew beside others, each of which waits for them for seconds
 _ROOM = 64 << 20  # bytes of outputs that wait for a database that cannot be written
 _JOB = 1024  # bytes of the objects around an output
 _log = logging.getLogger(__name__)
@@ -298,9 +299,11 @@ class Store:
     def compact(self) -> None:
         """Write what is left, give unused room back, empty the journal. Raises `CacheError` when it cannot be done."""
         self.flush()
-        self.scrub(rewrite=True)
-        if self._unscrubbed:
-            raise CacheError(f"{self._database.name} is in use: not everything could be given back, try again later")
+        for _ in range(_ATTEMPTS):
+            self.scrub(rewrite=True)
+            if not self._unscrubbed:
+                return
+        raise CacheError(f"{self._database.name} is in use: not everything could be given back, try again later")
 
     def _holds(self, record: sa.Row[Any], selection: Selection) -> bool:
         try:

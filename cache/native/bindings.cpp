@@ -33,10 +33,10 @@ std::span<const T> view(const Input<T>& array) {
     return {array.data(), array.size()};
 }
 
-template <class T>
-Output<T> array_of(std::vector<T> items) {
-    auto* owned = new std::vector<T>(std::move(items));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+template <class T, class Allocator>
+Output<T> array_of(std::vector<T, Allocator> items) {
+    auto* owned = new std::vector<T, Allocator>(std::move(items));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T, Allocator>*>(p); });
     return Output<T>(owned->data(), {owned->size()}, owner);
 }
 

@@ -43,7 +43,7 @@ void SuffixIndex::check_runs() const {
 
 /// Spans lie inside the log behind a boundary, match the pieces, and are indexed once each; nothing else is.
 void SuffixIndex::check_positions() const {
-    std::vector<Position> indexed(tail_);
+    Positions indexed(tail_);
     for (const Run& run : runs_) indexed.insert(indexed.end(), run.begin(), run.end());
     std::sort(indexed.begin(), indexed.end());
     require(indexed.size() == live_, "indexed and living tokens differ");

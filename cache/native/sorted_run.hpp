@@ -10,11 +10,13 @@
 #include <span>
 #include <vector>
 
+#include "pages.hpp"
+
 namespace agentspec {
 
 using Token = std::int32_t;
 using Position = std::uint32_t;
-using Positions = std::vector<Position>;
+using Positions = std::vector<Position, PageAllocator<Position>>;
 
 inline constexpr int kDepth = 64;         // contexts are ordered by at most this many tokens
 inline constexpr Token kBoundary = -1;    // stands before each piece of the log

@@ -30,9 +30,9 @@ Run without(const Run& run, const IsDead& is_dead) {
     return left;
 }
 
-template <class T>
-std::size_t bytes(const std::vector<T>& items) {
-    return items.capacity() * sizeof(T);
+template <class Items>
+std::size_t bytes(const Items& items) {
+    return items.capacity() * sizeof(typename Items::value_type);
 }
 
 }  // namespace

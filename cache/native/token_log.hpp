@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "mapping.hpp"
+#include "pages.hpp"
 #include "sorted_run.hpp"
 
 namespace agentspec {
@@ -16,7 +17,8 @@ namespace agentspec {
 class TokenLog {
 public:
     /// An empty log of its own memory.
-    explicit TokenLog(std::size_t capacity) : tokens_(new Token[capacity]), data_(tokens_.get()), capacity_(capacity) {}
+    explicit TokenLog(std::size_t capacity)
+        : tokens_(PageAllocator<Token>().allocate(capacity), Release{capacity}), data_(tokens_.get()), capacity_(capacity) {}
     /// `size` tokens at byte `offset` of a mapped file, behind which nothing else may lie.
     TokenLog(std::shared_ptr<const Mapping> file, std::size_t offset, std::size_t size)
         : file_(std::move(file)),
@@ -52,7 +54,12 @@ public:
     }
 
 private:
-    std::unique_ptr<Token[]> tokens_;
+    struct Release {
+        std::size_t capacity;
+        void operator()(Token* tokens) const { PageAllocator<Token>().deallocate(tokens, capacity); }
+    };
+
+    std::unique_ptr<Token[], Release> tokens_;
     std::shared_ptr<const Mapping> file_;
     Token* data_;
     std::size_t size_ = 0, capacity_;

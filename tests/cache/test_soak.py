@@ -1,0 +1,125 @@
+"""Many readers beside a writer, and more text than fits. Short here; `pytest -m long` runs the full lengths."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.tokens import Tokens
+
+READERS = 16
+LENGTH = 50
+
+
+def walk(number: int) -> Tokens:
+    """Output `number`: after a token comes the next higher one, as long as both are of the same output."""
+    return np.arange(LENGTH, dtype=np.int32) + 10 + LENGTH * number
+
+
+def assert_whole(context: int, draft: list[tuple[int, int]]) -> None:
+    """Every drafted token goes on from its parent as some output did, which is what reading one by one would find."""
+    tokens = [token for token, _ in draft]
+    for token, parent in draft:
+        before = context if parent < 0 else tokens[parent]
+        assert token == before + 1
+        assert (token - 10) % LENGTH != 0
+
+
+def together(*works: Callable[[], None]) -> None:
+    """Run each in a thread of its own; raises what the first of them raised."""
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=900)
+        assert not thread.is_alive(), "a deadlock"
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("seconds", [4, pytest.param(600, marks=[pytest.mark.long, pytest.mark.timeout(1000)])])
+def test_no_reader_ever_sees_a_torn_text(seconds: int) -> None:
+    until, written, drafted = time.monotonic() + seconds, [1], [0] * READERS
+    with SuffixCache.open(memory_bytes=4 << 20) as cache:
+
+        def write() -> None:
+            while time.monotonic() < until:
+                with cache.request([1, 2, 3], session=f"w{written[0] % 20}") as request:
+                    request.extend(walk(written[0]))
+                written[0] += 1
+
+        def read(reader: int) -> None:
+            rng = np.random.default_rng(reader)
+            while time.monotonic() < until:
+                output = walk(written[0] - int(rng.integers(min(written[0], 200))))
+                end = int(rng.integers(1, LENGTH))
+                request = cache.request(output[:end], session=f"r{reader}", store=False)
+                draft = request.draft(max_tokens=16)
+                assert_whole(
+                    int(output[end - 1]), list(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True))
+                )
+                drafted[reader] += len(draft)
+                request.abandon()
+
+        together(write, *(lambda reader=reader: read(reader) for reader in range(READERS)))  # type: ignore[misc]
+        cache.check_integrity()
+        assert cache.stats().evicted > 0 or seconds < 60
+    assert written[0] > 50 and min(drafted) > 0
+
+
+CHURN = """
+import sys
+import numpy as np
+from agentspec.cache import SuffixCache
+
+def private():
+    with open("/proc/self/smaps_rollup") as lines:
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
+
+def churn(cache, tokens):
+    rng, most = np.random.default_rng(0), 0
+    for number in range(tokens // 300):
+        text = rng.integers(0, 50_000, 300, dtype=np.int32)
+        with cache.request(text[:64], session=f"s{number % 50}") as request:
+            request.draft(8)
+            request.extend(text[64:])
+        if number % 100 == 0:
+            most = max(most, private())
+    return most
+
+budget, tokens = map(int, sys.argv[1:])
+with SuffixCache.open(memory_bytes=1 << 20) as cache:
+    churn(cache, 10_000)  # everything that any use loads
+empty = private()
+with SuffixCache.open(memory_bytes=budget) as cache:
+    print((churn(cache, tokens) - empty) / budget, cache.stats().evicted)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="missed: private bytes are read from /proc")
+@pytest.mark.parametrize(
+    ("budget", "tokens"),
+    [(12 << 20, 1_500_000), pytest.param(20 << 20, 10_000_000, marks=[pytest.mark.long, pytest.mark.timeout(1000)])],
+)
+def test_a_process_takes_no_more_than_its_budget(budget: int, tokens: int) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", CHURN, str(budget), str(tokens)], capture_output=True, text=True, check=True
+    )
+    used, evicted = map(float, run.stdout.split())
+    assert evicted > 1000
+    assert used <= 1.1
