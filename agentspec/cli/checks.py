@@ -93,13 +93,13 @@ def check_folder(name: str, folder: Path, setting: str, *, room: int = 0) -> Che
 
 def check_database(settings: CacheSettings) -> Check:
     """Whether the cache's database answers, and can be used by this version."""
+    from sqlalchemy.exc import DBAPIError
+
+    from agentspec.cache.database import reason
+    from agentspec.cache.migration import version_of
+    from agentspec.cache.postgres import PostgresDatabase
+
     try:
-        from sqlalchemy.exc import DBAPIError
-
-        from agentspec.cache.database import reason
-        from agentspec.cache.migration import version_of
-        from agentspec.cache.postgres import PostgresDatabase
-
         database = PostgresDatabase(str(settings.location()))
         try:
             with database.engine.connect() as connection:
