@@ -106,7 +106,7 @@ def test_a_call_without_an_answer_is_a_bad_line(tmp_path: Path, response: Any) -
     st.sampled_from(["messages", "role", "content", "response", "body", "choices", "session", "messages_delta"]), inner
 )), st.sampled_from([Format.trace, Format.log, Format.chat]))  # fmt: skip
 def test_any_json_is_read_or_bad(tmp_path_factory: pytest.TempPathFactory, value: Any, format_: Format) -> None:
-    path = write(tmp_path_factory.mktemp("any"), value)
+    path = write(tmp_path_factory.mktemp("any"), json.dumps(value))
     told: list[BadLineError] = []
     assert len(list(read(path, format_, told.append))) + len(told) >= 1
 
