@@ -76,7 +76,7 @@ class Forgetter:
             self._counted(self._forget_in_memory(selection))
 
     def keep(self) -> None:
-        """What is to be done every few seconds: follow other processes, finish what was in the way, expire."""
+        """What is to be done now and then: follow other processes, finish what was in the way, expire."""
         if self._store:
             self.settle()
             self._store.scrub()

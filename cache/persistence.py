@@ -57,11 +57,14 @@ class Persistence:
         if self._store.mode == "writer":
             self._segments.sweep()
         beyond = self._load()
-        room = self._cache._budget.limit - self._cache._budget.taken()
-        self.take_in(self._store.newest(max(0, room) // _BYTES_PER_TOKEN, beyond))
+        self.take_in(self._store.newest(max(0, self._room()) // _BYTES_PER_TOKEN, beyond))
         with contextlib.suppress(CacheError):  # the keeper tries again, and tells
             self._store.scrub()
         self._started = True
+
+    def _room(self) -> int:
+        """Bytes of memory that the budget has left; negative where it is overdrawn."""
+        return self._cache._budget.limit - self._cache._budget.taken()
 
     def _load(self) -> dict[str, int]:
         """The namespaces (by key) of which only rows after the one given are missing in memory."""
@@ -78,8 +81,7 @@ class Persistence:
         if any(segment.covers(scope) for scope in self._store.forgotten_since(segment.coverage.deletion)):
             self._segments.delete(segment.namespace.key)
             return False
-        room = self._cache._budget.limit - self._cache._budget.taken()
-        return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.origins) <= room
+        return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.origins) <= self._room()
 
     def _adopt(self, loaded: Loaded) -> bool:
         """Use a segment but for what is not stored any more. Returns whether it has all rows that it stands for."""
