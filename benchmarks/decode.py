@@ -58,17 +58,20 @@ class Run:
 
 @dataclass(slots=True)
 class Table:
-    """Runs of one prompt set: `runs[variant][i]` answers prompt i."""
+    """Runs of one prompt set: each prompt was answered `turns` times in a row by each variant."""
 
     name: str
     runs: dict[str, list[Run]] = field(default_factory=dict)
+    turns: int = 1
 
     def add(self, variant: str, run: Run) -> None:
         self.runs.setdefault(variant, []).append(run)
 
     def speeds(self, variant: str) -> list[float]:
         """Tokens a second of each prompt."""
-        return [len(run.tokens) / run.seconds for run in self.runs[variant]]
+        runs = self.runs[variant]
+        turns = [runs[start : start + self.turns] for start in range(0, len(runs), self.turns)]
+        return [sum(len(run.tokens) for run in group) / sum(run.seconds for run in group) for group in turns]
 
     def total_speed(self, variant: str) -> float:
         runs = self.runs[variant]
@@ -143,15 +146,19 @@ class Bench:
         return table
 
     def control(self, prompts: Sequence[str]) -> Table:
-        """Sampled answers that do not repeat, speculation off and on; raises ValueError where they repeat after all."""
-        table = Table("control")
+        """Sampled answers that do not repeat, speculation off and on; raises ValueError where they repeat after all.
+
+        Each question is asked there and back (off, on, on, off): what drifts meanwhile hits both alike.
+        """
+        table = Table("control", turns=2)
         for index, prompt in enumerate([*prompts] * CONTROL_ROUNDS):
             self.progress(f"control: answer {index + 1} of {CONTROL_ROUNDS * len(prompts)}")
             ids = self.backend.encode_chat([{"role": "user", "content": prompt}])
             sampling = SamplingParams(temperature=1.0, seed=index, max_tokens=CONTROL_TOKENS)
             variants = {OFF: self._agentspec(OFF, sampling, speculation=False), COLD: self._cold("control", sampling)}
-            for label, variant in _rotated(variants, index):
-                table.add(label, variant(ids, index))
+            there = list(_rotated(variants, index))
+            for turn, (label, variant) in enumerate((*there, *reversed(there))):
+                table.add(label, variant(ids, 4 * index + turn))
         _require_distinct(table.runs[OFF])
         return table
 

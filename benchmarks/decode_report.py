@@ -54,7 +54,8 @@ def _rich_table(table: Table) -> RichTable:
     baseline = baseline_of(table)
     answers = table.runs[baseline]
     tokens = sum(len(run.tokens) for run in answers)
-    rich = RichTable(title=f"{table.name}: {len(answers)} prompts, {tokens} answer tokens", title_justify="left")
+    title = f"{table.name}: {len(table.speeds(baseline))} prompts, {tokens} answer tokens"
+    rich = RichTable(title=title, title_justify="left")
     for column in ("variant", "tok/s", f"vs {baseline}", "tokens/step", f"same as {OFF}"):
         rich.add_column(column, justify="left" if column == "variant" else "right")
     for variant in table.runs:

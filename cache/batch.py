@@ -22,6 +22,8 @@ def draft_batch(
     requests: Sequence[CacheRequest],
     max_tokens: int | Sequence[int] | NDArray[np.integer] = 32,
     min_probability: float = 0.0,
+    *,
+    chain: bool = False,
 ) -> list[Draft]:
     """What `request.draft` would propose for each request, in one call that uses several threads where that is faster.
 
@@ -34,14 +36,16 @@ def draft_batch(
     if len(budgets) != len(requests):
         message = f"{len(requests)} requests need as many budgets, not {len(budgets)}"
         raise InvalidRequestError(message, param="max_tokens")
-    jobs = [_job(cache, request, budget, min_probability) for request, budget in zip(requests, budgets, strict=True)]
+    jobs = [
+        _job(cache, request, budget, min_probability, chain) for request, budget in zip(requests, budgets, strict=True)
+    ]
     drafts = propose_batch(jobs)
     for request, draft in zip(requests, drafts, strict=True):
         request._draft = draft
     return drafts
 
 
-def _job(cache: SuffixCache, request: CacheRequest, max_tokens: int, min_probability: float) -> Job:
+def _job(cache: SuffixCache, request: CacheRequest, max_tokens: int, min_probability: float, chain: bool) -> Job:
     if request._cache is not cache:
         raise InvalidRequestError("a request of another cache cannot be drafted for", param="requests")
-    return request.drafter, *request._asked(max_tokens, min_probability)
+    return request.drafter, *request._asked(max_tokens, min_probability), chain

@@ -236,19 +236,33 @@ class Drafter:
         self._native = _native.Drafter(scan_limit)
 
     def draft(
-        self, indexes: Sequence[Sourced], context: TokensLike, max_tokens: int = 32, min_probability: float = 0.0
+        self,
+        indexes: Sequence[Sourced],
+        context: TokensLike,
+        max_tokens: int = 32,
+        min_probability: float = 0.0,
+        *,
+        chain: bool = False,
     ) -> Draft:
         """A tree continuing `context`, most likely paths first; at equal match length an earlier index goes first.
 
+        A `chain` has no branches: each node is the likeliest child of the one before, for targets that verify no trees.
         Raises `InvalidRequestError` for a bad budget, an index given twice or an unknown source.
         """
         require_budget(max_tokens, min_probability)
-        return self.propose(indexes, as_tokens(context, "context"), max_tokens, min_probability)
+        return self.propose(indexes, as_tokens(context, "context"), max_tokens, min_probability, chain)
 
-    def propose(self, indexes: Sequence[Sourced], context: Tokens, max_tokens: int, min_probability: float) -> Draft:
+    def propose(
+        self,
+        indexes: Sequence[Sourced],
+        context: Tokens,
+        max_tokens: int,
+        min_probability: float,
+        chain: bool = False,
+    ) -> Draft:
         """`draft` for a caller who knows that context and budget are good."""
         try:
-            tree = self._native.draft(_natives(indexes), context[-DEPTH:], max_tokens, min_probability)
+            tree = self._native.draft(_natives(indexes), context[-DEPTH:], max_tokens, min_probability, chain)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         return Draft(*tree)
@@ -276,13 +290,13 @@ class Drafter:
             raise CacheFormatError(str(error)) from error
 
 
-Job = tuple[Drafter, Sequence[Sourced], Tokens, int, float]
+Job = tuple[Drafter, Sequence[Sourced], Tokens, int, float, bool]
 """A drafter and the arguments of `Drafter.propose`."""
 
 
 def propose_batch(jobs: Sequence[Job]) -> list[Draft]:
     """What each job's drafter proposes, all in one call and over several threads where there is enough to do."""
-    asked = [(job[0]._native, _natives(job[1]), job[2][-DEPTH:], job[3], job[4]) for job in jobs]
+    asked = [(job[0]._native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:
         return [Draft(*tree) for tree in _native.draft_batch(asked)]
     except ValueError as error:

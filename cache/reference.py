@@ -216,6 +216,7 @@ class ReferenceDrafter:
         context: Sequence[int],
         max_tokens: int,
         min_probability: float = 0.0,
+        chain: bool = False,
     ) -> list[Node]:
         """Rows of (token, parent, path probability, match length, source), likeliest path first.
 
@@ -241,6 +242,8 @@ class ReferenceDrafter:
             if not open_:
                 break
             score, parent, token, length, source, told = heappop(open_)
+            if chain:
+                open_.clear()
             tree.append((token, parent, told, length, source))
             node, goes_on = len(tree) - 1, self.goes_on(token)
             reach, told = -score * goes_on, told * goes_on

@@ -88,12 +88,14 @@ class CacheRequest:
         self._require_open()
         self._indexes.insert(len(self._indexes) - 1, (index, source))
 
-    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft:
+    def draft(self, max_tokens: int = 32, min_probability: float = 0.0, *, chain: bool = False) -> Draft:
         """Propose a token tree that continues prompt and output; empty when nothing similar was seen.
+
+        A `chain` has no branches, for targets that verify no trees.
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
-        self._draft = self.drafter.propose(*self._asked(max_tokens, min_probability))
+        self._draft = self.drafter.propose(*self._asked(max_tokens, min_probability), chain)
         return self._draft
 
     def _asked(self, max_tokens: int, min_probability: float) -> tuple[list[Sourced], Tokens, int, float]:
@@ -120,6 +122,10 @@ class CacheRequest:
         if len(committed):
             self._output.append(committed.copy())
             self._cache._grown(self._space, self._session)
+
+    def count_draft(self, drafted: int, accepted: int) -> None:
+        """Count a draft that was made from `drafter` and `indexes` directly, for a caller with threads of its own."""
+        self._cache._drafted(drafted, accepted)
 
     def close(self) -> None:
         """End cleanly: the output joins the namespace's shared past. Idempotent."""

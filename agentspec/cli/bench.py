@@ -108,6 +108,39 @@ def cache(
 
 
 @app.command()
+def vllm(
+    environment: Annotated[
+        Path | None, typer.Option(help="Environment with vLLM, as .ci/vllm-env makes it [default: .venv-vllm]")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Built-in name or folder")] = "smollm2-135m",
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (at least 7)", min=7)] = None,
+    controls: Annotated[int, typer.Option(help="Sampled answers of the control (at least 7)", min=7)] = 14,
+    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
+) -> None:
+    """Ask vLLM servers with other drafters, with ours and with none the same prompts: cold, warm, after a restart."""
+    from rich.console import Console
+
+    from agentspec.backends.model_store import fetch
+    from agentspec.benchmarks.vllm import run_vllm
+    from agentspec.benchmarks.vllm_drafting import drafting_cost
+    from agentspec.benchmarks.vllm_report import print_report, write_json
+    from agentspec.benchmarks.vllm_server import find_environment
+    from agentspec.errors import ConfigurationError
+
+    found = environment or find_environment()
+    if found is None or not (found / "bin" / "vllm").exists():
+        raise ConfigurationError("no vLLM found: run .ci/vllm-env in a checkout, or name an environment that has it")
+    console = Console()
+    require_writable(json)
+    with console.status("drafting alone") as status:
+        drafting = drafting_cost()
+        report = run_vllm(found, fetch(model).folder, limit=limit, controls=controls, progress=status.update)
+    print_report(report, drafting, console)
+    if json:
+        write_json(report, drafting, json, _environment(model=model))
+
+
+@app.command()
 def traces(
     source: Annotated[Source, typer.Argument(help="Whose logs they are")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],

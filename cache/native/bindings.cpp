@@ -73,12 +73,12 @@ Arrays arrays_of(DraftTree tree) {
             array_of(std::move(tree.match_length)), array_of(std::move(tree.sources))};
 }
 
-using Job = std::tuple<const Drafter*, Indexes, Input<Token>, std::size_t, double>;
+using Job = std::tuple<const Drafter*, Indexes, Input<Token>, std::size_t, double, bool>;
 
 std::vector<Arrays> drafts_of(const std::vector<Job>& asked) {
     std::vector<DraftJob> jobs;
-    for (const auto& [drafter, indexes, context, max_tokens, min_probability] : asked) {
-        jobs.push_back({drafter, sourced(indexes), view(context), max_tokens, min_probability});
+    for (const auto& [drafter, indexes, context, max_tokens, min_probability, chain] : asked) {
+        jobs.push_back({drafter, sourced(indexes), view(context), max_tokens, min_probability, chain});
     }
     std::vector<DraftTree> trees = unlocked([&] { return draft_batch(jobs); });
     std::vector<Arrays> out;
@@ -165,11 +165,11 @@ void bind_drafter(nb::module_& m) {
         .def(
             "draft",
             [](const Drafter& self, const Indexes& indexes, const Input<Token>& context, std::size_t max_tokens,
-               double min_probability) {
+               double min_probability, bool chain) {
                 return arrays_of(unlocked(
-                    [&] { return self.draft(sourced(indexes), view(context), max_tokens, min_probability); }));
+                    [&] { return self.draft(sourced(indexes), view(context), max_tokens, min_probability, chain); }));
             },
-            "indexes"_a, "context"_a.noconvert(), "max_tokens"_a, "min_probability"_a)
+            "indexes"_a, "context"_a.noconvert(), "max_tokens"_a, "min_probability"_a, "chain"_a = false)
         .def(
             "observe",
             [](Drafter& self, const Indexes& indexes, const Input<Token>& context, const Input<Token>& tokens) {

@@ -18,9 +18,9 @@ public:
 
     void work() noexcept {
         for (std::size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < jobs_.size();) {
-            const auto& [drafter, indexes, context, max_tokens, min_probability] = jobs_[i];
+            const auto& [drafter, indexes, context, max_tokens, min_probability, chain] = jobs_[i];
             try {
-                trees_[i] = drafter->draft(indexes, context, max_tokens, min_probability);
+                trees_[i] = drafter->draft(indexes, context, max_tokens, min_probability, chain);
             } catch (...) {
                 failures_[i] = std::current_exception();
             }

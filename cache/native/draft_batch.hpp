@@ -15,6 +15,7 @@ struct DraftJob {
     std::span<const Token> context;
     std::size_t max_tokens;
     double min_probability;
+    bool chain = false;
 };
 
 /// The tree of each job, as `Drafter::draft` would give it. Throws what that throws, for the first job found wrong.

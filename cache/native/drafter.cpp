@@ -53,18 +53,17 @@ struct Candidate {
     }
 };
 
-/// Best-first growth of one tree.
+/// Best-first growth of one tree, or of the chain of likeliest children.
 class Growth {
 public:
     Growth(const HitRates& rates, const DepthRates& depths, const DepthRates& leads, const EndRates& ends, LevelWalk& walk, std::span<const Token> context,
-           std::size_t max_tokens, double floor)
-        : rates_(rates), depths_(depths), leads_(leads), ends_(ends), walk_(walk), context_(context), max_tokens_(max_tokens), floor_(floor) {}
+           std::size_t max_tokens, double floor, bool chain)
+        : rates_(rates), depths_(depths), leads_(leads), ends_(ends), walk_(walk), context_(context), max_tokens_(max_tokens), floor_(floor), chain_(chain) {}
 
     DraftTree grow() {
         if (max_tokens_ > 0 && !context_.empty()) expand(-1, {1.0, 1.0});
         while (!open_.empty() && tree_.tokens.size() < max_tokens_) {
-            const Candidate best = open_.top();
-            open_.pop();
+            const Candidate best = take();
             tree_.tokens.push_back(best.token);
             tree_.parents.push_back(best.parent);
             tree_.match_length.push_back(best.match_length);
@@ -114,11 +113,19 @@ private:
         if (candidate.corrected < floor_) return;
         open_.push(candidate);
         best_.push(candidate.probability);
-        if (best_.size() > max_tokens_) best_.pop();
+        if (best_.size() > (chain_ ? 1 : max_tokens_)) best_.pop();
     }
 
-    /// Children are never likelier than their parent, so only the max_tokens best offers can enter the tree.
-    double threshold() const { return best_.size() < max_tokens_ ? kNegligible : best_.top(); }
+    /// The likeliest candidate; its siblings have no place in a chain.
+    Candidate take() {
+        const Candidate best = open_.top();
+        open_.pop();
+        if (chain_) open_ = {}, best_ = {};
+        return best;
+    }
+
+    /// Children are never likelier than their parent, so only the max_tokens best offers can enter a tree, one a chain.
+    double threshold() const { return best_.size() < (chain_ ? 1 : max_tokens_) ? kNegligible : best_.top(); }
 
     const HitRates& rates_;
     const DepthRates &depths_, &leads_;
@@ -127,6 +134,7 @@ private:
     std::span<const Token> context_;
     std::size_t max_tokens_;
     double floor_;
+    bool chain_;
     DraftTree tree_;
     Query query_{std::span<const Token>{}};
     std::vector<Token> path_;
@@ -137,11 +145,11 @@ private:
 }  // namespace
 
 DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
-                         double min_probability) const {
+                         double min_probability, bool chain) const {
     const Views locked(indexes);
     const std::shared_lock lock(mutex_);
     LevelWalk walk(locked.views, locked.sources, scan_limit_);
-    return Growth(rates_, depths_, leads_, ends_, walk, context, max_tokens, min_probability).grow();
+    return Growth(rates_, depths_, leads_, ends_, walk, context, max_tokens, min_probability, chain).grow();
 }
 
 void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,

@@ -27,6 +27,13 @@ def test_total_speed_weighs_by_time() -> None:
     assert table.tokens_per_step("v") is None
 
 
+def test_turns_at_one_prompt_are_one_measurement() -> None:
+    table = Table("t", turns=2)
+    for seconds in (1.0, 3.0, 2.0, 2.0):
+        table.add("v", Run((0,) * 10, seconds))
+    assert table.speeds("v") == [5.0, 5.0]
+
+
 @pytest.mark.model
 def test_all_variants_answer_alike_on_the_default_model() -> None:
     """Two short prompts through every variant but the long warm-up: same tokens, fewer steps on the second pass."""

@@ -57,7 +57,7 @@ def test_many_threads_draft_as_one() -> None:
     index.append(0, rng.integers(0, 20, 20_000).astype(np.int32))
     contexts = [rng.integers(0, 20, 64).astype(np.int32) for _ in range(200)]
     alone = [drafter.draft([(index, Source.SHARED)], context, 64) for context in contexts]
-    together = propose_batch([(drafter, [(index, Source.SHARED)], context, 64, 0.0) for context in contexts])
+    together = propose_batch([(drafter, [(index, Source.SHARED)], context, 64, 0.0, False) for context in contexts])
     assert sum(map(len, together)) > 5000
     assert all(same(one, other) for one, other in zip(alone, together, strict=True))
 

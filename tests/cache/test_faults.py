@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -104,17 +103,6 @@ def test_killed_while_opening_50_times(tmp_path: Path) -> None:
 
 
 # S3, S6, S7: calls that fail. The process under test has its file functions replaced.
-
-
-@pytest.fixture(scope="module")
-def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("failing files are not tested: that needs Linux and a C compiler")
-    library = tmp_path_factory.mktemp("faults") / "faults.so"
-    source = Path(__file__).with_name("faults.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    return library
 
 
 def run(preload: Path, program: str, folder: Path, *arguments: str) -> str:

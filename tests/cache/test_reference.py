@@ -40,9 +40,12 @@ def assert_same_drafts(
     context: list[int],
     max_tokens: int,
     min_probability: float,
+    *,
+    chain: bool = False,
 ) -> None:
-    draft = native.draft([(index, source) for index, _, source in pairs], context, max_tokens, min_probability)
-    rows = twin.draft([(index, source) for _, index, source in pairs], context, max_tokens, min_probability)
+    natives, twins = ([(pair[of], pair[2]) for pair in pairs] for of in (0, 1))
+    draft = native.draft(natives, context, max_tokens, min_probability, chain=chain)
+    rows = twin.draft(twins, context, max_tokens, min_probability, chain)
     expected = list(zip(*rows, strict=True)) if rows else [(), (), (), (), ()]
     assert draft.tokens.tolist() == list(expected[0])
     assert draft.parents.tolist() == list(expected[1])
@@ -110,10 +113,10 @@ class SameIndex(RuleBasedStateMachine):
         self.twin_drafter.observe_end(token)
 
     @precondition(lambda self: len(self.twin.occurrences) < 250)
-    @rule(context=contexts, max_tokens=st.integers(0, 12))
-    def draft(self, context: list[int], max_tokens: int) -> None:
+    @rule(context=contexts, max_tokens=st.integers(0, 12), chain=st.booleans())
+    def draft(self, context: list[int], max_tokens: int, chain: bool) -> None:
         pairs = [(self.native, self.twin, Source.SHARED)]
-        assert_same_drafts(pairs, self.drafter, self.twin_drafter, context, max_tokens, 0.0)
+        assert_same_drafts(pairs, self.drafter, self.twin_drafter, context, max_tokens, 0.0, chain=chain)
 
     @invariant()
     def intact(self) -> None:
@@ -146,7 +149,9 @@ def test_two_sources_draft_alike_while_learning(
     drafter, twin_drafter = Drafter(scan_limit=NO_SAMPLING), ReferenceDrafter()
     context = session[-64:]
     for token in output:
-        assert_same_drafts(list(zip(natives, twins, sources, strict=True)), drafter, twin_drafter, context, 8, floor)
+        pairs = list(zip(natives, twins, sources, strict=True))
+        for chain in (False, True):
+            assert_same_drafts(pairs, drafter, twin_drafter, context, 8, floor, chain=chain)
         drafter.observe(list(zip(natives, sources, strict=True)), context, [token])
         twin_drafter.observe(list(zip(twins, sources, strict=True)), context, [token])
         natives[0].append(0, [token])

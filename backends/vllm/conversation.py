@@ -1,0 +1,92 @@
+"""One request of the server: what its drafts are made from, and what became of the last one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from agentspec.cache.index import DEPTH, Drafter, Sourced, SuffixIndex
+from agentspec.cache.tokens import Tokens
+from agentspec.governor import Pace
+from agentspec.types import Labels, Source
+
+_TRANSCRIPT = 0
+
+
+class Memory(Protocol):
+    """Where a conversation is remembered; `CacheRequest` is one. Used by the recorder, but for the two properties."""
+
+    @property
+    def drafter(self) -> Drafter: ...
+
+    @property
+    def indexes(self) -> list[Sourced]: ...
+
+    def extend(self, tokens: Tokens) -> None: ...
+
+    def count_draft(self, drafted: int, accepted: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class PrivateMemory:
+    """Of a request that must leave nothing behind and see nothing of others: gone when it ends."""
+
+    def __init__(self, prompt: Tokens) -> None:
+        self.drafter = Drafter()
+        self._context = prompt[-DEPTH:]
+        self._index = SuffixIndex()
+        self._index.append(_TRANSCRIPT, prompt)
+
+    @property
+    def indexes(self) -> list[Sourced]:
+        return [(self._index, Source.SESSION)]
+
+    def extend(self, tokens: Tokens) -> None:
+        self.drafter.observe(self.indexes, self._context, tokens)
+        self._index.append(_TRANSCRIPT, tokens)
+        self._context = np.concatenate((self._context, tokens))[-DEPTH:]
+
+    def count_draft(self, drafted: int, accepted: int) -> None:
+        """Nobody is told."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def abandon(self) -> None:
+        """Nothing is kept."""
+
+
+class Conversation:
+    """What the server's thread knows of a request. `memory` is set by the recorder once it is ready."""
+
+    __slots__ = ("accepted", "asked", "chain", "expected", "labels", "length", "memory", "pace", "ready", "salt")
+
+    def __init__(self, length: int, pace: Pace, labels: Labels | None = None, salt: str | None = None) -> None:
+        self.length = length  # of prompt and output
+        self.pace = pace
+        self.labels = labels or Labels()
+        self.salt = salt
+        self.memory: Memory | None = None
+        self.ready = threading.Event()  # whether or not there is a memory
+        self.chain: Sequence[int] = ()  # proposed in the last round
+        self.asked = False
+        self.expected = 0.0
+        self.accepted = 0
+
+    def advance(self, fresh: Tokens) -> None:
+        """The output grew by `fresh`, which tells how much of the last chain was right."""
+        self.accepted = 0
+        for proposed, token in zip(self.chain, fresh.tolist(), strict=False):
+            if proposed != token:
+                break
+            self.accepted += 1
+        self.length += len(fresh)
+
+    def propose(self, chain: Sequence[int], expected: float, *, asked: bool) -> None:
+        self.chain, self.expected, self.asked = chain, expected, asked

@@ -1,0 +1,149 @@
+"""Drafting for all requests of a server, one round after another. Knows nothing of vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+from agentspec.backends.vllm.chains import StepCost, cut
+from agentspec.backends.vllm.conversation import Conversation
+from agentspec.backends.vllm.recorder import Open, Patience, Recorder, Said
+from agentspec.backends.vllm.stats import RoundStats
+from agentspec.cache.index import Job, propose_batch
+from agentspec.cache.tokens import Tokens
+from agentspec.governor import Governor
+from agentspec.telemetry.place import said_of
+from agentspec.types import Labels
+
+FREE = 0.005  # drafting up to this share of a step is not worth accounting for
+
+logger = logging.getLogger(__name__)
+
+
+class Turn(NamedTuple):
+    """A request's part in a round: what its output grew by, how prompt and output end, how much may be drafted.
+
+    `context` is int32 and looked at during the call only; of it the last `DEPTH` tokens count.
+    """
+
+    conversation: Conversation
+    fresh: Tokens
+    context: Tokens
+    most: int
+
+
+class ServerDrafter:
+    """Chains of tokens for the requests of a server. `propose` is called by one thread, `begin` and `end` by the same.
+
+    Nothing here raises or waits for longer than a millisecond: what goes wrong costs drafts.
+    """
+
+    def __init__(
+        self,
+        open_memory: Open,
+        vocab_size: int,
+        *,
+        idle: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._recorder = Recorder(open_memory, idle)
+        self._on_close = on_close
+        self._patience = Patience()
+        self._governor = Governor()
+        self._cost = StepCost()
+        self._vocab_size = vocab_size
+        self._last: list[Conversation] = []  # of the last round
+        self._last_end = 0.0
+        self._failed = False
+        self.stats = RoundStats()
+
+    def begin(self, prompt: Tokens, labels: Labels | None = None, salt: str | None = None) -> Conversation:
+        """A request came. One that carries a salt is remembered where `open_memory` decides."""
+        conversation = Conversation(len(prompt), self._governor.pace(), labels, salt)
+        self._recorder.begin(conversation, prompt)
+        return conversation
+
+    def end(self, conversation: Conversation) -> None:
+        """A request is over."""
+        self._recorder.end(conversation)
+
+    def close(self) -> None:
+        """Remember what was said so far, then stop. Idempotent."""
+        self._recorder.close()
+        self._on_close()
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        return self._recorder.flush(timeout)
+
+    def propose(self, turns: Sequence[Turn], *, steady: bool = True) -> list[list[int]]:
+        """What each request's output may go on with. Unless `steady` the step before did other work too."""
+        started = perf_counter()
+        said: list[Said] = []
+        try:
+            said = self._learn(turns, started if steady else None)
+            chains = self._draft(turns)
+        except Exception as error:
+            self._report(error)
+            chains = [[] for _ in turns]
+        self._recorder.extend(said)  # now, not before: it would work at the same time, and both need the interpreter
+        self._last, self._last_end = [turn.conversation for turn in turns], perf_counter()
+        self.stats.add(self._last_end - started, sum(map(len, chains)))
+        return chains
+
+    def _learn(self, turns: Sequence[Turn], now: float | None) -> list[Said]:
+        for turn in turns:
+            turn.conversation.advance(turn.fresh)
+            self.stats.accepted += turn.conversation.accepted
+        # Where others came or went, the time since the last round is not the cost of its tokens.
+        if now is not None and self._last and self._last == [turn.conversation for turn in turns]:
+            self._judge(turns, now - self._last_end)
+        return [Said(one, fresh, len(one.chain), one.accepted) for one, fresh, _, _ in turns]
+
+    def _judge(self, turns: Sequence[Turn], seconds: float) -> None:
+        """Learn what the step cost, and for each request whether asking for drafts pays."""
+        conversations = self._last
+        drafted = sum(len(conversation.chain) for conversation in conversations)
+        self._cost.observe(len(turns) + drafted, seconds)
+        emitted = sum(len(turn.fresh) for turn in turns)
+        extra = self._cost.seconds(len(turns) + drafted) - self._cost.seconds(len(turns))
+        asking = self.stats.last_seconds / max(1, sum(conversation.asked for conversation in conversations))
+        for conversation in conversations:
+            if conversation.asked:
+                share = len(conversation.chain) / drafted if drafted else 0.0
+                saved = conversation.accepted * seconds / emitted - extra * share
+                cost = max(0.0, asking - FREE * seconds)
+                conversation.pace.observe(conversation.expected, conversation.accepted, cost, saved)
+
+    def _draft(self, turns: Sequence[Turn]) -> list[list[int]]:
+        self._patience.wait([turn.conversation for turn in turns if not turn.conversation.ready.is_set()])
+        floor = self._cost.least_worth(len(turns))
+        asked = [(turn, job) for turn in turns if (job := self._job(turn, floor))]
+        asking, drafts = [turn for turn, _ in asked], propose_batch([job for _, job in asked]) if asked else []
+        worths = [d.probabilities * min(1.0, t.conversation.pace.factor) for d, t in zip(drafts, asking, strict=True)]
+        for turn in turns:
+            turn.conversation.propose((), 0.0, asked=False)
+        for turn, draft, worth, count in zip(asking, drafts, worths, cut(worths, len(turns), self._cost), strict=True):
+            chain = self._known(draft.tokens[:count].tolist())
+            turn.conversation.propose(chain, float(worth[: len(chain)].sum()), asked=True)
+        return [list(turn.conversation.chain) for turn in turns]
+
+    @staticmethod
+    def _job(turn: Turn, floor: float) -> Job | None:
+        """What to ask for a request, if anything."""
+        memory = turn.conversation.memory
+        if memory is None or turn.most <= 0 or not turn.conversation.pace.ask():
+            return None
+        return memory.drafter, memory.indexes, turn.context, turn.most, floor, True
+
+    def _known(self, chain: list[int]) -> list[int]:
+        """As far as the model knows the tokens."""
+        if chain and max(chain) >= self._vocab_size:
+            return chain[: next(i for i, token in enumerate(chain) if token >= self._vocab_size)]
+        return chain
+
+    def _report(self, error: Exception) -> None:
+        if not self._failed:
+            logger.warning("agentspec: a round went without drafts: %s", said_of(error))
+        self._failed = True

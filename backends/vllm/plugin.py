@@ -1,0 +1,68 @@
+"""The plug-in that vLLM loads in each of its processes: puts our cache behind its suffix method."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import version
+from typing import Any
+
+from agentspec.backends.vllm.opening import SUPPORTED, supported
+from agentspec.backends.vllm.settings import enabled
+from agentspec.backends.vllm.suffix import SALT, SuffixDecodingProposer
+
+logger = logging.getLogger(__name__)
+
+_installed = False
+
+
+def install() -> None:
+    """Entry point of `vllm.general_plugins`. Servers that use another method see no difference."""
+    global _installed
+    if _installed or not enabled():
+        return
+    _installed = True
+    _log_as_vllm_does()
+    if not supported(version("vllm")):
+        known, found = SUPPORTED[-1], version("vllm")
+        logger.warning("agentspec leaves vLLM's suffix method alone: it works with vLLM %s.x, not %s", known, found)
+        return
+    _accept_without_arctic()
+    _replace_proposer()
+    _carry_salts()
+
+
+def _log_as_vllm_does() -> None:
+    ours, theirs = logging.getLogger("agentspec"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers, ours.propagate = theirs.handlers, theirs.propagate
+        ours.setLevel(theirs.level)
+
+
+def _accept_without_arctic() -> None:
+    """The configuration is refused where Arctic Inference is missing, which is not asked here."""
+    from vllm.config import speculative  # pyright: ignore[reportMissingImports]
+
+    speculative.has_arctic_inference = lambda: True
+
+
+def _replace_proposer() -> None:
+    from vllm.v1.spec_decode import suffix_decoding  # pyright: ignore[reportMissingImports]
+
+    suffix_decoding.SuffixDecodingProposer = SuffixDecodingProposer
+    if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # which has taken the name already
+        vars(runner)["SuffixDecodingProposer"] = SuffixDecodingProposer
+
+
+def _carry_salts() -> None:
+    """A worker hears of new requests without their `cache_salt`: it goes along as an attribute."""
+    from vllm.v1.core.sched.output import NewRequestData  # pyright: ignore[reportMissingImports]
+
+    original = NewRequestData.from_request.__func__
+
+    def from_request(cls: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        data = original(cls, request, *args, **kwargs)
+        setattr(data, SALT, request.cache_salt)
+        return data
+
+    NewRequestData.from_request = classmethod(from_request)

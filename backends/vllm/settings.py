@@ -1,0 +1,88 @@
+"""What an operator sets for the drafter of a server: environment variables, since the server has its own options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentspec.cache.settings import CacheSettings
+from agentspec.errors import ConfigurationError
+
+PREFIX = "AGENTSPEC_"
+CACHE = f"{PREFIX}CACHE__"
+LOCATIONS = (f"{PREFIX}CACHE_PATH", f"{PREFIX}STORE_URL", f"{CACHE}PATH")
+SWITCH = f"{PREFIX}VLLM"
+
+
+class DrafterSettings(BaseModel):
+    """Read with `read_settings`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tenant: str = Field(default="default", min_length=1, description="Whom the server belongs to; `AGENTSPEC_TENANT`")
+    salts: dict[str, str] = Field(
+        default={}, description="Tenant of each `cache_salt` that is known, as JSON; `AGENTSPEC_VLLM_SALTS`"
+    )
+    cache: CacheSettings = Field(default=CacheSettings(), description="`AGENTSPEC_CACHE__KEY`, and the location")
+
+
+def enabled(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether vLLM's suffix method is to be answered by us. Raises `ConfigurationError` for neither on nor off."""
+    chosen = environment.get(SWITCH, "on").lower()
+    if chosen not in ("on", "1", "true", "off", "0", "false"):
+        raise ConfigurationError(f"{SWITCH} must be on or off, not {chosen!r}")
+    return chosen in ("on", "1", "true")
+
+
+def read_settings(environment: Mapping[str, str] = os.environ) -> DrafterSettings:
+    """Raises `ConfigurationError`, naming the variable, for what cannot work."""
+    values: dict[str, Any] = {"cache": _cache(environment)}
+    if tenant := environment.get(f"{PREFIX}TENANT"):
+        values["tenant"] = tenant
+    if salts := environment.get(f"{PREFIX}VLLM_SALTS"):
+        values["salts"] = _json_object(f"{PREFIX}VLLM_SALTS", salts)
+    try:
+        return DrafterSettings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "__".join(str(part).upper() for part in first["loc"])
+        raise ConfigurationError(f"{PREFIX}{name}: {first['msg']}") from None
+
+
+def _cache(environment: Mapping[str, str]) -> dict[str, Any]:
+    """`AGENTSPEC_CACHE__KEY` by key. Lists are written as JSON."""
+    single = [name for name in environment if name.startswith(f"{PREFIX}CACHE_") and name not in LOCATIONS]
+    values: dict[str, Any] = {}
+    for name in single:
+        key = name.removeprefix(CACHE)
+        if key == name:
+            key = name.removeprefix(f"{PREFIX}CACHE_")
+            raise ConfigurationError(f"{name}: write {CACHE}{key}, with two underscores")
+        values[key.lower()] = _json_list(name, environment[name])
+    places = {name: environment[name] for name in LOCATIONS if environment.get(name)}
+    if len(set(places.values())) > 1:
+        raise ConfigurationError(f"{' and '.join(places)} differ: set one, it is where the cache is kept")
+    return values | ({"path": next(iter(places.values()))} if places else {})
+
+
+def _json_list(name: str, text: str) -> object:
+    return _json(name, text) if text.lstrip().startswith("[") else text
+
+
+def _json_object(name: str, text: str) -> object:
+    value = _json(name, text)
+    if not isinstance(value, dict):
+        raise ConfigurationError(f'{name} must be a JSON object such as {{"salt": "tenant"}}')
+    return value
+
+
+def _json(name: str, text: str) -> object:
+    import json
+
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{name}: not valid JSON: {error}") from None

@@ -1,0 +1,224 @@
+"""Drafting for a server's requests: what is proposed, what is remembered, and what may not get in the way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from agentspec.backends.vllm.conversation import Conversation, Memory, PrivateMemory
+from agentspec.backends.vllm.drafting import ServerDrafter, Turn
+from agentspec.cache import SuffixCache
+from agentspec.cache.index import DEPTH
+from agentspec.cache.tokens import Tokens
+from agentspec.types import Labels
+
+VOCABULARY = 1000
+STEP = 0.01  # seconds that a step of the server takes: next to less no draft pays
+TEXT = np.arange(100, 160, dtype=np.int32)
+
+
+def tokens(*ids: int) -> Tokens:
+    return np.array(ids, dtype=np.int32)
+
+
+class Client:
+    """A request and all of its text."""
+
+    def __init__(self, drafter: ServerDrafter, prompt: Tokens, labels: Labels | None = None) -> None:
+        self.conversation, self.tokens = drafter.begin(prompt, labels), prompt
+
+    def turn(self, fresh: Tokens, most: int) -> Turn:
+        self.tokens = np.concatenate((self.tokens, fresh))
+        return Turn(self.conversation, fresh, self.tokens[-DEPTH:], most)
+
+
+@pytest.fixture
+def cache() -> Iterator[SuffixCache]:
+    with SuffixCache.open() as cache:
+        yield cache
+
+
+@pytest.fixture
+def drafter(cache: SuffixCache) -> Iterator[ServerDrafter]:
+    drafter = ServerDrafter(lambda conversation, prompt: cache.request(prompt), VOCABULARY)
+    yield drafter
+    drafter.close()
+
+
+def answer(drafter: ServerDrafter, prompt: Tokens, output: Tokens, most: int = 8) -> list[list[int]]:
+    """One request alone, whose target writes `output`; the chain of each round."""
+    client = Client(drafter, prompt)
+    chains, at, fresh = [], 1, output[:1]
+    while at < len(output):
+        (chain,) = drafter.propose([client.turn(fresh, min(most, len(output) - at))])
+        drafter.flush()
+        chains.append(chain)
+        right = next((i for i, token in enumerate(chain) if token != output[at + i]), len(chain))
+        fresh = output[at : at + right + 1]
+        at += right + 1
+        time.sleep(STEP)
+    drafter.propose([client.turn(fresh, 0)])
+    drafter.end(client.conversation)
+    drafter.flush()
+    return chains
+
+
+def test_a_second_answer_is_drafted_from_the_first(drafter: ServerDrafter, cache: SuffixCache) -> None:
+    answer(drafter, tokens(1, 2, 3), TEXT)
+    chains = answer(drafter, tokens(4, 5, 3), TEXT)
+    assert len(chains) < len(TEXT) / 3
+    stats = cache.stats()
+    assert stats.sequences == 2
+    assert stats.accepted > 40
+
+
+def test_a_prompt_is_drafted_from_at_once(drafter: ServerDrafter) -> None:
+    prompt = np.concatenate((TEXT, tokens(1, 2)))
+    client = Client(drafter, prompt)
+    drafter.flush()
+    (chain,) = drafter.propose([client.turn(TEXT[:3], 4)])
+    assert chain == TEXT[3:7].tolist()[: len(chain)]
+    assert chain
+
+
+def test_no_more_than_asked_and_nothing_the_model_does_not_know(drafter: ServerDrafter) -> None:
+    foreign = tokens(1, 2, 3, VOCABULARY + 5, 7, 1, 2)
+    client = Client(drafter, foreign)
+    drafter.flush()
+    assert drafter.propose([client.turn(tokens(1, 2, 3), 8)]) == [[]]
+    other = Client(drafter, np.tile(TEXT, 3))
+    drafter.flush()
+    for most in (3, 1, 0):
+        (chain,) = drafter.propose([other.turn(TEXT[:3], most)])
+        assert len(chain) <= most
+
+
+def test_sessions_are_recognised_by_their_prompts(drafter: ServerDrafter, cache: SuffixCache) -> None:
+    answer(drafter, TEXT, tokens(1, 2, 3, 4))
+    answer(drafter, np.concatenate((TEXT, tokens(1, 2, 3, 4, 9, 9))), tokens(5, 6, 7))
+    assert cache.stats().sessions == 1
+
+
+def test_requests_side_by_side(drafter: ServerDrafter) -> None:
+    """Each gets what follows its own text, in the order asked, and those without a past get nothing."""
+    others = [np.arange(200 + 50 * i, 240 + 50 * i, dtype=np.int32) for i in range(3)]
+    clients = [Client(drafter, text) for text in others] + [Client(drafter, tokens(1))]
+    drafter.flush()
+    turns = [c.turn(text[:4], 4) for c, text in zip(clients, [*others, tokens(7, 8, 9, 10)], strict=True)]
+    chains = drafter.propose(turns)
+    for chain, text in zip(chains, others, strict=False):
+        assert chain
+        assert chain == text[4 : 4 + len(chain)].tolist()
+    assert chains[3] == []
+
+
+def test_a_text_that_does_not_repeat_is_soon_left_alone(drafter: ServerDrafter) -> None:
+    rng = np.random.default_rng(0)
+    client = Client(drafter, rng.integers(0, 5, 500).astype(np.int32))
+    asked = []
+    for _ in range(200):
+        drafter.propose([client.turn(rng.integers(0, 5, 1).astype(np.int32), 8)])
+        drafter.flush()
+        asked.append(client.conversation.asked)
+        time.sleep(0.001)
+    assert sum(asked[100:]) < 60
+
+
+class Broken:
+    """A memory that fails, or takes its time."""
+
+    def __init__(self, memory: Memory, act: Callable[[], None]) -> None:
+        self.drafter, self.indexes, self._act = memory.drafter, memory.indexes, act
+        self.abandoned = False
+
+    def extend(self, tokens: Tokens) -> None:
+        self._act()
+
+    def count_draft(self, drafted: int, accepted: int) -> None:
+        self._act()
+
+    def close(self) -> None:
+        self._act()
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+def test_a_memory_that_fails_costs_drafts_only(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ValueError("secret text of a prompt")
+
+    memory = Broken(PrivateMemory(TEXT), fail)
+    drafter = ServerDrafter(lambda conversation, prompt: memory, VOCABULARY)
+    client = Client(drafter, TEXT)
+    for _ in range(3):
+        (chain,) = drafter.propose([client.turn(TEXT[:3], 4)])
+        drafter.flush()
+    assert chain == []
+    assert memory.abandoned
+    assert caplog.text.count("without the token cache") == 1
+    assert "secret" not in caplog.text
+    drafter.end(client.conversation)
+    drafter.close()
+
+
+def test_a_memory_that_cannot_be_had(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(conversation: Conversation, prompt: Tokens) -> Memory:
+        raise RuntimeError("closed")
+
+    drafter = ServerDrafter(refuse, VOCABULARY)
+    client = Client(drafter, TEXT)
+    assert drafter.propose([client.turn(TEXT[:3], 4)]) == [[]]
+    drafter.end(client.conversation)
+    drafter.close()
+    assert "without the token cache" in caplog.text
+
+
+def test_a_memory_that_stands_still_holds_nobody_up() -> None:
+    """A disk that does not answer: drafts go on from what is in memory, and no round waits for it."""
+    go = threading.Event()
+    memory = Broken(PrivateMemory(np.tile(TEXT, 2)), lambda: go.wait(30) and None)
+    drafter = ServerDrafter(lambda conversation, prompt: memory, VOCABULARY)
+    client = Client(drafter, TEXT)
+    drafter.flush()
+    seconds, chains = [], []
+    for start in range(0, 40, 2):
+        began = time.perf_counter()
+        chains += drafter.propose([client.turn(TEXT[start : start + 3], 4)])
+        seconds.append(time.perf_counter() - began)
+        time.sleep(0.001)
+    late = Client(drafter, TEXT)
+    drafter.propose([late.turn(TEXT[:2], 4)])
+    go.set()
+    assert sum(map(bool, chains)) > 3
+    assert sorted(seconds)[len(seconds) // 2] < 0.01
+    drafter.close()
+
+
+def test_an_error_of_ours_is_logged_once_and_nothing_is_proposed(caplog: pytest.LogCaptureFixture) -> None:
+    with SuffixCache.open() as cache:
+        drafter = ServerDrafter(lambda conversation, prompt: cache.request(prompt), VOCABULARY)
+        client = Client(drafter, TEXT)
+        drafter.flush()
+        client.conversation.length = None  # type: ignore[assignment]
+        for _ in range(2):
+            assert drafter.propose([client.turn(TEXT[:2], 4)]) == [[]]
+        assert caplog.text.count("went without drafts") == 1
+        drafter.close()
+
+
+def test_labels_reach_the_cache(cache: SuffixCache) -> None:
+    seen = []
+
+    def open_memory(conversation: Conversation, prompt: Tokens) -> Memory:
+        seen.append(conversation.labels)
+        return cache.request(prompt, session=conversation.labels.session)
+
+    drafter = ServerDrafter(open_memory, VOCABULARY)
+    drafter.end(drafter.begin(TEXT, Labels("s", "w", "plan")))
+    drafter.close()
+    assert seen == [Labels("s", "w", "plan")]

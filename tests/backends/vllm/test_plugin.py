@@ -1,0 +1,161 @@
+"""What the plug-in changes in vLLM, on stand-ins for the few modules that it touches; real ones: test_server.py."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.backends.vllm import opening, plugin, suffix
+from agentspec.backends.vllm.suffix import SALT, SuffixDecodingProposer
+from agentspec.errors import ConfigurationError
+
+
+@dataclass
+class NewRequestData:
+    req_id: str
+
+    @classmethod
+    def from_request(cls, request: Any, block_ids: Any = None) -> NewRequestData:
+        return cls(request.request_id)
+
+
+class GPUModelRunner:
+    def __init__(self, drafter: object) -> None:
+        self.drafter, self.input_batch, self.updated = drafter, SimpleNamespace(), 0
+
+    def _update_states(self, scheduler_output: object) -> str:
+        self.updated += 1
+        return "deferred"
+
+
+CONTENTS: dict[str, dict[str, object]] = {
+    "vllm": {},
+    "vllm.config": {},
+    "vllm.config.speculative": {"has_arctic_inference": lambda: False},
+    "vllm.v1": {},
+    "vllm.v1.spec_decode": {},
+    "vllm.v1.spec_decode.suffix_decoding": {"SuffixDecodingProposer": object},
+    "vllm.v1.core": {},
+    "vllm.v1.core.sched": {},
+    "vllm.v1.core.sched.output": {"NewRequestData": NewRequestData},
+    "vllm.v1.worker": {},
+    "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": GPUModelRunner, "SuffixDecodingProposer": object},
+}
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """vLLM 0.32, not installed but importable."""
+    modules = {name: ModuleType(name) for name in CONTENTS}
+    for name, module in modules.items():
+        vars(module).update(CONTENTS[name])
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+        monkeypatch.setitem(sys.modules, name, module)
+    for owner, name in ((NewRequestData, "from_request"), (GPUModelRunner, "_update_states")):
+        monkeypatch.setattr(owner, name, vars(owner)[name])
+    monkeypatch.setattr(plugin, "_installed", False)
+    monkeypatch.setattr(plugin, "version", lambda name: "0.32.0+cpu")
+    ours = logging.getLogger("agentspec")
+    kept = ours.handlers, ours.propagate, ours.level
+    yield modules
+    ours.handlers, ours.propagate, ours.level = kept
+
+
+def test_ours_takes_the_place_of_the_suffix_method(vllm: dict[str, ModuleType]) -> None:
+    plugin.install()
+    plugin.install()
+    assert vllm["vllm.config.speculative"].has_arctic_inference()
+    for name in ("vllm.v1.spec_decode.suffix_decoding", "vllm.v1.worker.gpu_model_runner"):
+        assert vllm[name].SuffixDecodingProposer is SuffixDecodingProposer
+
+
+def test_new_requests_carry_their_salt(vllm: dict[str, ModuleType]) -> None:
+    plugin.install()
+    data = NewRequestData.from_request(SimpleNamespace(request_id="a", cache_salt="pepper"), block_ids=())
+    assert (data.req_id, getattr(data, SALT)) == ("a", "pepper")
+
+
+def test_switched_off_nothing_changes(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_VLLM", "off")
+    plugin.install()
+    assert vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object
+
+
+def test_another_version_is_left_alone(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plugin, "version", lambda name: "0.99.1")
+    handler = logging.StreamHandler(sys.stdout)
+    logging.getLogger("vllm").addHandler(handler)
+    plugin.install()
+    logging.getLogger("vllm").removeHandler(handler)
+    assert vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object
+    assert "0.32.x, not 0.99.1" in capsys.readouterr().out
+
+
+def test_the_custom_class_refuses_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "version", lambda name: "0.99.1" if name == "vllm" else "1")
+    with pytest.raises(ConfigurationError, match=r"works with vLLM 0\.32\.x, not 0\.99\.1"):
+        opening.require_supported()
+
+
+def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "drafts_here", lambda: False)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=4), model_config=SimpleNamespace(max_model_len=100)
+    )
+    proposers = [SuffixDecodingProposer(config) for _ in range(2)]  # the second must not wrap anew
+    told: list[object] = []
+    monkeypatch.setattr(proposers[1], "scheduled", lambda output, batch: told.append(output))
+    runner = GPUModelRunner(proposers[1])
+    assert runner._update_states("output") == "deferred"
+    assert (runner.updated, told) == (1, ["output"])
+    other = GPUModelRunner(object())
+    assert other._update_states("output") == "deferred"
+    assert told == ["output"]
+
+
+def model(folder: str, **config: object) -> Any:
+    return SimpleNamespace(
+        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8, "_name_or_path": folder, **config}),
+        tokenizer=folder,
+        tokenizer_revision=None,
+    )
+
+
+def test_replicas_with_other_folder_names_share_and_other_models_do_not(tmp_path: Any) -> None:
+    for name, text in (("a", "{}"), ("b", "{}"), ("c", "{1}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(text)
+    one, same, tokenizer = (opening.namespace_of(model(str(tmp_path / name)), "t") for name in "abc")
+    assert one == same
+    assert len({one, tokenizer, opening.namespace_of(model(str(tmp_path / "a"), layers=2), "t")}) == 3
+    assert opening.namespace_of(model(str(tmp_path / "a")), "other").tenant == "other"
+    nameless = opening.namespace_of(model("org/name"), "t")
+    assert nameless.tokenizer_hash != one.tokenizer_hash
+
+
+def test_a_drafter_from_a_configuration(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AGENTSPEC_CACHE_PATH", str(tmp_path / "cache"))
+    monkeypatch.setenv("AGENTSPEC_TENANT", "acme")
+    config = SimpleNamespace(model_config=model(str(tmp_path)))
+    config.model_config.get_vocab_size = lambda: 100
+    with caplog.at_level(logging.INFO, "agentspec"):
+        drafter = opening.open_drafter(config)
+    assert "tenant 'acme'" in caplog.text
+    conversation = drafter.begin(np.arange(10, dtype=np.int32))
+    assert drafter.flush()
+    drafter.end(conversation)
+    drafter.close()
+    drafter.close()

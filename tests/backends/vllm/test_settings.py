@@ -1,0 +1,69 @@
+"""The environment variables of the drafter inside a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentspec.backends.vllm.settings import enabled, read_settings
+from agentspec.errors import ConfigurationError
+
+
+def test_nothing_set_keeps_all_in_memory() -> None:
+    settings = read_settings({"PATH": "/bin", "AGENTSPEC_VLLM": "on"})
+    assert settings.cache.location() is None
+    assert settings.tenant == "default"
+
+
+def test_every_setting_of_the_cache_can_be_given() -> None:
+    settings = read_settings(
+        {
+            "AGENTSPEC_CACHE_PATH": "/srv/agentspec",
+            "AGENTSPEC_CACHE__MEMORY_BYTES": "2GiB",
+            "AGENTSPEC_CACHE__DISK_BYTES": "8GiB",
+            "AGENTSPEC_CACHE__RETENTION": "30d",
+            "AGENTSPEC_CACHE__REFUSE_PATTERNS": '["sk-\\\\w+"]',
+            "AGENTSPEC_TENANT": "acme",
+            "AGENTSPEC_VLLM_SALTS": '{"pepper": "other"}',
+        }
+    )
+    assert settings.cache.location() == Path("/srv/agentspec")
+    assert settings.cache.memory_bytes == 2 << 30
+    assert settings.cache.disk_bytes == 8 << 30
+    assert settings.cache.retention == 30 * 86400
+    assert settings.cache.refuse_patterns == (r"sk-\w+",)
+    assert settings.tenant == "acme"
+    assert settings.salts == {"pepper": "other"}
+
+
+def test_a_database_by_its_address() -> None:
+    settings = read_settings({"AGENTSPEC_STORE_URL": "postgresql://me@db/agents", "AGENTSPEC_CACHE__PASSWORD": "p w"})
+    assert settings.cache.location() == "postgresql://me:p%20w@db/agents"
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"AGENTSPEC_CACHE__MEMORY_BYTES": "much"}, "AGENTSPEC_CACHE__MEMORY_BYTES"),
+        ({"AGENTSPEC_CACHE__MEMORY": "1GiB"}, "AGENTSPEC_CACHE__MEMORY"),
+        ({"AGENTSPEC_CACHE_MEMORY_BYTES": "1GiB"}, "AGENTSPEC_CACHE__MEMORY_BYTES, with two underscores"),
+        ({"AGENTSPEC_CACHE__REFUSE_PATTERNS": "[1"}, "AGENTSPEC_CACHE__REFUSE_PATTERNS"),
+        ({"AGENTSPEC_CACHE__REFUSE_PATTERNS": '["("]'}, "no regular expression"),
+        ({"AGENTSPEC_CACHE_PATH": "/a", "AGENTSPEC_STORE_URL": "postgresql://db/b"}, "differ"),
+        ({"AGENTSPEC_STORE_URL": "mysql://db/b"}, "postgresql://"),
+        ({"AGENTSPEC_VLLM_SALTS": "pepper"}, "AGENTSPEC_VLLM_SALTS"),
+        ({"AGENTSPEC_VLLM_SALTS": '["pepper"]'}, "JSON object"),
+    ],
+)
+def test_what_cannot_work_is_named(environment: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named.replace("(", r"\(")):
+        read_settings(environment)
+
+
+def test_it_can_be_switched_off() -> None:
+    assert enabled({})
+    assert enabled({"AGENTSPEC_VLLM": "1"})
+    assert not enabled({"AGENTSPEC_VLLM": "off"})
+    with pytest.raises(ConfigurationError, match="on or off"):
+        enabled({"AGENTSPEC_VLLM": "perhaps"})
