@@ -1,6 +1,8 @@
 #include "drafter.hpp"
 
 #include <algorithm>
+#include <array>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <queue>
@@ -10,18 +12,19 @@ namespace agentspec {
 namespace {
 
 constexpr double kNegligible = 1e-4;       // path probability not worth following
+constexpr std::size_t kKeptWalks = 256;    // more are given back after a draft
 constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
 
 /// The indexes of one call, locked in one global order so that readers and waiting writers cannot form a ring.
 class Views {
 public:
-    explicit Views(std::span<const SourcedIndex> indexes) {
+    Views(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit) : asked{{}, {}, scan_limit} {
         for (const SourcedIndex& sourced : indexes) {
             if (sourced.source < 0 || sourced.source >= kSources) throw std::invalid_argument("unknown source");
-            views.emplace_back(*sourced.index);
-            sources.push_back(sourced.source);
+            asked.views.emplace_back(*sourced.index);
+            asked.sources.push_back(sourced.source);
         }
-        std::vector<IndexView> order(views);
+        std::vector<IndexView> order(asked.views);
         std::sort(order.begin(), order.end(), [](const IndexView& a, const IndexView& b) {
             return std::less<>()(a.index(), b.index());
         });
@@ -31,8 +34,7 @@ public:
         }
     }
 
-    std::vector<IndexView> views;
-    std::vector<int> sources;
+    Asked asked;
 
 private:
     std::vector<std::shared_lock<std::shared_mutex>> locks_;
@@ -53,103 +55,150 @@ struct Candidate {
     }
 };
 
-/// Best-first growth of one tree, or of the chain of likeliest children.
+/// A node whose levels are not all looked at.
+struct Branch {
+    double bound;  // on the probability of what they may offer
+    int node;      // -1 for the context itself
+
+    bool operator<(const Branch& other) const { return bound < other.bound; }
+};
+
+/// What was learned, as far as a draft goes by it.
+struct Learned {
+    const HitRates& rates;
+    const DepthRates &depths, &leads;
+    const EndRates& ends;
+};
+
+/// Walks own memory, so each thread keeps them from one draft to the next.
+std::deque<LevelWalk>& kept_walks() {
+    thread_local std::deque<LevelWalk> walks;
+    return walks;
+}
+
+/// Best-first growth of one tree, or of the chain of likeliest children. Levels wait until nothing found so far is surely
+/// likelier than what they may offer: most are never looked at.
 class Growth {
 public:
-    Growth(const HitRates& rates, const DepthRates& depths, const DepthRates& leads, const EndRates& ends, LevelWalk& walk, std::span<const Token> context,
-           std::size_t max_tokens, double floor, bool chain)
-        : rates_(rates), depths_(depths), leads_(leads), ends_(ends), walk_(walk), context_(context), max_tokens_(max_tokens), floor_(floor), chain_(chain) {}
+    Growth(const Learned& learned, std::size_t max_tokens, double floor, bool chain)
+        : learned_(learned), max_tokens_(max_tokens), floor_(floor), chain_(chain) {
+        reserve(std::min(max_tokens, kKeptWalks));
+    }
+    Growth(const Growth&) = delete;
+    ~Growth() {
+        if (walks_.size() > kKeptWalks) walks_.resize(kKeptWalks);
+    }
 
-    DraftTree grow() {
-        if (max_tokens_ > 0 && !context_.empty()) expand(-1, {1.0, 1.0});
-        while (!open_.empty() && tree_.tokens.size() < max_tokens_) {
-            const Candidate best = take();
-            tree_.tokens.push_back(best.token);
-            tree_.parents.push_back(best.parent);
-            tree_.match_length.push_back(best.match_length);
-            tree_.probabilities.push_back(static_cast<float>(best.corrected));
-            tree_.sources.push_back(static_cast<std::uint8_t>(best.source));
-            const int node = static_cast<int>(tree_.tokens.size()) - 1;
-            const double goes_on = ends_.goes_on(best.token);
-            if (tree_.tokens.size() < max_tokens_) expand(node, {best.probability * goes_on, best.corrected * goes_on});
-        }
+    DraftTree grow(const Asked& asked, std::span<const Token> context) {
+        if (max_tokens_ == 0 || context.empty()) return {};
+        walk(-1).start(asked, context);
+        reaches_.push_back({1.0, 1.0, 0});
+        wait(-1);
+        while (tree_.tokens.size() < max_tokens_ && find()) add(take());
         return std::move(tree_);
     }
 
 private:
-    struct Reach {  // the two probabilities of all that leads here
+    struct Reach {  // the two probabilities of all that leads to a node and to none of the children offered so far
         double probability, corrected;
+        int depth;
     };
 
-    /// Offer every continuation of a node: confidence of its level, times the misses above, times its share there.
-    void expand(int node, Reach reach) {
-        path_.clear();
-        for (int at = node; at >= 0; at = tree_.parents[at]) path_.push_back(tree_.tokens[at]);
-        std::reverse(path_.begin(), path_.end());
-        query_.assign(context_, path_);
-        walk_.start(query_);
-        const int depth = static_cast<int>(path_.size());
-        const auto worth = [&](double bound) {
-            return reach.probability * bound >= kAlmost * threshold() && reach.corrected >= floor_;
-        };
-        while (const Level* level = walk_.next(rates_, worth)) {
-            const double rate = rates_.rate(level->key), corrected = depths_.correct(depth, rate);
-            const Symbol& leader = level->leader();
-            const double lead = level->weight(leader) / level->weights();
-            const double told_lead = lead < 1.0 ? leads_.correct(depth, lead) : 1.0;
-            const double scale = reach.probability * rate / level->weights(), told = reach.corrected * corrected;
-            const double told_scale = lead < 1.0 ? told * (1.0 - told_lead) / (level->weights() * (1.0 - lead)) : 0.0;
-            for (const Symbol& symbol : level->symbols) {
-                const double weight = level->weight(symbol), probability = scale * weight;
-                if (probability < threshold()) continue;
-                offer({probability, &symbol == &leader ? told * told_lead : told_scale * weight, node, symbol.token,
-                       kLengths[level->key.length], level->key.source});
-            }
-            reach = {reach.probability * (1.0 - rate), reach.corrected * (1.0 - corrected)};
-        }
+    LevelWalk& walk(int node) {
+        if (walks_.size() < static_cast<std::size_t>(node) + 2) walks_.emplace_back();
+        return walks_[node + 1];
     }
 
-    void offer(const Candidate& candidate) {
-        if (candidate.corrected < floor_) return;
-        open_.push(candidate);
-        best_.push(candidate.probability);
-        if (best_.size() > (chain_ ? 1 : max_tokens_)) best_.pop();
+    double best() const { return open_.empty() ? kNegligible : open_.top().probability; }
+
+    void reserve(std::size_t nodes) {
+        for (auto* column : {&tree_.tokens, &tree_.parents, &tree_.match_length}) column->reserve(nodes);
+        tree_.probabilities.reserve(nodes);
+        tree_.sources.reserve(nodes);
+        reaches_.reserve(nodes + 1);
+    }
+
+    /// Look at levels until none can hold anything as likely as the likeliest candidate. False where there is none.
+    bool find() {
+        while (!branches_.empty() && branches_.top().bound >= kAlmost * best()) {
+            const int node = branches_.top().node;
+            branches_.pop();
+            expand(node);
+            wait(node);
+        }
+        return !open_.empty();
+    }
+
+    /// Leave the levels that a node has left until they are worth it.
+    void wait(int node) {
+        const Reach& reach = reaches_[node + 1];
+        const double bound = reach.probability * walk(node).bound(learned_.rates);
+        if (bound >= kAlmost * kNegligible && reach.corrected >= floor_) branches_.push({bound, node});
+    }
+
+    /// Offer the continuations in a node's next level: its confidence, times the misses above, times each one's share.
+    void expand(int node) {
+        Reach& reach = reaches_[node + 1];
+        const auto worth = [&](double bound) { return reach.probability * bound >= kAlmost * best(); };
+        const Level* level = walk(node).next(learned_.rates, worth);
+        if (level == nullptr) return;
+        const double rate = learned_.rates.rate(level->key), corrected = learned_.depths.correct(reach.depth, rate);
+        const Symbol& leader = level->leader();
+        const double lead = level->weight(leader) / level->weights();
+        const double told_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
+        const double scale = reach.probability * rate / level->weights(), told = reach.corrected * corrected;
+        const double told_scale = lead < 1.0 ? told * (1.0 - told_lead) / (level->weights() * (1.0 - lead)) : 0.0;
+        for (const Symbol& symbol : level->symbols) {
+            const double weight = level->weight(symbol), probability = scale * weight;
+            const double told_here = &symbol == &leader ? told * told_lead : told_scale * weight;
+            if (probability < kNegligible || told_here < floor_) continue;
+            open_.push({probability, told_here, node, symbol.token, kLengths[level->key.length], level->key.source});
+        }
+        reach.probability *= 1.0 - rate;
+        reach.corrected *= 1.0 - corrected;
     }
 
     /// The likeliest candidate; its siblings have no place in a chain.
     Candidate take() {
         const Candidate best = open_.top();
         open_.pop();
-        if (chain_) open_ = {}, best_ = {};
+        if (chain_) open_ = {}, branches_ = {};
         return best;
     }
 
-    /// Children are never likelier than their parent, so only the max_tokens best offers can enter a tree, one a chain.
-    double threshold() const { return best_.size() < (chain_ ? 1 : max_tokens_) ? kNegligible : best_.top(); }
+    void add(const Candidate& best) {
+        const int node = static_cast<int>(tree_.tokens.size());
+        tree_.tokens.push_back(best.token);
+        tree_.parents.push_back(best.parent);
+        tree_.match_length.push_back(best.match_length);
+        tree_.probabilities.push_back(static_cast<float>(best.corrected));
+        tree_.sources.push_back(static_cast<std::uint8_t>(best.source));
+        if (tree_.tokens.size() == max_tokens_) return;
+        const double goes_on = learned_.ends.goes_on(best.token);
+        reaches_.push_back({best.probability * goes_on, best.corrected * goes_on, reaches_[best.parent + 1].depth + 1});
+        LevelWalk& further = walk(node);  // may make room: walks stay where they are
+        further.follow(walk(best.parent), best.token);
+        wait(node);
+    }
 
-    const HitRates& rates_;
-    const DepthRates &depths_, &leads_;
-    const EndRates& ends_;
-    LevelWalk& walk_;
-    std::span<const Token> context_;
+    Learned learned_;
     std::size_t max_tokens_;
     double floor_;
     bool chain_;
     DraftTree tree_;
-    Query query_{std::span<const Token>{}};
-    std::vector<Token> path_;
+    std::vector<Reach> reaches_;                   // of the context and of each node
+    std::deque<LevelWalk>& walks_ = kept_walks();  // likewise
     std::priority_queue<Candidate> open_;
-    std::priority_queue<double, std::vector<double>, std::greater<>> best_;
+    std::priority_queue<Branch> branches_;
 };
 
 }  // namespace
 
 DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
                          double min_probability, bool chain) const {
-    const Views locked(indexes);
+    const Views locked(indexes, scan_limit_);
     const std::shared_lock lock(mutex_);
-    LevelWalk walk(locked.views, locked.sources, scan_limit_);
-    return Growth(rates_, depths_, leads_, ends_, walk, context, max_tokens, min_probability, chain).grow();
+    return Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain).grow(locked.asked, context);
 }
 
 void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,
@@ -168,14 +217,16 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
 /// draft meanwhile.
 std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                                                  std::span<const Token> tokens) const {
-    const Views locked(indexes);
-    LevelWalk walk(locked.views, locked.sources, scan_limit_);
-    Query query(context);
+    const Views locked(indexes, scan_limit_);
+    std::array<LevelWalk, 2> walks;
     std::vector<Outcome> outcomes;
     for (std::size_t i = 0; i < tokens.size(); ++i) {
-        query.assign(context, tokens.first(i));
-        if (query.length() == 0) continue;
-        walk.start(query);
+        LevelWalk& walk = walks[i % 2];
+        if (i == 0) {
+            walk.start(locked.asked, context);
+        } else {
+            walk.follow(walks[(i - 1) % 2], tokens[i - 1]);
+        }
         while (const Level* level = walk.next()) {
             const auto found = std::find_if(level->symbols.begin(), level->symbols.end(),
                                             [&](const Symbol& symbol) { return symbol.token == tokens[i]; });
@@ -184,7 +235,7 @@ std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> i
             const double lead = level->weight(leader) / level->weights();
             outcomes.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
             if (!hit) continue;
-            locked.views[level->view].touch(found->newest);
+            locked.asked.views[level->view].touch(found->newest);
             break;
         }
     }

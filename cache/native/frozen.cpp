@@ -159,6 +159,7 @@ std::unique_ptr<SuffixIndex> SuffixIndex::copy() const {
     copied->runs_ = runs_;
     copied->tables_ = tables_;
     copied->tail_ = tail_;
+    copied->starts_ = starts_;
     copied->live_ = live_;
     return copied;
 }
@@ -197,6 +198,7 @@ std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& lay
     index->log_ = TokenLog(parts.file, parts.log_offset, parts.log.size());
     if (!parts.run.empty()) index->runs_.emplace_back(parts.file, parts.run);
     index->tabulate();
+    index->find_starts();
     index->live_ = parts.run.size();
     return index;
 }

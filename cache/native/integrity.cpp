@@ -55,6 +55,7 @@ void SuffixIndex::check_positions() const {
             if (span.begin != piece.begin) continue;
             ++spans;
             require(span.begin > kPadding && span.begin <= span.end && span.end <= log_.size(), "span outside the log");
+            require(span.end == log_.size() || log_[span.end] == kBoundary, "a token behind a span");
             for (Position position = span.begin; position < span.end; ++position, ++seen) {
                 require(log_[position] >= 0, "no token at " + std::to_string(position));
                 require(indexed[seen] == position, "position " + std::to_string(position) + " not indexed once");

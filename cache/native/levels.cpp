@@ -48,40 +48,50 @@ void TokenSlots::grow() {
     }
 }
 
-int LevelWalk::Past::longest() const {
-    int longest = taken < tail.size() ? tail[taken].shared : 0;
-    for (const RunCursor& cursor : cursors) longest = std::max(longest, cursor.next());
-    return longest;
+int LevelWalk::Past::next() const {
+    int next = tail.next();
+    for (const RunMatches& run : runs) next = std::max(next, run.next());
+    return next;
 }
 
-void LevelWalk::start(const Query& query) {
+void LevelWalk::start(const Asked& asked, std::span<const Token> context) {
+    asked_ = &asked;
+    query_.assign(context);
+    past_.resize(asked.views.size());
+    for (std::size_t view = 0; view < past_.size(); ++view) begin(view, nullptr);
+    restart();
+}
+
+void LevelWalk::follow(const LevelWalk& before, Token token) {
+    asked_ = before.asked_;
+    query_.follow(before.query_, token);
+    past_.resize(before.past_.size());
+    for (std::size_t view = 0; view < past_.size(); ++view) begin(view, &before.past_[view]);
+    restart();
+}
+
+void LevelWalk::restart() {
     slots_.clear();
     level_.symbols.clear();
-    length_ = 0;
-    for (std::size_t i = 0; i < views_.size(); ++i) {
-        past_[i].cursors.clear();
-        const std::vector<Run>& runs = views_[i].runs();
-        for (std::size_t r = 0; r < runs.size(); ++r) {
-            past_[i].cursors.emplace_back(views_[i].log(), runs[r], views_[i].tables()[r], query.end());
-        }
-        find_tail(views_[i], query, past_[i]);
-        if (past_[i].longest() > 0) length_ = std::max(length_, kLengths[length_index(past_[i].longest())]);
-    }
-    view_ = 0;
+    shorten();
 }
 
-void LevelWalk::find_tail(const IndexView& view, const Query& query, Past& past) const {
-    past.tail.clear();
-    past.taken = 0;
-    const Token* log = view.log();
-    const Token last = query.end()[-1];
-    for (const Position position : view.tail()) {
-        if (log[position - 1] != last) continue;
-        past.tail.push_back({shared_context(log + position, query.end()), position});
+/// Look for the query in one index, where `before` was found when it was a token shorter.
+void LevelWalk::begin(std::size_t view, const Past* before) {
+    const IndexView& index = asked_->views[view];
+    const Token* end = query_.end();
+    const int most = query_.length();
+    if (index.may_start(pair_before(end))) before = nullptr;
+    Past& past = past_[view];
+    past.runs.clear();
+    for (std::size_t r = 0; r < index.runs().size(); ++r) {
+        if (before) {
+            past.runs.emplace_back(before->runs[r], end, most);
+        } else {
+            past.runs.emplace_back(index.log(), index.runs()[r], index.tables()[r], end, most);
+        }
     }
-    std::sort(past.tail.begin(), past.tail.end(), [](const TailMatch& a, const TailMatch& b) {
-        return a.shared != b.shared ? a.shared > b.shared : a.position > b.position;
-    });
+    past.tail.start(index.log(), index.tail(), end, before ? std::min(before->tail.longest() + 1, most) : most);
 }
 
 const Level* LevelWalk::next() {
@@ -93,8 +103,8 @@ const Level* LevelWalk::next() {
 
 /// The next index, of those left, that offers anything new at the present length.
 const Level* LevelWalk::next_of_length() {
-    for (; view_ < views_.size(); ++view_) {
-        if (past_[view_].longest() < length_) continue;
+    for (; view_ < past_.size(); ++view_) {
+        if (past_[view_].next() < length_) continue;
         widen(view_, length_);
         if (level_.symbols.empty()) continue;
         ++view_;
@@ -106,15 +116,15 @@ const Level* LevelWalk::next_of_length() {
 /// Go on to the next length that any index has matches of; 0 where there is none.
 void LevelWalk::shorten() {
     int longest = 0;
-    for (const Past& past : past_) longest = std::max(longest, past.longest());
+    for (const Past& past : past_) longest = std::max(longest, past.next());
     length_ = longest > 0 ? kLengths[length_index(longest)] : 0;
     view_ = 0;
 }
 
-/// No level from here on has a higher hit rate.
 double LevelWalk::bound(const HitRates& rates) const {
+    if (length_ == 0) return 0.0;
     double bound = 0.0;
-    for (const int source : sources_) {
+    for (const int source : asked_->sources) {
         bound = std::max(bound, rates.bound(source, length_index(length_), static_cast<int>(slots_.size())));
     }
     return bound;
@@ -126,16 +136,15 @@ void LevelWalk::widen(std::size_t view, int length) {
     level_.symbols.clear();
     level_.view = static_cast<int>(view);
     level_.newest = 0;
-    level_.key = {sources_[view], length_index(length), 0.0, 0, static_cast<int>(slots_.size())};
+    level_.key = {asked_->sources[view], length_index(length), 0.0, 0, static_cast<int>(slots_.size())};
 
     Past& past = past_[view];
-    for (RunCursor& cursor : past.cursors) {
-        if (cursor.next() < length) continue;
-        cursor.widen(length, scan_limit_, [&](Token token, Position p, double weight) { offer(token, p, weight); });
+    for (RunMatches& run : past.runs) {
+        if (run.next() < length) continue;
+        run.widen(length, asked_->scan_limit, [&](Token token, Position p, double weight) { offer(token, p, weight); });
     }
-    for (; past.taken < past.tail.size() && past.tail[past.taken].shared >= length; ++past.taken) {
-        const Position position = past.tail[past.taken].position;
-        offer(views_[view].token_at(position), position, 1.0);
+    if (past.tail.next() >= length) {
+        past.tail.widen(length, [&](Token token, Position position) { offer(token, position, 1.0); });
     }
     level_.key.distinct = static_cast<int>(level_.symbols.size());
 }

@@ -5,8 +5,9 @@
 #include <vector>
 
 #include "hit_rates.hpp"
-#include "run_cursor.hpp"
+#include "run_matches.hpp"
 #include "suffix_index.hpp"
+#include "tail_matches.hpp"
 
 namespace agentspec {
 
@@ -63,17 +64,25 @@ private:
     std::size_t size_ = 0;
 };
 
-/// Walks the levels of one context, longest match first, earlier indexes first at each length. Reusable: `start` resets.
+/// The indexes of one call; whoever walks holds every view's lock.
+struct Asked {
+    std::vector<IndexView> views;
+    std::vector<int> sources;   // of the view at the same place
+    std::uint32_t scan_limit;   // of more new matches than this in a run an even sample is looked at
+};
+
+/// Walks the levels of one context, longest match first, earlier indexes first at each length. Reusable: it begins anew
+/// with `start` or `follow`.
 class LevelWalk {
 public:
-    /// The caller holds every view's lock. Of more than `scan_limit` new matches in a run an even sample is looked at.
-    LevelWalk(const std::vector<IndexView>& views, const std::vector<int>& sources, std::uint32_t scan_limit)
-        : views_(views), sources_(sources), scan_limit_(scan_limit), past_(views.size()) {}
+    void start(const Asked& asked, std::span<const Token> context);
+    /// Begin at the context of `before` and the token behind it. A match is one token longer than it was there, which
+    /// tells most searches to be of no use yet.
+    void follow(const LevelWalk& before, Token token);
 
-    void start(const Query& query);
     /// The next level that offers anything new, or nullptr. Valid until the next call.
     const Level* next();
-    /// The same, and nullptr where the levels left are not `worth(the highest hit rate that any of them can have)`.
+    /// The same, and nullptr for now where the levels left are not `worth(the highest hit rate that any can have)`.
     template <class Worth>
     const Level* next(const HitRates& rates, Worth&& worth) {
         while (length_ > 0 && worth(bound(rates))) {
@@ -82,29 +91,25 @@ public:
         }
         return nullptr;
     }
+    /// No level that is left has a higher hit rate; 0 where none is left.
+    double bound(const HitRates& rates) const;
 
 private:
-    struct TailMatch {
-        int shared;
-        Position position;
-    };
     struct Past {  // one index's matches of the query
-        std::vector<RunCursor> cursors;
-        std::vector<TailMatch> tail;  // longest first
-        std::size_t taken = 0;        // of the tail
-        int longest() const;
+        std::vector<RunMatches> runs;
+        TailMatches tail;
+        int next() const;
     };
 
-    void find_tail(const IndexView& view, const Query& query, Past& past) const;
+    void begin(std::size_t view, const Past* before);
+    void restart();
     void widen(std::size_t view, int length);
     const Level* next_of_length();
     void shorten();
-    double bound(const HitRates& rates) const;
     void offer(Token token, Position position, double weight);
 
-    const std::vector<IndexView>& views_;
-    const std::vector<int>& sources_;
-    std::uint32_t scan_limit_;
+    const Asked* asked_ = nullptr;
+    Query query_;
     std::vector<Past> past_;
     TokenSlots slots_;  // slot in level_.symbols, or kOffered
     Level level_;

@@ -16,7 +16,7 @@ public:
     /// The longest shared context among the positions not yet taken in; 0 when none shares a token.
     int next() const { return left_ > right_ ? left_ : right_; }
 
-    std::uint32_t size() const { return taken_.size(); }
+    std::span<const Position> taken() const { return {run_ + taken_.low, taken_.size()}; }
 
     /// Take in every position sharing at least `length` (>= 1) tokens. Calls `visit(token, position, weight)` for the
     /// tokens of the new ones. Of more than `limit` new ones an even sample of about `limit`, with weights that keep
@@ -32,9 +32,13 @@ public:
             for (const Follower& next : table_->followers(*wide)) visit(next.token, next.newest, next.count * weight);
             return;
         }
+        take(length);
+        visit_new(old, limit, visit);
+    }
+    /// The same without a call.
+    void take(int length) {
         if (left_ >= length) widen_left(length);
         if (right_ >= length) widen_right(length);
-        visit_new(old, limit, visit);
     }
 
 private:

@@ -5,8 +5,10 @@
 // at once. Unlike forward suffixes, a context never changes when more tokens are appended.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <vector>
 
@@ -25,7 +27,9 @@ inline constexpr int kPadding = kDepth + 2;
 
 /// The two tokens before `end`, the nearest in the high half: comparing two of these compares two tokens at once.
 inline std::uint64_t pair_before(const Token* end) {
-    return std::uint64_t{static_cast<std::uint32_t>(end[-1])} << 32 | static_cast<std::uint32_t>(end[-2]);
+    std::uint64_t pair;
+    std::memcpy(&pair, end - 2, sizeof pair);  // one read, where compilers make two of shifts
+    return std::endian::native == std::endian::little ? pair : std::rotl(pair, 32);
 }
 
 /// The pair before `end` as a number that grows in the order of contexts: boundaries sort below tokens. Where the nearest

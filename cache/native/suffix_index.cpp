@@ -37,17 +37,6 @@ std::size_t bytes(const Items& items) {
 
 }  // namespace
 
-Query::Query(std::span<const Token> context) { assign(context, {}); }
-
-void Query::assign(std::span<const Token> context, std::span<const Token> path) {
-    const std::size_t from_path = std::min<std::size_t>(path.size(), kDepth);
-    const std::size_t from_context = std::min<std::size_t>(context.size(), kDepth - from_path);
-    length_ = static_cast<int>(from_path + from_context);
-    Token* out = std::fill_n(buffer_, kPadding - length_, kNoContext);
-    out = std::copy(context.end() - from_context, context.end(), out);
-    std::copy(path.end() - from_path, path.end(), out);
-}
-
 SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio) : tail_limit_(tail), ratio_(ratio), log_(kPadding) {
     if (tail < 1 || ratio < 1) throw std::invalid_argument("tail and ratio must be at least 1");
     log_.append(std::vector<Token>(kPadding, kBoundary));
@@ -107,6 +96,7 @@ void SuffixIndex::begin_piece(SequenceId id, Sequence& sequence, std::span<const
     log_.push_back(kBoundary);
     log_.append(lead);
     const auto begin = static_cast<Position>(log_.size());
+    if (!lead.empty()) starts_.insert(pair_before(log_.end()));
     sequence.spans.push_back({begin, begin});
     pieces_.push_back({begin, id});
 }
@@ -157,7 +147,9 @@ void SuffixIndex::truncate(SequenceId id, std::size_t length) {
     const std::unique_lock lock(mutex_);
     Sequence& sequence = at(id);
     if (sequence.closed) throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
-    drop(take_from(sequence, length), 2.0);
+    std::vector<Span> cut = take_from(sequence, length);
+    if (const Position end = sequence.spans.back().end; end < log_.size()) log_.bound(end);
+    drop(std::move(cut), 2.0);
 }
 
 void SuffixIndex::remove(std::span<const SequenceId> sequences) {
@@ -267,6 +259,14 @@ void SuffixIndex::compact() {
     log_ = std::move(log);
     pieces_ = std::move(pieces);
     tabulate();
+    find_starts();
+}
+
+void SuffixIndex::find_starts() {
+    starts_.clear();
+    for (const Piece& piece : pieces_) {
+        if (log_[piece.begin - 1] != kBoundary) starts_.insert(pair_before(log_.begin() + piece.begin));
+    }
 }
 
 const SuffixIndex::Piece& SuffixIndex::piece_of(Position position) const {
@@ -384,6 +384,7 @@ std::size_t SuffixIndex::memory_bytes() const {
     for (const Run& run : runs_) total += run.bytes();
     for (const RunTable& table : tables_) total += sizeof(table) + table.memory_bytes();
     total += sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
+    total += starts_.bucket_count() * sizeof(void*) + starts_.size() * 2 * sizeof(void*);
     total += 2 * pieces_.size() * sizeof(Span);  // the sequences' spans, grown by doubling
     return total;
 }

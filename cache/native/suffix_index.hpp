@@ -13,8 +13,10 @@
 #include <shared_mutex>
 #include <span>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
+#include "query.hpp"
 #include "run.hpp"
 #include "run_table.hpp"
 #include "sorted_run.hpp"
@@ -142,6 +144,7 @@ private:
     Positions single_run() const;
     void take_records(std::span<const SequenceRecord> sequences, std::span<const PieceRecord> pieces);
     void tabulate();
+    void find_starts();
     const Piece& piece_of(Position position) const;
     void touch(Position position) const;
     template <class Visit>
@@ -153,27 +156,14 @@ private:
     mutable std::mutex writing_;        // held by the one writer, first; merging needs no other lock
     mutable std::shared_mutex mutex_;   // held to read, and exclusively for as long as what is read changes
     mutable std::atomic<std::int64_t> clock_{0};
-    TokenLog log_;
+    TokenLog log_;               // behind the tokens of a span stands a boundary, or nothing
     std::vector<Piece> pieces_;  // by begin
     mutable std::unordered_map<SequenceId, Sequence> sequences_;
     std::vector<Run> runs_;      // largest first; every position below those of the tail
     std::vector<RunTable> tables_;  // of the run at the same place
     Positions tail_;             // ascending
+    std::unordered_set<std::uint64_t> starts_;  // the pairs of tokens before pieces, some of pieces that are gone
     std::size_t live_ = 0;       // tokens of all sequences
-};
-
-/// A query: up to kDepth tokens, padded so that comparisons never run over its start.
-class Query {
-public:
-    explicit Query(std::span<const Token> context);
-    const Token* end() const { return buffer_ + kPadding; }
-    int length() const { return length_; }
-    /// Replace by the last tokens of `context` followed by `path`.
-    void assign(std::span<const Token> context, std::span<const Token> path);
-
-private:
-    Token buffer_[kPadding];
-    int length_ = 0;
 };
 
 /// Read access to one index for a drafter. The caller holds `lock()` for as long as it uses the rest.
@@ -186,7 +176,8 @@ public:
     const std::vector<Run>& runs() const { return index_->runs_; }
     const std::vector<RunTable>& tables() const { return index_->tables_; }
     const Positions& tail() const { return index_->tail_; }
-    Token token_at(Position position) const { return index_->log_[position]; }
+    /// Whether a piece may begin behind these two tokens: all other positions follow one that shares a token less.
+    bool may_start(std::uint64_t pair) const { return index_->starts_.contains(pair); }
     /// Count a hit for the sequence that holds `position`.
     void touch(Position position) const { index_->touch(position); }
 

@@ -45,6 +45,8 @@ public:
     }
     void push_back(Token token) { append({&token, 1}); }
     void cut(std::size_t size) { size_ = size; }
+    /// Put a boundary in the place of a token.
+    void bound(std::size_t position) { data_[position] = kBoundary; }
 
     /// The same tokens in memory of their own.
     TokenLog copy(std::size_t capacity) const {
