@@ -117,6 +117,10 @@ class Runtime:
         """Whether names that `models` does not list lead to the sole upstream."""
         return self._passthrough is not None
 
+    def backends(self) -> dict[str, Backend]:
+        """The backends by name; none before `start()`."""
+        return dict(self._backends) if self.ready else {}
+
     def route(self, model: str) -> Route:
         """Where `model` leads. Raises `ModelNotFoundError` for an unknown name, `NotReadyError` before `start()`."""
         backend_name, upstream_model = self._resolve(model)

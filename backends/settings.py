@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr
 
+VllmChoice = Literal["auto", "on", "off"]
+
 
 class TorchSettings(BaseModel):
     """`[backends.NAME] kind = "torch"`: a model run by the local engine."""
@@ -37,6 +39,10 @@ class OpenAISettings(BaseModel):
     api_key_file: str | None = Field(default=None, description="File holding the API key")
     connect_timeout: float = Field(default=5.0, gt=0, description="Seconds to connect")
     read_timeout: float = Field(default=600.0, gt=0, description="Seconds without a byte from the upstream")
+    vllm: VllmChoice = Field(default="auto", description="Whether it is a vLLM server; auto asks it")
+    vllm_labels: bool = Field(
+        default=True, description="Tell a vLLM server the session, workflow and step names, as vllm_xargs"
+    )
 
 
 BackendSettings = Annotated[TorchSettings | OpenAISettings, Field(discriminator="kind")]

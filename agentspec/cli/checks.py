@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.cli.common import EXTRAS
 from agentspec.config import Settings
 from agentspec.errors import AgentSpecError
+
+if TYPE_CHECKING:
+    from agentspec.backends.openai import Acceptance, ProbeReport, ServerMetrics, VllmReport
 
 _ABILITIES = ("streaming_usage", "token_ids", "continue_final", "logprobs")
 _ROOM = 2 << 30  # bytes a built-in model needs while it is prepared, generously
@@ -51,7 +54,7 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     yield from check_reachable(settings)
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
-            yield check_upstream(name, backend)
+            yield from check_upstream(name, backend)
 
 
 def check_extra(extra: str, *, needed: bool) -> Check:
@@ -167,11 +170,11 @@ def check_reachable(settings: Settings) -> Iterator[Check]:
         yield Check(f"{name}: clients", "note", "no model name leads to this backend", advice)
 
 
-def check_upstream(name: str, settings: OpenAISettings) -> Check:
-    """Whether an upstream answers, with what models and abilities."""
+def check_upstream(name: str, settings: OpenAISettings) -> Iterator[Check]:
+    """Whether an upstream answers, with what models and abilities, and who drafts where it is a vLLM server."""
     import anyio
 
-    from agentspec.backends.openai import OpenAIBackend, ProbeReport
+    from agentspec.backends.openai import OpenAIBackend
 
     async def probe() -> ProbeReport:
         backend = OpenAIBackend(settings)
@@ -184,15 +187,53 @@ def check_upstream(name: str, settings: OpenAISettings) -> Check:
     try:
         report = anyio.run(probe)
     except AgentSpecError as error:
-        return Check(label, "fail", str(error), f"correct backends.{name}")
+        yield Check(label, "fail", str(error), f"correct backends.{name}")
+        return
     if report.error is not None:
         advice = f"correct backends.{name} and its API key" if report.reachable else "start it"
-        return Check(label, "fail", report.error, f"{advice}, or correct backends.{name}.base_url")
+        yield Check(label, "fail", report.error, f"{advice}, or correct backends.{name}.base_url")
+        return
+    yield Check(label, "ok", _described(report))
+    if report.vllm is not None:
+        yield check_drafter(name, report.vllm)
+
+
+def _described(report: ProbeReport) -> str:
     abilities = [ability for ability in _ABILITIES if getattr(report, ability)]
     models = ", ".join(report.models[:5]) + (", ..." if len(report.models) > 5 else "")
+    detail = f"models: {models or 'none listed'}; can do: {', '.join(abilities) or 'plain answers only'}"
+    if report.vllm is None:
+        return detail
+    hears = "takes labels" if report.vllm.labels else "does not know vllm_xargs, so takes no labels"
+    return f"vLLM {report.vllm.version or 'of unknown version'}; {detail}; {hears}"
+
+
+def check_drafter(name: str, server: VllmReport) -> Check:
+    """Which drafter a vLLM server uses, as far as it tells, and what became of its drafts."""
+    metrics, label = server.metrics, f"{name}: drafter"
+    if metrics is None or not metrics.published:
+        return Check(label, "note", "cannot be told: the server publishes no metrics")
+    counts = f"; {_counted(metrics.acceptance)}" if metrics.acceptance else ""
+    if metrics.drafter is not None and metrics.drafter.name == "agentspec":
+        detail = f"agentspec {metrics.drafter.version}, as vLLM's {metrics.drafter.method} method"
+        return Check(label, "ok", detail + counts)
     return Check(
-        label, "ok", f"models: {models or 'none listed'}; can do: {', '.join(abilities) or 'plain answers only'}"
+        label, "note", _other_drafter(metrics) + counts, "docs/vllm.md tells how to put agentspec's in its place"
     )
+
+
+def _other_drafter(metrics: ServerMetrics) -> str:
+    """Who drafts where it is not agentspec, for all that is known. Without drafts there are no counters of them."""
+    none, drafter = "none: the server does not speculate", metrics.drafter
+    if drafter is None:
+        return "cannot be told: no plug-in of agentspec is loaded there" if metrics.acceptance else none
+    known = {"none": none, "arctic": "vLLM's suffix method, with Arctic Inference"}
+    return known.get(drafter.name, f"vLLM's {drafter.method} method")
+
+
+def _counted(acceptance: Acceptance) -> str:
+    kept, drafted = acceptance.accepted_tokens, acceptance.draft_tokens
+    return f"kept {kept:.0f} of {drafted:.0f} tokens in {acceptance.drafts:.0f} drafts"
 
 
 def _local(settings: Settings) -> dict[str, TorchSettings]:

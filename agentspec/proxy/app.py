@@ -19,6 +19,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.config import Settings
 from agentspec.errors import ModelNotFoundError
 from agentspec.proxy.answer import encode
+from agentspec.proxy.counters import UpstreamCounters
 from agentspec.proxy.door import Door
 from agentspec.proxy.exchange import Exchange
 from agentspec.proxy.gate import Gate
@@ -42,13 +43,15 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> Door:
     """
     settings = settings or runtime.settings
     gate = Gate(settings.server.max_concurrent)
+    upstreams = UpstreamCounters(runtime)
     metrics = Metrics(
         version=VERSION,
         models=runtime.models(),
         index_size=lambda: _index_size(runtime),
         engines=lambda: _engines(runtime),
+        upstreams=lambda: upstreams.samples,
     )
-    pages = Pages(runtime, gate, metrics)
+    pages = Pages(runtime, gate, metrics, upstreams)
     routes = [_route(path, endpoint, "GET") for path, endpoint in pages.routes().items()]
     for path in GENERATING:
         routes.append(_route(f"/v1{path}", Generation(path, runtime, settings.server, gate), "POST"))
@@ -60,10 +63,11 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> Door:
 class Pages:
     """The routes that only tell something."""
 
-    def __init__(self, runtime: Runtime, gate: Gate, metrics: Metrics) -> None:
+    def __init__(self, runtime: Runtime, gate: Gate, metrics: Metrics, upstreams: UpstreamCounters) -> None:
         self._runtime = runtime
         self._gate = gate
         self._metrics = metrics
+        self._upstreams = upstreams
         self._created = int(time.time())
 
     def routes(self) -> dict[str, Endpoint]:
@@ -89,6 +93,7 @@ class Pages:
         return _json({"version": VERSION})
 
     async def metrics(self, request: Request) -> Response:
+        await self._upstreams.fetch()
         return Response(await anyio.to_thread.run_sync(self._metrics.render), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:

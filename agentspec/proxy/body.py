@@ -50,16 +50,22 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def replace_value(body: bytes, key: str, value: str) -> bytes:
-    """`body`, an object that `parse_object` took, with one top-level value replaced and every other byte kept."""
+def set_value(body: bytes, key: str, value: Any) -> bytes:
+    """`body`, an object that `parse_object` took, with one top-level value set and every other byte kept.
+
+    A key that is not there yet comes first.
+    """
     text, decoder = body.decode(), json.JSONDecoder()
-    position = _skip(text, 0, "{")
-    while True:
-        name, position = decoder.raw_decode(text, _skip(text, position, ","))
+    first = position = _skip(text, 0, "{")
+    while text[position] != "}":
+        name, position = decoder.raw_decode(text, position)
         start = _skip(text, position, ":")
         _, position = decoder.raw_decode(text, start)
         if name == key:
             return (text[:start] + json.dumps(value) + text[position:]).encode()
+        position = _skip(text, position, ",")
+    comma = "" if position == first else ", "
+    return f"{text[:first]}{json.dumps(key)}: {json.dumps(value)}{comma}{text[first:]}".encode()
 
 
 async def _receive_all(receive: Receive, limit: int) -> bytes:

@@ -22,7 +22,7 @@ from agentspec.proxy.failures import event_body, log_unexpected, outcome
 from agentspec.proxy.flow import Deadline, until_disconnect
 from agentspec.proxy.gate import Gate
 from agentspec.proxy.labels import Caller, read_caller
-from agentspec.proxy.upstream import check_upstream_fields, pass_through
+from agentspec.proxy.upstream import check_upstream_fields, labelled, pass_through
 from agentspec.runtime import Runtime
 from agentspec.telemetry.metrics import OTHER
 from agentspec.types import Delta, GenerateRequest
@@ -55,6 +55,8 @@ class Generation:
             async with until_disconnect(receive) as client:
                 if isinstance(route.backend, OpenAIBackend):
                     check_upstream_fields(fields, self.settings.max_messages)
+                    async with deadline.limit():
+                        body = await labelled(route.backend, self.path, body, fields, caller.labels)
                     await pass_through(scope, send, route, self.path, body, model, deadline)
                 else:
                     request, writer = self._parse(fields, caller, exchange)

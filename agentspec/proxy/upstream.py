@@ -16,11 +16,12 @@ from agentspec.backends.openai import OpenAIBackend, UpstreamResponse
 from agentspec.backends.openai.sse import SseDecoder
 from agentspec.backends.openai.wire import to_delta
 from agentspec.errors import AgentSpecError, InvalidRequestError, UpstreamError
-from agentspec.proxy.body import replace_value
+from agentspec.proxy.body import set_value
 from agentspec.proxy.exchange import Exchange
 from agentspec.proxy.failures import event_body, outcome
 from agentspec.proxy.flow import Deadline
 from agentspec.runtime import Route
+from agentspec.types import Labels
 
 # Fields with which a gateway further on could be told to send the request, and its key, somewhere else.
 URL_FIELDS = frozenset({"api_base", "base_url", "model_url"})
@@ -29,6 +30,7 @@ _TEXT_FIELDS = frozenset(
     "messages prompt input prediction metadata response_format guided_json structured_outputs".split()
 )
 _SCHEMA_FIELDS = frozenset({"parameters", "input_schema"})  # of a tool
+_LABELLED = ("/chat/completions", "/completions")  # where vLLM takes arguments beside OpenAI's
 MAX_HELD = 1 << 20
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"|data:\s*\[DONE\]')
@@ -59,6 +61,17 @@ def _addressed(fields: Mapping[str, Any]) -> Iterator[str]:
             ]
 
 
+async def labelled(backend: OpenAIBackend, path: str, body: bytes, fields: Mapping[str, Any], labels: Labels) -> bytes:
+    """`body`, which holds `fields`, with the labels in it where the upstream is vLLM; for others the same bytes.
+
+    Token ids are not asked for on behalf of a client: it would get events, and fields, that it did not ask for.
+    """
+    added = await backend.label_fields(labels, fields) if path in _LABELLED else {}
+    for name, value in added.items():
+        body = set_value(body, name, value)
+    return body
+
+
 async def pass_through(
     scope: Scope, send: Send, route: Route, path: str, body: bytes, model: str, deadline: Deadline
 ) -> None:
@@ -69,7 +82,7 @@ async def pass_through(
     exchange = Exchange.of(scope)
     assert isinstance(route.backend, OpenAIBackend)
     if route.upstream_model != model:
-        body = replace_value(body, "model", route.upstream_model)
+        body = set_value(body, "model", route.upstream_model)
     query = scope.get("query_string", b"").decode("latin-1")
     headers = request_headers(scope, exchange)
     async with AsyncExitStack() as stack:

@@ -29,11 +29,22 @@ class EngineSample:
     accepted: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class UpstreamSample:
+    """What an upstream counts by itself, since it started."""
+
+    backend: str
+    drafts: float
+    drafted: float
+    accepted: float
+
+
 class Metrics:
     """Counters and histograms of one gateway, in a registry of their own.
 
     `models` are the names that may become a label value; every other one is counted as "other". `index_size` is asked
-    for (bytes, sequences) at each scrape and may answer None; `engines` likewise lists the local engines.
+    for (bytes, sequences) at each scrape and may answer None; `engines` likewise lists the local engines, `upstreams`
+    those that count drafts.
     """
 
     def __init__(
@@ -43,6 +54,7 @@ class Metrics:
         models: Collection[str] = (),
         index_size: Callable[[], tuple[int, int] | None] = lambda: None,
         engines: Callable[[], Sequence[EngineSample]] = lambda: (),
+        upstreams: Callable[[], Sequence[UpstreamSample]] = lambda: (),
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self._models = frozenset(models)
@@ -75,6 +87,7 @@ class Metrics:
         )
         registry.register(_IndexCollector(index_size))
         registry.register(_EngineCollector(engines))
+        registry.register(_UpstreamCollector(upstreams))
 
     def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
         """Count one request that is over. `route` and `outcome` must come from a fixed set."""
@@ -136,6 +149,25 @@ class _EngineCollector(Collector):
                 for source, count in counts.items():
                     family.add_metric([engine.backend, source], count)
         yield from (drafted, accepted, queued, active)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+class _UpstreamCollector(Collector):
+    def __init__(self, upstreams: Callable[[], Sequence[UpstreamSample]]) -> None:
+        self._upstreams = upstreams
+
+    def collect(self) -> Iterator[Metric]:
+        label = ("backend",)
+        drafts = CounterMetricFamily("agentspec_upstream_drafts", "Drafts that a vLLM upstream verified", labels=label)
+        drafted = CounterMetricFamily("agentspec_upstream_draft_tokens", "Tokens proposed there", labels=label)
+        accepted = CounterMetricFamily("agentspec_upstream_accepted_tokens", "Proposed tokens kept there", labels=label)
+        for upstream in self._upstreams():
+            drafts.add_metric([upstream.backend], upstream.drafts)
+            drafted.add_metric([upstream.backend], upstream.drafted)
+            accepted.add_metric([upstream.backend], upstream.accepted)
+        yield from (drafts, drafted, accepted)
 
     def describe(self) -> list[Metric]:
         return []

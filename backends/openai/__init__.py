@@ -3,5 +3,15 @@
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.http import UpstreamResponse
 from agentspec.backends.openai.probe import ProbeReport
+from agentspec.backends.openai.vllm import VllmReport
+from agentspec.backends.openai.vllm_metrics import Acceptance, Drafter, ServerMetrics
 
-__all__ = ["OpenAIBackend", "ProbeReport", "UpstreamResponse"]
+__all__ = [
+    "Acceptance",
+    "Drafter",
+    "OpenAIBackend",
+    "ProbeReport",
+    "ServerMetrics",
+    "UpstreamResponse",
+    "VllmReport",
+]

@@ -12,10 +12,14 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.openai.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.sse import SseDecoder
+from agentspec.backends.openai.vllm import Recognition, label_fields, read_metrics, token_id_fields
+from agentspec.backends.openai.vllm_metrics import Acceptance
 from agentspec.backends.openai.wire import label_headers, payload, to_delta
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
-from agentspec.types import Delta, GenerateRequest
+from agentspec.types import Delta, GenerateRequest, Labels
+
+SCRAPE_SECONDS = 1.0
 
 
 class OpenAIBackend:
@@ -28,6 +32,7 @@ class OpenAIBackend:
     def __init__(self, settings: OpenAISettings, *, transport: Transport | None = None) -> None:
         self.settings = settings
         self._endpoint = Endpoint(settings, transport=transport)
+        self._recognition = Recognition(self._endpoint, settings.vllm)
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
 
     def __repr__(self) -> str:
@@ -46,12 +51,16 @@ class OpenAIBackend:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Stream `request` under its model name, or the settings' if it has none.
 
-        The delta with the finish reason is held back until the usage is known.
+        A vLLM server is asked for token ids and told the labels. The delta with the finish reason is held back until
+        the usage is known.
 
         Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for anything
         else that breaks: also a stream that ends without a finish reason, so that a cut answer never looks whole.
         """
         path, body = payload(request, request.model or self.settings.model or "")
+        if await self._recognition.is_vllm():
+            body |= token_id_fields(body)
+            body |= await self.label_fields(request.labels, body)
         headers = {
             "content-type": "application/json",
             "accept": "text/event-stream, application/json",
@@ -84,6 +93,22 @@ class OpenAIBackend:
         """
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
 
+    async def label_fields(self, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What to set in a body, which has the fields `given`, so that the upstream hears `labels`.
+
+        Nothing unless the upstream is vLLM and the settings allow it. Never raises; waits for an upstream that is not
+        known yet.
+        """
+        told = label_fields(labels, given) if self.settings.vllm_labels else {}
+        return told if told and await self._recognition.is_vllm() else {}
+
+    async def acceptance(self) -> Acceptance | None:
+        """What a vLLM upstream counts of its drafts; None for others, for one without drafts or without an answer."""
+        if not await self._recognition.is_vllm():
+            return None
+        metrics = await read_metrics(self._endpoint, SCRAPE_SECONDS)
+        return metrics.acceptance if metrics is not None else None
+
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """The upstream's own model list; `headers` may carry a client's key. Raises as `generate` does."""
         async with self._endpoint.send("GET", "/models", headers=headers or {}) as response:
@@ -98,7 +123,7 @@ class OpenAIBackend:
 
         `timeout` bounds each phase of each try in seconds. Updates `capabilities`.
         """
-        report = await probe(self._endpoint, self.settings.model, timeout)
+        report = await probe(self._endpoint, self.settings, timeout)
         if report.answers:
             self._capabilities = Capabilities(
                 token_ids=report.token_ids, continue_final=report.continue_final, logprobs=report.logprobs

@@ -88,14 +88,18 @@ class Endpoint:
         body: bytes = b"",
         query: str = "",
         timeout: float | None = None,
+        above: bool = False,
     ) -> AsyncIterator[UpstreamResponse]:
         """Send `body` and yield the answer once its head is there; leaving the block closes the connection's stream.
 
         Headers outside the allow-list are dropped; the endpoint's own key replaces a given Authorization. `timeout`
-        in seconds overrides the settings' for each phase. Raises `UpstreamError` when nothing answers, and for a
-        redirect, which would carry the key elsewhere.
+        in seconds overrides the settings' for each phase; `above` means a path beside `/v1`. Raises `UpstreamError`
+        when nothing answers, and for a redirect, which would carry the key elsewhere.
         """
-        url = self._url.copy_with(path=self._url.path.rstrip("/") + path, query=query.encode() or None)
+        base = self._url.path.rstrip("/")
+        url = self._url.copy_with(
+            path=(base.removesuffix("/v1") if above else base) + path, query=query.encode() or None
+        )
         sent = _allowed(headers, REQUEST_HEADERS, REQUEST_PREFIXES) | {"accept-encoding": "identity"}
         if self._key is not None:
             sent["authorization"] = f"Bearer {self._key}"
@@ -111,6 +115,24 @@ class Endpoint:
             yield UpstreamResponse(response, self.name)
         finally:
             await response.aclose()
+
+    async def fetch(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        timeout: float | None = None,
+        above: bool = False,
+        limit: int = MAX_ANSWER_BYTES,
+    ) -> bytes:
+        """The whole answer to JSON of ours. Raises as `send` does, and `UpstreamStatusError` for an error answer."""
+        headers = {"content-type": "application/json"} if body else {}
+        async with self.send(method, path, headers=headers, body=body, timeout=timeout, above=above) as response:
+            content = await response.aread(limit)
+            if response.status >= 400:
+                raise status_error(self.name, response.status, content, response.headers)
+            return content
 
     async def aclose(self) -> None:
         """Close the connections of the running loop and forget the others. Idempotent."""

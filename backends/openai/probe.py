@@ -6,9 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.backends.openai.http import Endpoint, decode_json, status_error
+from agentspec.backends.openai.http import Endpoint, decode_json
 from agentspec.backends.openai.sse import SseDecoder
-from agentspec.errors import UpstreamError
+from agentspec.backends.openai.vllm import XARGS, VllmReport, list_models, owns_models, read_metrics, read_version
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import UpstreamError, UpstreamStatusError
 
 _QUESTION = [{"role": "user", "content": "Say hello."}]
 _BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
@@ -18,7 +20,7 @@ _BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
 class ProbeReport:
     """`reachable`: something OpenAI-like answered. `answers`: a chat request succeeded; only then can the rest be true.
 
-    `error` says what went wrong first, None if nothing did.
+    `error` says what went wrong first, None if nothing did. `vllm` is None for other servers.
     """
 
     reachable: bool = False
@@ -29,18 +31,21 @@ class ProbeReport:
     token_ids: bool = False
     continue_final: bool = False
     logprobs: bool = False
+    vllm: VllmReport | None = None
 
 
-async def probe(endpoint: Endpoint, model: str | None, timeout: float) -> ProbeReport:
+async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) -> ProbeReport:
     """Try each ability with requests of one token. Never raises an `UpstreamError`."""
     try:
-        models = await _models(endpoint, timeout)
+        listed = await list_models(endpoint, timeout)
     except UpstreamError as error:
         return ProbeReport(reachable=hasattr(error, "upstream_body"), error=error.message)
-    model = model or next(iter(models), None)
+    models = tuple(str(model["id"]) for model in listed if "id" in model)
+    model = settings.model or next(iter(models), None)
     if model is None:
         return ProbeReport(reachable=True, error="the upstream lists no model; set `model` for this backend")
     prober = _Prober(endpoint, model, timeout)
+    is_vllm = settings.vllm == "on" or (settings.vllm == "auto" and owns_models(listed))
     try:
         plain = await prober.ask(_BEGUN)
     except UpstreamError as error:
@@ -53,6 +58,7 @@ async def probe(endpoint: Endpoint, model: str | None, timeout: float) -> ProbeR
         token_ids=await prober.returns_token_ids(),
         continue_final=await prober.continues(_prompt_tokens(plain)),
         logprobs=await prober.gives_logprobs(),
+        vllm=await prober.vllm() if is_vllm else None,
     )
 
 
@@ -89,6 +95,24 @@ class _Prober:
         continued = _prompt_tokens(answer)
         return plain is not None and continued is not None and continued < plain
 
+    async def vllm(self) -> VllmReport:
+        """What can be known of a vLLM server without making it generate."""
+        return VllmReport(
+            version=await read_version(self.endpoint, self.timeout),
+            labels=await self.refuses(**{XARGS: "not an object"}),
+            metrics=await read_metrics(self.endpoint, self.timeout),
+        )
+
+    async def refuses(self, **fields: Any) -> bool:
+        """Whether the server knows these fields well enough to find them wrong: vLLM ignores what it does not know."""
+        try:
+            await self.ask(_QUESTION, **fields)
+        except UpstreamStatusError as error:
+            return error.status in (400, 422)
+        except UpstreamError:
+            return False
+        return False
+
     async def _try(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
         try:
             return await self.ask(messages, **fields)
@@ -97,23 +121,9 @@ class _Prober:
 
     async def _post(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> bytes:
         body = {"model": self.model, "messages": messages, "max_tokens": 1, **fields}
-        return await _answer(self.endpoint, "POST", "/chat/completions", json.dumps(body).encode(), self.timeout)
-
-
-async def _models(endpoint: Endpoint, timeout: float) -> tuple[str, ...]:
-    answer = decode_json(await _answer(endpoint, "GET", "/models", b"", timeout), endpoint.name)
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    models = listed if isinstance(listed, list) else []
-    return tuple(str(model["id"]) for model in models if isinstance(model, dict) and "id" in model)
-
-
-async def _answer(endpoint: Endpoint, method: str, path: str, body: bytes, timeout: float) -> bytes:
-    headers = {"content-type": "application/json"}
-    async with endpoint.send(method, path, headers=headers, body=body, timeout=timeout) as response:
-        content = await response.aread()
-        if response.status >= 400:
-            raise status_error(endpoint.name, response.status, content, response.headers)
-        return content
+        return await self.endpoint.fetch(
+            "POST", "/chat/completions", body=json.dumps(body).encode(), timeout=self.timeout
+        )
 
 
 def _object(event: str) -> dict[str, Any]:

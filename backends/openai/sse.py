@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from agentspec.errors import UpstreamError
 
-MAX_EVENT_BYTES = 1 << 20
+MAX_EVENT_BYTES = 16 << 20  # the token ids of a long prompt come in one event
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 

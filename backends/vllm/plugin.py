@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
+from agentspec.backends.vllm.drafter_info import publish_with_metrics
 from agentspec.backends.vllm.opening import SUPPORTED, supported
 from agentspec.backends.vllm.settings import enabled
 from agentspec.backends.vllm.suffix import SALT, SuffixDecodingProposer
@@ -17,16 +18,25 @@ _installed = False
 
 
 def install() -> None:
-    """Entry point of `vllm.general_plugins`. Servers that use another method see no difference."""
+    """Entry point of `vllm.general_plugins`. Where another method is in use, this adds a metric that names it."""
     global _installed
-    if _installed or not enabled():
+    if _installed:
         return
+    wanted = enabled()
     _installed = True
     _log_as_vllm_does()
-    if not supported(version("vllm")):
-        known, found = SUPPORTED[-1], version("vllm")
-        logger.warning("agentspec leaves vLLM's suffix method alone: it works with vLLM %s.x, not %s", known, found)
+    installed = version("vllm")
+    if not supported(installed):
+        if wanted:
+            known = SUPPORTED[-1]
+            logger.warning("agentspec leaves vLLM alone: it works with vLLM %s.x, not %s", known, installed)
         return
+    publish_with_metrics(took_over=wanted)
+    if wanted:
+        _take_over()
+
+
+def _take_over() -> None:
     _accept_without_arctic()
     _replace_proposer()
     _carry_salts()

@@ -11,6 +11,7 @@ import pytest
 
 from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.openai.sse import MAX_EVENT_BYTES
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.types import Delta, GenerateRequest, Labels, Usage
@@ -81,7 +82,7 @@ async def test_a_stream_becomes_deltas() -> None:
     assert "".join(delta.text for delta in deltas) == "Hallo é"
     assert [delta.finish_reason for delta in deltas] == [None, None, None, "stop"]
     assert deltas[-1].usage == Usage(3, 2)
-    assert seen[0].headers["x-agentspec-step"] == "plan" and json.loads(seen[0].content)["model"] == "m"
+    assert seen[-1].headers["x-agentspec-step"] == "plan" and json.loads(seen[-1].content)["model"] == "m"
 
 
 async def test_the_same_deltas_for_one_byte_chunks() -> None:
@@ -93,7 +94,7 @@ async def test_the_same_deltas_for_one_byte_chunks() -> None:
 async def test_the_settings_model_stands_in_for_none() -> None:
     seen: list[httpx.Request] = []
     await collect(backend(events(*EVENTS), seen=seen.append), GenerateRequest(model="", text="x"))
-    assert json.loads(seen[0].content)["model"] == "own"
+    assert json.loads(seen[-1].content)["model"] == "own"
 
 
 async def test_an_upstream_that_does_not_stream() -> None:
@@ -136,7 +137,7 @@ async def test_a_stream_cut_before_its_finish_is_an_error(cut: int) -> None:
         ([b"data: {not json}\n\n"], "not JSON"),
         ([b"data: [1]\n\n"], "wrong shape"),
         ([b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'], "out of memory"),
-        ([b"data: " + b"x" * (2 << 20)], "more than 1048576 bytes"),
+        ([b"data: " + b"x" * MAX_EVENT_BYTES], f"more than {MAX_EVENT_BYTES} bytes"),
         ([b"data: " + b"[" * 100_000 + b"\n\n"], "not JSON"),
     ],
 )

@@ -25,10 +25,20 @@ from agentspec.config import ModelSettings, Settings, load_settings
 
 
 class Upstream(BaseHTTPRequestHandler):
-    """Lists one model and answers every chat request."""
+    """Lists one model and answers every chat request; owned by "vllm" it has vLLM's version and metrics."""
+
+    owner = "somebody"
+    metrics: str | None = None
 
     def do_GET(self) -> None:
-        self.answer({"data": [{"id": "tiny"}]})
+        if self.path == "/v1/models":
+            self.answer({"data": [{"id": "tiny", "owned_by": self.owner}]})
+        elif self.path == "/version":
+            self.answer({"version": "0.32.0"})
+        elif self.path == "/metrics" and self.metrics is not None:
+            self.send(self.metrics.encode())
+        else:
+            self.send_error(404)
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
@@ -37,7 +47,9 @@ class Upstream(BaseHTTPRequestHandler):
         self.answer({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
 
     def answer(self, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
+        self.send(json.dumps(body).encode())
+
+    def send(self, data: bytes) -> None:
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
@@ -59,19 +71,50 @@ def upstream() -> Iterator[str]:
 
 
 def test_an_upstream_that_answers(upstream):
-    check = check_upstream("up", OpenAISettings(base_url=upstream))
+    [check] = check_upstream("up", OpenAISettings(base_url=upstream))
     assert check.state == "ok"
     assert "models: tiny; can do: plain answers only" in check.detail
 
 
+SAID = 'agentspec_vllm_drafter_info{{drafter="{0}",method="{1}",version="0.1.0"}} 1.0\n'
+COUNTED = "".join(
+    f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}\n'
+    for name, count in (("drafts", 5), ("draft_tokens", 40), ("accepted_tokens", 30))
+)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "state", "detail"),
+    [
+        (COUNTED + SAID.format("agentspec", "suffix"), "ok", "agentspec 0.1.0, as vLLM's suffix method; kept 30 of 40"),
+        (COUNTED + SAID.format("arctic", "suffix"), "note", "vLLM's suffix method, with Arctic Inference; kept 30"),
+        (COUNTED + SAID.format("ngram", "ngram"), "note", "vLLM's ngram method; kept 30 of 40 tokens in 5 drafts"),
+        (COUNTED + SAID.format("eagle3", "eagle3"), "note", "vLLM's eagle3 method; kept 30"),
+        (COUNTED, "note", "cannot be told"),
+        ("vllm:x 1\n" + SAID.format("none", ""), "note", "none"),
+        ("vllm:x 1\n", "note", "none"),
+        ("python_info 1\n", "note", "cannot be told: the server publishes no metrics"),
+        (None, "note", "cannot be told: the server publishes no metrics"),
+    ],
+)
+def test_the_drafter_of_a_vllm_server(upstream, monkeypatch, metrics, state, detail):
+    monkeypatch.setattr(Upstream, "owner", "vllm")
+    monkeypatch.setattr(Upstream, "metrics", metrics)
+    check, drafter = check_upstream("up", OpenAISettings(base_url=upstream))
+    assert "vLLM 0.32.0" in check.detail and "takes no labels" in check.detail
+    assert (drafter.name, drafter.state) == ("up: drafter", state)
+    assert drafter.detail.startswith(detail)
+    assert (drafter.advice == "") == (state == "ok" or "no metrics" in detail)
+
+
 def test_an_upstream_that_does_not():
-    check = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1"))
+    [check] = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1"))
     assert check.state == "fail"
     assert "backends.up.base_url" in check.advice
 
 
 def test_a_key_file_that_is_missing_is_a_failure():
-    check = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1", api_key_file="/absent"))
+    [check] = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1", api_key_file="/absent"))
     assert (check.state, check.advice) == ("fail", "correct backends.up")
 
 

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from agentspec.errors import InvalidRequestError, RequestTooLargeError
-from agentspec.proxy.body import parse_object, read_body, replace_value
+from agentspec.proxy.body import parse_object, read_body, set_value
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
@@ -70,7 +70,7 @@ def test_only_the_model_is_replaced(others: dict[str, Any], position: int, inden
         body.decode()
     except UnicodeDecodeError:
         return
-    renamed = replace_value(body, "model", name)
+    renamed = set_value(body, "model", name)
     assert parse_object(renamed) == {**dict(items), "model": name}
     old, new = json.dumps('old " } model').encode(), json.dumps(name).encode()
     assert (
@@ -80,7 +80,12 @@ def test_only_the_model_is_replaced(others: dict[str, Any], position: int, inden
 
 def test_spelling_of_numbers_and_escapes_is_kept() -> None:
     body = b' {\n"x":1.10,"y":1e400 , "mod\\u0065l" :"a","z":"\\u00e9\\/", "n":100000000000000000000}'
-    assert replace_value(body, "model", "b") == body.replace(b'"a"', b'"b"')
+    assert set_value(body, "model", "b") == body.replace(b'"a"', b'"b"')
+
+
+def test_a_key_that_is_missing_is_put_first() -> None:
+    assert set_value(b" { }", "k", {"\u00e9": 1}) == b' { "k": {"\\u00e9": 1}}'
+    assert set_value(b'{\n "x":1.10}', "k", None) == b'{\n "k": null, "x":1.10}'
 
 
 def receiver(*messages: Message) -> Any:

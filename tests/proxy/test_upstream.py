@@ -70,7 +70,7 @@ def test_an_answer_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
     headers = {"x-agentspec-step": "plan", "cookie": "c=1", "authorization": "Bearer mine", "x-request-id": "r1"}
     response = post(running, sent, headers=headers, params={"api-version": "2"})
     assert response.content == body and response.headers["openai-processing-ms"] == "5"
-    [request] = server.requests
+    [request] = (request for request in server.requests if request.method == "POST")
     assert request.body == sent and request.target == "/v1/chat/completions?api-version=2"
     assert request.headers["authorization"] == "Bearer mine" and "cookie" not in request.headers
     assert request.headers["x-agentspec-step"] == "plan" and request.headers["x-request-id"] == "r1"

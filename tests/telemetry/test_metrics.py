@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentspec.telemetry.metrics import EngineSample, Metrics
+from agentspec.telemetry.metrics import EngineSample, Metrics, UpstreamSample
 
 
 def test_everything_is_rendered() -> None:
@@ -46,6 +46,13 @@ def test_engines_count_by_source() -> None:
     assert 'agentspec_engine_draft_tokens_total{backend="local",source="session"} 5.0' in text
     assert 'agentspec_engine_accepted_tokens_total{backend="local",source="session"} 3.0' in text
     assert 'agentspec_engine_active{backend="local"} 2.0' in text
+
+
+def test_upstreams_count_by_backend() -> None:
+    text = Metrics(version="1", upstreams=lambda: [UpstreamSample("up", 3, 12, 9)]).render().decode()
+    assert 'agentspec_upstream_drafts_total{backend="up"} 3.0' in text
+    assert 'agentspec_upstream_draft_tokens_total{backend="up"} 12.0' in text
+    assert 'agentspec_upstream_accepted_tokens_total{backend="up"} 9.0' in text
 
 
 def test_two_gateways_share_nothing() -> None:

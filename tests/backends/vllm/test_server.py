@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
+import anyio
 import pytest
+from starlette.testclient import TestClient
 
 from agentspec.backends.model_store import locate
+from agentspec.backends.settings import OpenAISettings
 from agentspec.benchmarks.prompt_sets import load_prompts
 from agentspec.benchmarks.vllm import ask
 from agentspec.benchmarks.vllm_server import CUSTOM, SUFFIX, VllmServer, find_environment
+from agentspec.cache.sqlite import DATABASE
+from agentspec.cli.checks import Check, check_upstream
+from agentspec.config import Settings
+from agentspec.proxy import create_app
+from agentspec.runtime import Runtime
+from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = find_environment(ROOT)
@@ -29,6 +40,7 @@ PROMPTS = load_prompts("edit_short")[:4]
 
 Launch = Callable[..., VllmServer]
 Token = tuple[str, float]
+SHORT = SamplingParams(temperature=0.0, max_tokens=48)
 NEAR_TIE = 1e-3  # in log-probability
 
 
@@ -166,6 +178,64 @@ def test_what_clients_may_ask_for(launch: Launch, plain: list[list[Token]]) -> N
     long = [ask(server, "word " * 1900, max_tokens=2048 - 1950, ignore_eos=True) for _ in range(2)]
     assert long[0].tokens == long[1].tokens > 50
     server.stop()
+
+
+def as_upstream(server: VllmServer) -> Settings:
+    return Settings(backends={"up": OpenAISettings(base_url=f"{server.url}/v1")})  # type: ignore[arg-type]
+
+
+def doctor(server: VllmServer) -> list[Check]:
+    return list(check_upstream("up", as_upstream(server).backends["up"]))  # type: ignore[arg-type]
+
+
+async def generate(server: VllmServer, request: GenerateRequest) -> list[Delta]:
+    async with Runtime(as_upstream(server)) as runtime:
+        return [delta async for delta in runtime.generate(request)]
+
+
+def test_a_gateway_in_front_and_the_doctor(launch: Launch, tmp_path: Path) -> None:
+    server = launch("gateway", AGENTSPEC_CACHE_PATH=str(tmp_path / "cache"))
+    question = {"role": "user", "content": PROMPTS[0]}
+    body = {"model": "model", "messages": [question], "max_tokens": 48, "temperature": 0}
+    labels = {
+        f"x-agentspec-{name}": value for name, value in (("session", "s1"), ("workflow", "edit"), ("step", "fix"))
+    }
+    with TestClient(create_app(Runtime(as_upstream(server)))) as gateway:
+        while gateway.get("/ready").status_code != 200:
+            time.sleep(0.1)
+        answers = [gateway.post("/v1/chat/completions", json=body, headers=labels).json() for _ in range(2)]
+        metrics = gateway.get("/metrics").text
+    assert [answer["prompt_token_ids"] for answer in answers] == [None, None]
+    counted = {line.split("{")[0]: float(line.split()[1]) for line in metrics.splitlines() if '{backend="up"}' in line}
+    assert counted["agentspec_upstream_draft_tokens_total"] >= counted["agentspec_upstream_accepted_tokens_total"] > 0
+    request = GenerateRequest(model="model", messages=[question], labels=Labels(session="s2"), sampling=SHORT)
+    deltas = anyio.run(generate, server, request)
+    assert deltas[-1].usage is not None
+    assert sum(len(delta.token_ids) for delta in deltas) == deltas[-1].usage.completion_tokens
+    upstream, drafter = doctor(server)
+    assert "vLLM 0.32" in upstream.detail and "token_ids" in upstream.detail and "; takes labels" in upstream.detail
+    assert drafter.state == "ok" and drafter.detail.startswith("agentspec ")
+    time.sleep(3)  # until what was said is on disk
+    server.stop()
+    with closing(sqlite3.connect(tmp_path / "cache" / DATABASE)) as database:
+        stored = set(database.execute("SELECT session, workflow, step FROM sequences"))
+    assert {("s1", "edit", "fix"), ("s2", None, None)} <= stored
+
+
+@pytest.mark.parametrize(
+    ("speculative", "told"),
+    [
+        (CUSTOM, "agentspec "),
+        ({"method": "ngram", "num_speculative_tokens": 4}, "vLLM's ngram method"),
+        (None, "none: "),
+    ],
+    ids=["custom class", "ngram", "none"],
+)
+def test_the_doctor_tells_the_drafter(launch: Launch, speculative: object, told: str) -> None:
+    server = launch("told", speculative)
+    _, drafter = doctor(server)
+    server.stop()
+    assert drafter.detail.startswith(told)
 
 
 def test_settings_that_cannot_work_end_the_start(launch: Launch) -> None:

@@ -1,0 +1,84 @@
+"""What the Prometheus metrics of a vLLM server tell of its drafts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from agentspec.backends.openai.http import Endpoint
+
+MAX_METRICS_BYTES = 4 << 20
+DRAFTER_METRIC = "agentspec_vllm_drafter_info"  # published by our plug-in in the server
+_COUNTERS = {
+    "vllm:spec_decode_num_drafts_total": "drafts",
+    "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
+}
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Totals since the server started, over its models and engines."""
+
+    drafts: float = 0.0
+    draft_tokens: float = 0.0
+    accepted_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """Who drafts: "agentspec", "arctic", a method of vLLM's, or "none"; `version` is that of agentspec there."""
+
+    name: str
+    method: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetrics:
+    """`published`: the server shows vLLM's metrics at all, without which nothing follows from what is missing.
+
+    `acceptance` is None where nothing drafts, `drafter` where no plug-in of ours says who does.
+    """
+
+    published: bool = False
+    acceptance: Acceptance | None = None
+    drafter: Drafter | None = None
+
+
+async def fetch_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics:
+    """Ask the server; `timeout` bounds each phase in seconds. Raises `UpstreamError`."""
+    content = await endpoint.fetch("GET", "/metrics", above=True, timeout=timeout, limit=MAX_METRICS_BYTES)
+    return parse_metrics(content.decode("utf-8", "replace"))
+
+
+def parse_metrics(text: str) -> ServerMetrics:
+    """Read Prometheus' text format; lines that are none of it are skipped, as is a counter without a number."""
+    totals: dict[str, float] = {}
+    drafter, published = None, False
+    for name, labels, value in _samples(text):
+        published = published or name.startswith("vllm:")
+        if name in _COUNTERS:
+            totals[_COUNTERS[name]] = totals.get(_COUNTERS[name], 0.0) + value
+        elif name == DRAFTER_METRIC:
+            drafter = Drafter(labels.get("drafter", ""), labels.get("method", ""), labels.get("version", ""))
+    return ServerMetrics(published, Acceptance(**totals) if totals else None, drafter)
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of each line that may matter. Values that are not finite count nothing."""
+    for line in text.split("\n"):
+        sample = _SAMPLE.match(line) if line.startswith(("vllm:", DRAFTER_METRIC)) else None
+        if sample is not None and (value := _finite(sample[3])) is not None:
+            yield sample[1], dict(_LABEL.findall(sample[2] or "")), value
+
+
+def _finite(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if abs(value) < float("inf") else None

@@ -1,0 +1,232 @@
+"""vLLM as an upstream: told from other servers, told the labels, asked for token ids and for its counters."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.backends.openai import Acceptance, Drafter, OpenAIBackend, ServerMetrics, VllmReport, vllm
+from agentspec.backends.openai.vllm import label_fields, token_id_fields
+from agentspec.backends.openai.vllm_metrics import parse_metrics
+from agentspec.backends.settings import OpenAISettings
+from agentspec.types import Delta, GenerateRequest, Labels
+
+pytestmark = pytest.mark.anyio
+LABELS = Labels(session="s1", workflow="review", step="plan")
+OURS = {"agentspec_session": "s1", "agentspec_workflow": "review", "agentspec_step": "plan"}
+COUNTERS = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 4.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 1.2e+02
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a} b"} 90.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 7.0
+"""
+DRAFTER = 'agentspec_vllm_drafter_info{drafter="agentspec",method="suffix",version="0.1.0"} 1.0\n'
+
+
+class VllmServer:
+    """Answers as `vllm serve` does: `/metrics` and `/version` beside `/v1`, unknown fields ignored."""
+
+    def __init__(self, owner: str = "vllm", metrics: str = COUNTERS + DRAFTER, key: str | None = None) -> None:
+        self.owner, self.metrics, self.key = owner, metrics, key
+        self.requests: list[httpx.Request] = []
+        self.down = False
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        if self.down:
+            raise httpx.ConnectError("refused")
+        guarded = request.url.path.startswith("/v1")
+        if guarded and self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return reply({"error": "Unauthorized"}, 401)
+        return {"/metrics": self._metrics, "/version": self._version, "/v1/models": self._models}.get(
+            request.url.path, self._chat
+        )(request)
+
+    @property
+    def paths(self) -> list[str]:
+        return [request.url.path for request in self.requests]
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.requests[-1].content)
+
+    def _metrics(self, request: httpx.Request) -> httpx.Response:
+        return reply(self.metrics)
+
+    def _version(self, request: httpx.Request) -> httpx.Response:
+        return reply({"version": "0.32.0"})
+
+    def _models(self, request: httpx.Request) -> httpx.Response:
+        return reply({"object": "list", "data": [{"id": "m", "object": "model", "owned_by": self.owner}]})
+
+    def _chat(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        if not isinstance(body.get("vllm_xargs", {}), dict):
+            return reply({"error": {"message": "vllm_xargs: a dictionary is needed"}}, 400)
+        ids = [5, 6] if body.get("return_token_ids") else None
+        choice = {"index": 0, "message": {"content": "hi"}, "finish_reason": "stop", "token_ids": ids}
+        return reply({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
+
+
+def reply(content: Any, status: int = 200) -> httpx.Response:
+    """An answer whose body was not read yet, as one from the network."""
+    text = content if isinstance(content, str) else json.dumps(content)
+    stream = httpx.ByteStream(text.encode())
+    return httpx.Response(status, headers={"content-type": "application/json"}, stream=stream)
+
+
+def backend(server: VllmServer, **settings: Any) -> OpenAIBackend:
+    chosen = OpenAISettings(base_url="http://up.test/v1", model="m", **settings)  # type: ignore[arg-type]
+    return OpenAIBackend(chosen, transport=httpx.MockTransport(server))
+
+
+async def collect(upstream: OpenAIBackend, **fields: Any) -> list[Delta]:
+    fields = {"text": "x", "labels": LABELS, **fields}
+    async with aclosing(upstream.generate(GenerateRequest(model="m", **fields))) as deltas:
+        return [delta async for delta in deltas]
+
+
+async def test_a_vllm_server_is_told_the_labels_and_asked_for_token_ids() -> None:
+    server = VllmServer()
+    [delta] = await collect(backend(server))
+    assert server.body["vllm_xargs"] == OURS and server.body["return_token_ids"] is True
+    assert delta.token_ids == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("owner", "settings", "asked"),
+    [
+        ("somebody", {}, ["/v1/models", "/v1/completions"]),
+        ("vllm", {"vllm": "off"}, ["/v1/completions"]),
+    ],
+)
+async def test_others_get_the_body_that_they_always_got(owner: str, settings: dict[str, Any], asked: list[str]) -> None:
+    server = VllmServer(owner)
+    await collect(backend(server, **settings))
+    assert set(server.body) == {"model", "prompt", "stream", "stream_options"}
+    assert server.paths == asked
+
+
+async def test_a_server_behind_a_router_is_named_by_the_settings() -> None:
+    server = VllmServer("router")
+    await collect(backend(server, vllm="on"))
+    assert server.body["vllm_xargs"] == OURS and server.paths == ["/v1/completions"]
+
+
+async def test_labels_stay_here_where_the_operator_wants_that() -> None:
+    server = VllmServer()
+    await collect(backend(server, vllm_labels=False))
+    assert "vllm_xargs" not in server.body and server.body["return_token_ids"] is True
+
+
+async def test_a_server_that_wants_a_key_for_its_models_is_known_by_its_metrics() -> None:
+    server = VllmServer(key="secret")
+    assert await backend(server).label_fields(LABELS, {}) == {"vllm_xargs": OURS}
+    assert server.paths == ["/v1/models", "/metrics"]
+    assert await backend(VllmServer(key="secret", metrics="python_info 1.0\n")).label_fields(LABELS, {}) == {}
+
+
+async def test_the_operators_key_reaches_the_paths_beside_v1() -> None:
+    server = VllmServer(key="secret")
+    assert await backend(server, api_key="secret").acceptance() is not None
+    assert {request.headers["authorization"] for request in server.requests} == {"Bearer secret"}
+
+
+async def test_what_an_upstream_is_holds_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, now = VllmServer(), [1000.0]
+    monkeypatch.setattr(vllm.time, "monotonic", lambda: now[0])
+    upstream = backend(server)
+    assert await upstream.label_fields(LABELS, {}) and await upstream.label_fields(LABELS, {})
+    assert server.paths == ["/v1/models"]
+    now[0] += vllm.FRESH_SECONDS + 1
+    server.down = True
+    assert await upstream.label_fields(LABELS, {})  # silence is no other server
+    now[0] += vllm.RETRY_SECONDS + 1
+    server.down, server.owner = False, "somebody"
+    assert await upstream.label_fields(LABELS, {}) == {}
+
+
+async def test_a_server_that_never_answered_is_told_nothing() -> None:
+    server = VllmServer()
+    server.down = True
+    upstream = backend(server)
+    assert await upstream.label_fields(LABELS, {}) == {}
+    assert await upstream.acceptance() is None
+    assert server.paths == ["/v1/models"]
+
+
+async def test_nothing_to_tell_asks_nothing() -> None:
+    server = VllmServer()
+    assert await backend(server).label_fields(Labels(), {"vllm_xargs": {"a": 1}}) == {}
+    assert server.requests == []
+
+
+def test_labels_are_merged_into_the_clients_own_arguments() -> None:
+    assert label_fields(Labels(step="plan"), {"vllm_xargs": {"x": 1.5, "agentspec_step": "theirs"}}) == {
+        "vllm_xargs": {"x": 1.5, "agentspec_step": "plan"}
+    }
+    assert label_fields(Labels(step="p"), {"vllm_xargs": {"agentspec_session": "t"}}) == {
+        "vllm_xargs": {"agentspec_session": "t", "agentspec_step": "p"}
+    }
+    assert label_fields(Labels(step="p"), {"vllm_xargs": None}) == {"vllm_xargs": {"agentspec_step": "p"}}
+    assert label_fields(Labels(step="p"), {"vllm_xargs": [1]}) == {}
+
+
+@pytest.mark.parametrize("given", [{"return_token_ids": False}, {"return_token_ids": None}, {"echo": True}])
+def test_token_ids_are_not_asked_for_where_the_caller_decided_or_the_text_would_go(given: dict[str, Any]) -> None:
+    assert token_id_fields(given) == {}
+
+
+def test_counters_are_summed_over_engines_and_models() -> None:
+    expected = ServerMetrics(True, Acceptance(7, 120, 90), Drafter("agentspec", "suffix", "0.1.0"))
+    assert parse_metrics(COUNTERS + DRAFTER) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ServerMetrics()),
+        ("python_info 1.0\nvllm\n", ServerMetrics()),
+        ('vllm:num_requests_running{engine="0"} 0.0\n', ServerMetrics(True)),
+        ("vllm:spec_decode_num_drafts_total NaN\nvllm:spec_decode_num_drafts_total +Inf\n", ServerMetrics()),
+        ("vllm:spec_decode_num_drafts_total 2 1700000000\n", ServerMetrics(True, Acceptance(2))),
+        ("<html>vllm:spec_decode_num_drafts_total 2</html>", ServerMetrics()),
+    ],
+)
+def test_metrics_of_all_sorts(text: str, expected: ServerMetrics) -> None:
+    assert parse_metrics(text) == expected
+
+
+async def test_counters_of_servers_with_and_without_drafts() -> None:
+    assert await backend(VllmServer()).acceptance() == Acceptance(7, 120, 90)
+    assert await backend(VllmServer(metrics="vllm:x 1\n")).acceptance() is None
+    assert await backend(VllmServer("somebody")).acceptance() is None
+
+
+async def test_the_probe_tells_what_the_server_tells() -> None:
+    server = VllmServer()
+    report = await backend(server).probe()
+    assert report.token_ids and report.vllm == VllmReport("0.32.0", True, parse_metrics(COUNTERS + DRAFTER))
+    assert (await backend(VllmServer("somebody")).probe()).vllm is None
+    assert (await backend(server, vllm="off").probe()).vllm is None
+
+
+async def test_an_older_server_ignores_labels_and_says_little() -> None:
+    class Older(VllmServer):
+        def _chat(self, request: httpx.Request) -> httpx.Response:
+            return reply({"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]})
+
+        def _version(self, request: httpx.Request) -> httpx.Response:
+            return reply("<html>")
+
+        def _metrics(self, request: httpx.Request) -> httpx.Response:
+            return reply({"detail": "Not Found"}, 404)
+
+    assert (await backend(Older()).probe()).vllm == VllmReport()
