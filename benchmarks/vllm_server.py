@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -50,6 +50,7 @@ class VllmServer:
     log: Path
     speculative: Mapping[str, Any] | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ()
     max_length: int = 2048
     port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = None
@@ -63,12 +64,14 @@ class VllmServer:
         command = [
             str(self.environment / "bin" / "vllm"), "serve", str(self.model), "--served-model-name", "model",
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
-            "--max-model-len", str(self.max_length), "--max-num-seqs", "16",
+            "--max-model-len", str(self.max_length), "--max-num-seqs", "16", *self.options,
         ]  # fmt: skip
         if self.speculative:
             command += ["--speculative-config", json.dumps(self.speculative)]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("AGENTSPEC_")}
-        variables = {**clean, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **self.variables}
+        # What 0.32 compiles ahead of time for CPUs cannot be loaded again: each start would take minutes.
+        fixed = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_AOT_COMPILE": "0"}
+        variables = {**clean, **fixed, **self.variables}
         # Its children end with it: a session of its own is one thing to signal.
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)

@@ -41,6 +41,7 @@ PROMPTS = load_prompts("edit_short")[:4]
 Launch = Callable[..., VllmServer]
 Token = tuple[str, float]
 SHORT = SamplingParams(temperature=0.0, max_tokens=48)
+EAGER = ("--enforce-eager",)  # starts in half a minute, not in three
 NEAR_TIE = 1e-3  # in log-probability
 
 
@@ -55,7 +56,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     def launch(name: str, speculative: object = SUFFIX, **variables: str) -> VllmServer:
         assert ENVIRONMENT is not None
         log = folder / f"{len(started)}-{name}.log"
-        server = VllmServer(ENVIRONMENT, model.folder, log, speculative, variables)  # type: ignore[arg-type]
+        server = VllmServer(ENVIRONMENT, model.folder, log, speculative, variables, EAGER)  # type: ignore[arg-type]
         started.append(server)
         return server.start()
 
