@@ -33,6 +33,15 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where vLLM and the model are, and with what further options servers start."""
+
+    environment: Path
+    model: Path
+    options: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """One answer as a client saw it."""
 
@@ -88,20 +97,20 @@ def variants(environment: Path, state: Path) -> dict[str, tuple[Mapping[str, Any
     return found
 
 
-def run_vllm(environment: Path, model: Path, *, limit: int | None, controls: int, progress: Progress) -> Report:
+def run_vllm(place: Place, *, limit: int | None, controls: int, progress: Progress) -> Report:
     """Every pass over every server. Raises `RuntimeError` where a server does not start."""
     report = Report()
     prompts = load_prompts("edit_short")[:limit]
     with tempfile.TemporaryDirectory(prefix="agentspec-bench-") as folder:
         state = Path(folder)
-        chosen = variants(environment, state)
-        with _servers(chosen, environment, model, state, progress) as servers:
+        chosen = variants(place.environment, state)
+        with _servers(chosen, place, state, progress) as servers:
             _passes(report, (COLD, WARM), servers, prompts, progress)
             _control(report, servers, controls, progress)
             _together(report, servers, prompts, progress)
             _figures(report, servers)
         kept = {name: chosen[name] for name in (ARCTIC, PLUGIN, CUSTOM_CLASS) if name in chosen}
-        with _servers(kept, environment, model, state, progress) as servers:
+        with _servers(kept, place, state, progress) as servers:
             _passes(report, (RESTARTED,), servers, prompts, progress)
     return report
 
@@ -109,8 +118,7 @@ def run_vllm(environment: Path, model: Path, *, limit: int | None, controls: int
 @contextmanager
 def _servers(
     chosen: Mapping[str, tuple[Mapping[str, Any] | None, dict[str, str]]],
-    environment: Path,
-    model: Path,
+    place: Place,
     state: Path,
     progress: Progress,
 ) -> Iterator[dict[str, VllmServer]]:
@@ -120,7 +128,9 @@ def _servers(
         for name, (speculative, variables) in chosen.items():
             progress(f"starting vLLM: {name}")
             log = state / f"{name}.log"
-            servers[name] = VllmServer(environment, model, log, speculative, variables).launch()
+            servers[name] = VllmServer(
+                place.environment, place.model, log, speculative, variables, place.options
+            ).launch()
             stack.callback(servers[name].stop)
             servers[name].wait()
             ask(servers[name], "Say hello.", max_tokens=8)

@@ -115,13 +115,14 @@ def vllm(
     model: Annotated[str, typer.Option(help="Built-in name or folder")] = "smollm2-135m",
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (at least 7)", min=7)] = None,
     controls: Annotated[int, typer.Option(help="Sampled answers of the control (at least 7)", min=7)] = 14,
+    eager: Annotated[bool, typer.Option(help="Start servers without compiling, in half a minute each")] = False,
     json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
 ) -> None:
     """Ask vLLM servers with other drafters, with ours and with none the same prompts: cold, warm, after a restart."""
     from rich.console import Console
 
     from agentspec.backends.model_store import fetch
-    from agentspec.benchmarks.vllm import run_vllm
+    from agentspec.benchmarks.vllm import Place, run_vllm
     from agentspec.benchmarks.vllm_drafting import drafting_cost
     from agentspec.benchmarks.vllm_report import print_report, write_json
     from agentspec.benchmarks.vllm_server import find_environment
@@ -134,10 +135,11 @@ def vllm(
     require_writable(json)
     with console.status("drafting alone") as status:
         drafting = drafting_cost()
-        report = run_vllm(found, fetch(model).folder, limit=limit, controls=controls, progress=status.update)
+        place = Place(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
+        report = run_vllm(place, limit=limit, controls=controls, progress=status.update)
     print_report(report, drafting, console)
     if json:
-        write_json(report, drafting, json, _environment(model=model))
+        write_json(report, drafting, json, _environment(model=model, eager=str(eager)))
 
 
 @app.command()

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentspec.backends.vllm.drafter_info import publish_with_metrics
 from agentspec.backends.vllm.opening import SUPPORTED, supported
-from agentspec.backends.vllm.settings import enabled
+from agentspec.backends.vllm.settings import enabled, read_settings
 from agentspec.backends.vllm.suffix import SALT, SuffixDecodingProposer
 
 logger = logging.getLogger(__name__)
@@ -50,10 +50,14 @@ def _log_as_vllm_does() -> None:
 
 
 def _accept_without_arctic() -> None:
-    """The configuration is refused where Arctic Inference is missing, which is not asked here."""
+    """vLLM asks for Arctic Inference when the suffix method is configured: the moment to look at our own settings."""
     from vllm.config import speculative  # pyright: ignore[reportMissingImports]
 
-    speculative.has_arctic_inference = lambda: True
+    def answered_here() -> bool:
+        read_settings()  # raises what the operator has to correct
+        return True
+
+    speculative.has_arctic_inference = answered_here
 
 
 def _replace_proposer() -> None:

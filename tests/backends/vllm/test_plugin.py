@@ -35,6 +35,11 @@ class GPUModelRunner:
         return "deferred"
 
 
+class PrometheusStatLogger:
+    def log_engine_initialized(self) -> None:
+        """Logs."""
+
+
 CONTENTS: dict[str, dict[str, object]] = {
     "vllm": {},
     "vllm.config": {},
@@ -45,6 +50,8 @@ CONTENTS: dict[str, dict[str, object]] = {
     "vllm.v1.core": {},
     "vllm.v1.core.sched": {},
     "vllm.v1.core.sched.output": {"NewRequestData": NewRequestData},
+    "vllm.v1.metrics": {},
+    "vllm.v1.metrics.loggers": {"PrometheusStatLogger": PrometheusStatLogger},
     "vllm.v1.worker": {},
     "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": GPUModelRunner, "SuffixDecodingProposer": object},
 }
@@ -60,7 +67,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
         if parent:
             setattr(modules[parent], child, module)
         monkeypatch.setitem(sys.modules, name, module)
-    for owner, name in ((NewRequestData, "from_request"), (GPUModelRunner, "_update_states")):
+    patched = [(NewRequestData, "from_request"), (GPUModelRunner, "_update_states")]
+    for owner, name in [*patched, (PrometheusStatLogger, "log_engine_initialized")]:
         monkeypatch.setattr(owner, name, vars(owner)[name])
     monkeypatch.setattr(plugin, "_installed", False)
     monkeypatch.setattr(plugin, "version", lambda name: "0.32.0+cpu")
@@ -76,6 +84,15 @@ def test_ours_takes_the_place_of_the_suffix_method(vllm: dict[str, ModuleType]) 
     assert vllm["vllm.config.speculative"].has_arctic_inference()
     for name in ("vllm.v1.spec_decode.suffix_decoding", "vllm.v1.worker.gpu_model_runner"):
         assert vllm[name].SuffixDecodingProposer is SuffixDecodingProposer
+
+
+def test_wrong_settings_are_told_when_the_method_is_configured(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.install()
+    monkeypatch.setenv("AGENTSPEC_CACHE__MEMORY_BYTES", "much")
+    with pytest.raises(ConfigurationError, match="AGENTSPEC_CACHE__MEMORY_BYTES"):
+        vllm["vllm.config.speculative"].has_arctic_inference()
 
 
 def test_new_requests_carry_their_salt(vllm: dict[str, ModuleType]) -> None:
