@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from agentspec.governor import KNOTS, CostModel
 
 _FAR = 16384  # tokens up to which the cost of a step is extrapolated
-_FRESH = 16  # rounds for which a curve is used
+_EARLY = 64  # steps that are all learned from
+_SELDOM = 8  # of later ones every so many, since learning takes longer than drafting a token,
+_SURPRISE = 0.1  # and those whose time was off by more than this share
 
 Floats = NDArray[np.float64]
 
@@ -21,45 +23,47 @@ class StepCost:
     def __init__(self) -> None:
         self._model = CostModel()
         self._tokens = np.array([*KNOTS, _FAR], dtype=np.float64)
-        self._curve: Floats = self._tokens
-        self._age = _FRESH
-        self._refresh()
+        self._steps = 0
+        self._curve = self._read()
 
     def seconds(self, tokens: int) -> float:
-        return float(self.many(np.array([tokens]))[0])
+        return float(np.interp(tokens, self._tokens, self._curve))
 
     def many(self, tokens: NDArray[np.integer]) -> Floats:
         """`seconds` of each."""
         return np.asarray(np.interp(tokens, self._tokens, self._curve))
 
     def observe(self, tokens: int, seconds: float) -> None:
-        self._model.observe(tokens, 0, seconds)
-        self._refresh()
+        self._steps += 1
+        surprising = abs(seconds / self.seconds(tokens) - 1.0) > _SURPRISE
+        if surprising or self._steps <= _EARLY or self._steps % _SELDOM == 0:
+            self._model.observe(tokens, 0, seconds)
+            self._curve = self._read()
 
-    def _refresh(self) -> None:
-        self._age += 1
-        if self._age >= _FRESH:
-            self._age = 0
-            self._curve = np.array([self._model.seconds(int(tokens)) for tokens in self._tokens])
+    def _read(self) -> Floats:
+        return np.array([self._model.seconds(int(tokens)) for tokens in self._tokens])
 
     def least_worth(self, requests: int) -> float:
         """A token less likely than this pays in no step of so many requests: each gains at most one step's share."""
-        one, two = self.many(np.array([requests, requests + 1]))
-        return float(min(1.0, max(0.0, (two - one) * requests / one)))
+        one, two = self.seconds(requests), self.seconds(requests + 1)
+        return min(1.0, max(0.0, (two - one) * requests / one))
 
 
-def cut(worths: Sequence[NDArray[np.floating]], requests: int, cost: StepCost) -> list[int]:
+def cut(worths: Sequence[NDArray[np.floating]], requests: int, cost: StepCost) -> tuple[list[int], float]:
     """How many tokens of each chain to verify, so that the step's expected tokens a second are the most.
 
     `worths[i]` are the probabilities, never rising, that chain i is accepted that far; `requests` the number of
     requests in the step, each of which gains a token in any case. Goodput as in TurboSpec (Liu et al. 2024).
+
+    Also tells the worth of the best token that was left, 0 where all are taken.
     """
     lengths = [len(worth) for worth in worths]
     if not sum(lengths):
-        return lengths
+        return lengths, 0.0
     worth = np.concatenate(worths)
     order = np.argsort(-worth, kind="stable")
     gain = requests + np.concatenate(([0.0], np.cumsum(worth[order])))
     best = int(np.argmax(gain / cost.many(requests + np.arange(len(gain)))))
     owner = np.repeat(np.arange(len(worths)), lengths)
-    return [int(count) for count in np.bincount(owner[order[:best]], minlength=len(worths))]
+    counts = [int(count) for count in np.bincount(owner[order[:best]], minlength=len(worths))]
+    return counts, float(worth[order[best]]) if best < len(order) else 0.0

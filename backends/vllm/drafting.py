@@ -55,6 +55,7 @@ class ServerDrafter:
         self._cost = StepCost()
         self._vocab_size = vocab_size
         self._last: list[Conversation] = []  # of the last round
+        self._left = 0.0  # worth of the best token that was not verified then: next to that, more need not be drafted
         self._last_end = 0.0
         self._failed = False
         self.stats = RoundStats()
@@ -118,13 +119,14 @@ class ServerDrafter:
 
     def _draft(self, turns: Sequence[Turn]) -> list[list[int]]:
         self._patience.wait([turn.conversation for turn in turns if not turn.conversation.ready.is_set()])
-        floor = self._cost.least_worth(len(turns))
+        floor = max(self._cost.least_worth(len(turns)), self._left / 2)
         asked = [(turn, job) for turn in turns if (job := self._job(turn, floor))]
         asking, drafts = [turn for turn, _ in asked], propose_batch([job for _, job in asked]) if asked else []
         worths = [d.probabilities * min(1.0, t.conversation.pace.factor) for d, t in zip(drafts, asking, strict=True)]
+        counts, self._left = cut(worths, len(turns), self._cost)
         for turn in turns:
             turn.conversation.propose((), 0.0, asked=False)
-        for turn, draft, worth, count in zip(asking, drafts, worths, cut(worths, len(turns), self._cost), strict=True):
+        for turn, draft, worth, count in zip(asking, drafts, worths, counts, strict=True):
             chain = self._known(draft.tokens[:count].tolist())
             turn.conversation.propose(chain, float(worth[: len(chain)].sum()), asked=True)
         return [list(turn.conversation.chain) for turn in turns]
