@@ -103,19 +103,18 @@ class ServerDrafter:
         return [Said(one, fresh, len(one.chain), one.accepted) for one, fresh, _, _ in turns]
 
     def _judge(self, turns: Sequence[Turn], seconds: float) -> None:
-        """Learn what the step cost, and for each request whether asking for drafts pays."""
-        conversations = self._last
-        drafted = sum(len(conversation.chain) for conversation in conversations)
-        self._cost.observe(len(turns) + drafted, seconds)
-        emitted = sum(len(turn.fresh) for turn in turns)
-        extra = self._cost.seconds(len(turns) + drafted) - self._cost.seconds(len(turns))
-        asking = self.stats.last_seconds / max(1, sum(conversation.asked for conversation in conversations))
-        for conversation in conversations:
-            if conversation.asked:
-                share = len(conversation.chain) / drafted if drafted else 0.0
-                saved = conversation.accepted * seconds / emitted - extra * share
-                cost = max(0.0, asking - FREE * seconds)
-                conversation.pace.observe(conversation.expected, conversation.accepted, cost, saved)
+        """Learn what the step cost, and for each request whether asking for drafts pays.
+
+        What it costs to verify them in vain is left to `cut`, which hears of it by the pace's factor: a request that
+        cannot be drafted for now may copy a page next.
+        """
+        asked = [conversation for conversation in self._last if conversation.asked]
+        self._cost.observe(len(turns) + sum(len(conversation.chain) for conversation in asked), seconds)
+        token = seconds / sum(len(turn.fresh) for turn in turns)
+        cost = max(0.0, self.stats.last_seconds - FREE * seconds) / max(1, len(asked))
+        for conversation in asked:
+            accepted = conversation.accepted
+            conversation.pace.observe(conversation.expected, accepted, cost, accepted * token)
 
     def _draft(self, turns: Sequence[Turn]) -> list[list[int]]:
         self._patience.wait([turn.conversation for turn in turns if not turn.conversation.ready.is_set()])
