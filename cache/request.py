@@ -81,6 +81,7 @@ class CacheRequest:
     @property
     def indexes(self) -> list[Sourced]:
         """What this request drafts from, the first going first at equal match length."""
+        self._leave_forgotten()
         return list(self._indexes)
 
     def include(self, index: SuffixIndex, source: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -62,16 +63,28 @@ class PrivateMemory:
         """Nothing is kept."""
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a server says of a request: whose it is, which adapter answers it, where its output ends at the latest."""
+
+    labels: Labels = field(default_factory=Labels)
+    salt: str | None = None
+    adapter: str = ""
+    stops: frozenset[int] = frozenset()
+    most: int | None = None  # tokens of output
+
+
 class Conversation:
     """What the server's thread knows of a request. `memory` is set by the recorder once it is ready."""
 
-    __slots__ = ("accepted", "asked", "chain", "expected", "labels", "length", "memory", "pace", "ready", "salt")
+    __slots__ = "accepted asked chain expected length memory over pace ready request said".split()
 
-    def __init__(self, length: int, pace: Pace, labels: Labels | None = None, salt: str | None = None) -> None:
+    def __init__(self, length: int, pace: Pace, request: Request) -> None:
         self.length = length  # of prompt and output
         self.pace = pace
-        self.labels = labels or Labels()
-        self.salt = salt
+        self.request = request
+        self.said = 0  # tokens of output
+        self.over = False
         self.memory: Memory | None = None
         self.ready = threading.Event()  # whether or not there is a memory
         self.chain: Sequence[int] = ()  # proposed in the last round
@@ -79,14 +92,26 @@ class Conversation:
         self.expected = 0.0
         self.accepted = 0
 
-    def advance(self, fresh: Tokens) -> None:
-        """The output grew by `fresh`, which tells how much of the last chain was right."""
+    def advance(self, fresh: Tokens) -> Tokens:
+        """The row grew by `fresh`, which tells how much of the last chain was right; what of it is output.
+
+        The target verifies and samples beyond the end of an output, which the server cuts off later.
+        """
         self.accepted = 0
         for proposed, token in zip(self.chain, fresh.tolist(), strict=False):
             if proposed != token:
                 break
             self.accepted += 1
         self.length += len(fresh)
+        return fresh[: self._still_output(fresh.tolist())]
+
+    def _still_output(self, fresh: list[int]) -> int:
+        request, count = self.request, 0
+        while count < len(fresh) and not self.over:
+            count += 1
+            self.said += 1
+            self.over = fresh[count - 1] in request.stops or self.said == request.most
+        return count
 
     def propose(self, chain: Sequence[int], expected: float, *, asked: bool) -> None:
         self.chain, self.expected, self.asked = chain, expected, asked

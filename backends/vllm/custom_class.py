@@ -13,6 +13,7 @@ from agentspec.backends.vllm.drafting import ServerDrafter, Turn
 from agentspec.backends.vllm.opening import drafts_here, open_drafter, require_supported
 from agentspec.backends.vllm.suffix import turn_of
 from agentspec.cache.index import DEPTH
+from agentspec.errors import ConfigurationError
 
 Key = tuple[int, bytes, bytes]
 
@@ -20,17 +21,22 @@ Key = tuple[int, bytes, bytes]
 class SuffixProposer:
     """Recognises each row by its tokens: a row that goes on from no row of the step before is a new request.
 
-    A row that is missing has ended; one that was only preempted begins anew where it stood. `cache_salt` is not seen
-    here, so that every request belongs to the server's tenant.
+    A row that is missing has ended; one that was only preempted begins anew where it stood. Salts, adapters and where
+    an output may end are not seen here: every request belongs to the server's tenant, and what the target samples
+    behind an end is remembered with it.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         require_supported()
+        if vllm_config.model_config.enable_prompt_embeds:
+            raise ConfigurationError("prompts as embeddings have no tokens to go by: use the suffix method")
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_length = int(vllm_config.model_config.max_model_len)
-        self._drafter: ServerDrafter | None = open_drafter(vllm_config, self._idle) if drafts_here() else None
+        self._drafter: ServerDrafter | None = None
         self._known: dict[Key, list[Conversation]] = {}  # requests of the last step, by what they said so far
         self._lock = threading.Lock()
+        if drafts_here(vllm_config):
+            self._drafter = open_drafter(vllm_config, self._idle)
 
     def load_model(self, *_: object, **__: object) -> None:
         """There is none."""
@@ -65,7 +71,7 @@ class SuffixProposer:
         assert self._drafter is not None
         if conversation is None:
             conversation = self._drafter.begin(np.array(tokens[:before], dtype=np.int32))
-        return turn_of(conversation, tokens, length, min(self._most, self._max_length - length - 1))
+        return turn_of(conversation, tokens, length, length - before, min(self._most, self._max_length - length - 1))
 
     def _end(self, known: dict[Key, list[Conversation]]) -> None:
         assert self._drafter is not None

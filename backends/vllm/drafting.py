@@ -8,15 +8,15 @@ from time import perf_counter
 from typing import NamedTuple
 
 from agentspec.backends.vllm.chains import StepCost, cut
-from agentspec.backends.vllm.conversation import Conversation
+from agentspec.backends.vllm.conversation import Conversation, Request
 from agentspec.backends.vllm.recorder import Open, Patience, Recorder, Said
 from agentspec.backends.vllm.stats import RoundStats
 from agentspec.cache.index import Job, propose_batch
 from agentspec.cache.tokens import Tokens
 from agentspec.governor import Governor
 from agentspec.telemetry.place import said_of
-from agentspec.types import Labels
 
+ANY = Request()
 FREE = 0.005  # drafting up to this share of a step is not worth accounting for
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,15 @@ class ServerDrafter:
         self._failed = False
         self.stats = RoundStats()
 
-    def begin(self, prompt: Tokens, labels: Labels | None = None, salt: str | None = None) -> Conversation:
-        """A request came. One that carries a salt is remembered where `open_memory` decides."""
-        conversation = Conversation(len(prompt), self._governor.pace(), labels, salt)
+    def begin(self, prompt: Tokens, request: Request = ANY) -> Conversation:
+        """A request came. `open_memory` decides where it is remembered."""
+        conversation = Conversation(len(prompt), self._governor.pace(), request)
         self._recorder.begin(conversation, prompt)
         return conversation
+
+    def say(self, conversation: Conversation, fresh: Tokens) -> None:
+        """An output grew and nothing is to be drafted behind it."""
+        self._recorder.extend([self._said(conversation, fresh)])
 
     def end(self, conversation: Conversation) -> None:
         """A request is over."""
@@ -94,13 +98,16 @@ class ServerDrafter:
         return chains
 
     def _learn(self, turns: Sequence[Turn], now: float | None) -> list[Said]:
-        for turn in turns:
-            turn.conversation.advance(turn.fresh)
-            self.stats.accepted += turn.conversation.accepted
+        said = [self._said(turn.conversation, turn.fresh) for turn in turns]
         # Where others came or went, the time since the last round is not the cost of its tokens.
         if now is not None and self._last and self._last == [turn.conversation for turn in turns]:
             self._judge(turns, now - self._last_end)
-        return [Said(one, fresh, len(one.chain), one.accepted) for one, fresh, _, _ in turns]
+        return said
+
+    def _said(self, conversation: Conversation, fresh: Tokens) -> Said:
+        tokens = conversation.advance(fresh)
+        self.stats.accepted += conversation.accepted
+        return Said(conversation, tokens, len(conversation.chain), conversation.accepted)
 
     def _judge(self, turns: Sequence[Turn], seconds: float) -> None:
         """Learn what the step cost, and for each request whether asking for drafts pays.
@@ -110,7 +117,7 @@ class ServerDrafter:
         """
         asked = [conversation for conversation in self._last if conversation.asked]
         self._cost.observe(len(turns) + sum(len(conversation.chain) for conversation in asked), seconds)
-        token = seconds / sum(len(turn.fresh) for turn in turns)
+        token = seconds / max(1, sum(len(turn.fresh) for turn in turns))
         cost = max(0.0, self.stats.last_seconds - FREE * seconds) / max(1, len(asked))
         for conversation in asked:
             accepted = conversation.accepted
@@ -133,8 +140,8 @@ class ServerDrafter:
     @staticmethod
     def _job(turn: Turn, floor: float) -> Job | None:
         """What to ask for a request, if anything."""
-        memory = turn.conversation.memory
-        if memory is None or turn.most <= 0 or not turn.conversation.pace.ask():
+        conversation, memory = turn.conversation, turn.conversation.memory
+        if memory is None or conversation.over or turn.most <= 0 or not conversation.pace.ask():
             return None
         return memory.drafter, memory.indexes, turn.context, turn.most, floor, True
 

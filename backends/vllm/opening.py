@@ -6,8 +6,11 @@ import atexit
 import hashlib
 import json
 import logging
+import multiprocessing
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,13 @@ def require_supported() -> None:
         raise ConfigurationError(f"agentspec {version('agentspec')} works with vLLM {known}, not {installed}")
 
 
-def drafts_here() -> bool:
-    """Whether the scheduler reads the drafts of this rank: the first of its tensor-parallel group."""
+def drafts_here(config: Any) -> bool:
+    """Whether the scheduler reads the drafts of this rank: the first of its tensor-parallel group.
+
+    Raises `ConfigurationError` where every rank has a scheduler of its own: drafts go by the clock, and would differ.
+    """
+    if config.parallel_config.distributed_executor_backend == "external_launcher":
+        raise ConfigurationError("agentspec cannot draft under vLLM's external_launcher: use another executor")
     from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
 
     return not model_parallel_is_initialized() or get_tp_group().rank_in_group == 0
@@ -68,6 +76,8 @@ def open_drafter(config: Any, idle: Callable[[], None] = lambda: None) -> Server
     memories = Memories(cache, settings, lambda tenant: namespace_of(model, tenant), decode)
     drafter = ServerDrafter(memories.open, model.get_vocab_size(), idle=idle, on_close=cache.close)
     atexit.register(drafter.close)
+    if multiprocessing.parent_process() is not None:
+        Finalize(None, drafter.close, exitpriority=10)  # a forked process ends without the former
     logger.info(
         "agentspec drafts for this server: %s, %s in memory, tenant %r",
         without_password(str(chosen.path)) if chosen.path else "nothing kept on disk (AGENTSPEC_CACHE_PATH is not set)",
@@ -95,14 +105,14 @@ class Memories:
 
     def open(self, conversation: Conversation, prompt: Tokens) -> Memory:
         """In the tenant's namespace; on its own where it carries a salt that is not known here."""
-        salts = self._settings.salts
-        if conversation.salt is not None and conversation.salt not in salts:
+        salts, request = self._settings.salts, conversation.request
+        if request.salt is not None and request.salt not in salts:
             return PrivateMemory(prompt)
-        tenant = self._settings.tenant if conversation.salt is None else salts[conversation.salt]
-        labels = conversation.labels
+        tenant = self._settings.tenant if request.salt is None else salts[request.salt]
+        labels = request.labels
         return self._cache.request(
             prompt,
-            namespace=self._namespaces[tenant],
+            namespace=of_adapter(self._namespaces[tenant], request.adapter),
             session=labels.session,
             workflow=labels.workflow,
             step=labels.step,
@@ -116,6 +126,13 @@ def namespace_of(model: Any, tenant: str) -> Namespace:
     described = {key: value for key, value in model.hf_config.to_dict().items() if key not in _INCIDENTAL}
     fingerprint = json.dumps(described, sort_keys=True, default=str)
     return Namespace(tenant, _hash(fingerprint.encode()), _hash(_tokenizer_bytes(model)))
+
+
+def of_adapter(namespace: Namespace, adapter: str) -> Namespace:
+    """That of a model with a LoRA adapter; the model's own without."""
+    if not adapter:
+        return namespace
+    return replace(namespace, model_fingerprint=_hash(f"{namespace.model_fingerprint}\0{adapter}".encode()))
 
 
 def _tokenizer_bytes(model: Any) -> bytes:

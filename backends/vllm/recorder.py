@@ -17,7 +17,7 @@ from agentspec.cache.tokens import Tokens
 from agentspec.telemetry.place import said_of
 
 WAITING_TOKENS = 8 << 20  # that may wait to be remembered: some seconds' worth, even of long prompts
-IDLE_SECONDS = 1.0
+IDLE_SECONDS = 10.0  # more than a step takes
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class Recorder:
     """Carries out, in order, what `begin`, `extend` and `end` ask for.
 
     `open_memory` makes the memory of a conversation from its prompt. `idle` is called, in the recorder's thread, when
-    nothing was asked for a while. A conversation whose memory fails goes on without; the log says so once.
+    nothing was asked for a while, and before it ends. A conversation whose memory fails goes on without; the log says
+    so once.
     """
 
     def __init__(self, open_memory: Open, idle: Callable[[], None] = lambda: None) -> None:
@@ -91,11 +92,17 @@ class Recorder:
                 self._idle()
                 continue
             if asked is None:
-                return
-            act, args, tokens = asked
-            act(*args)
-            with self._lock:
-                self._waiting -= tokens
+                break
+            self._do(*asked)
+        self._idle()
+        while not self._queue.empty():
+            if asked := self._queue.get():
+                self._do(*asked)
+
+    def _do(self, act: Callable[..., None], args: tuple[object, ...], tokens: int) -> None:
+        act(*args)
+        with self._lock:
+            self._waiting -= tokens
 
     def _begin(self, conversation: Conversation, prompt: Tokens) -> None:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from agentspec.backends.vllm.conversation import Conversation, Memory, PrivateMemory
+from agentspec.backends.vllm.conversation import Conversation, Memory, PrivateMemory, Request
 from agentspec.backends.vllm.drafting import ServerDrafter, Turn
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
@@ -28,8 +28,8 @@ def tokens(*ids: int) -> Tokens:
 class Client:
     """A request and all of its text."""
 
-    def __init__(self, drafter: ServerDrafter, prompt: Tokens, labels: Labels | None = None) -> None:
-        self.conversation, self.tokens = drafter.begin(prompt, labels), prompt
+    def __init__(self, drafter: ServerDrafter, prompt: Tokens) -> None:
+        self.conversation, self.tokens = drafter.begin(prompt), prompt
 
     def turn(self, fresh: Tokens, most: int) -> Turn:
         self.tokens = np.concatenate((self.tokens, fresh))
@@ -215,10 +215,10 @@ def test_labels_reach_the_cache(cache: SuffixCache) -> None:
     seen = []
 
     def open_memory(conversation: Conversation, prompt: Tokens) -> Memory:
-        seen.append(conversation.labels)
-        return cache.request(prompt, session=conversation.labels.session)
+        seen.append(conversation.request.labels)
+        return cache.request(prompt, session=conversation.request.labels.session)
 
     drafter = ServerDrafter(open_memory, VOCABULARY)
-    drafter.end(drafter.begin(TEXT, Labels("s", "w", "plan")))
+    drafter.end(drafter.begin(TEXT, Request(Labels("s", "w", "plan"))))
     drafter.close()
     assert seen == [Labels("s", "w", "plan")]

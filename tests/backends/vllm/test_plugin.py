@@ -126,19 +126,26 @@ def test_the_custom_class_refuses_another_version(monkeypatch: pytest.MonkeyPatc
 
 
 def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "drafts_here", lambda: False)
+    monkeypatch.setattr(suffix, "drafts_here", lambda config: False)
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=4), model_config=SimpleNamespace(max_model_len=100)
     )
     proposers = [SuffixDecodingProposer(config) for _ in range(2)]  # the second must not wrap anew
     told: list[object] = []
-    monkeypatch.setattr(proposers[1], "scheduled", lambda output, batch: told.append(output))
+    for hook in ("finished", "scheduled"):
+        monkeypatch.setattr(proposers[1], hook, lambda output, batch, hook=hook: told.append((hook, output)))
     runner = GPUModelRunner(proposers[1])
     assert runner._update_states("output") == "deferred"
-    assert (runner.updated, told) == (1, ["output"])
+    assert (runner.updated, told) == (1, [("finished", "output"), ("scheduled", "output")])
     other = GPUModelRunner(object())
     assert other._update_states("output") == "deferred"
-    assert told == ["output"]
+    assert len(told) == 2
+
+
+def test_ranks_with_schedulers_of_their_own_are_refused() -> None:
+    parallel = SimpleNamespace(distributed_executor_backend="external_launcher")
+    with pytest.raises(ConfigurationError, match="external_launcher"):
+        opening.drafts_here(SimpleNamespace(parallel_config=parallel))
 
 
 def model(folder: str, **config: object) -> Any:

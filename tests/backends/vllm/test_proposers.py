@@ -19,9 +19,10 @@ from agentspec.backends.vllm.settings import DrafterSettings
 from agentspec.backends.vllm.suffix import SALT, SuffixDecodingProposer
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
+from agentspec.errors import ConfigurationError
 from agentspec.types import Namespace
 
-MOST, MAX_LENGTH = 6, 200
+MOST, MAX_LENGTH, EOS = 6, 200, 999
 TEXT = np.arange(100, 160, dtype=np.int32)
 
 
@@ -66,7 +67,7 @@ class Server:
 def config() -> Any:
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=MOST),
-        model_config=SimpleNamespace(max_model_len=MAX_LENGTH),
+        model_config=SimpleNamespace(max_model_len=MAX_LENGTH, enable_prompt_embeds=False),
     )
 
 
@@ -97,7 +98,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         bench = Bench(cache, ServerDrafter(open_memory, 1000), opened)
         for module in (suffix, custom_class):
             monkeypatch.setattr(module, "open_drafter", open_drafter)
-            monkeypatch.setattr(module, "drafts_here", lambda: True)
+            monkeypatch.setattr(module, "drafts_here", lambda config: True)
         monkeypatch.setattr(suffix, "listen_to_scheduler", lambda: None)
         monkeypatch.setattr(custom_class, "require_supported", lambda: None)
         yield bench
@@ -109,7 +110,8 @@ def new(name: str, prompt: Tokens, salt: str | None = None, **extra: str) -> Any
         req_id=name,
         prompt_token_ids=prompt.tolist(),
         prompt_embeds=None,
-        sampling_params=SimpleNamespace(extra_args=extra),
+        lora_request=None,
+        sampling_params=SimpleNamespace(extra_args=extra, eos_token_id=EOS, stop_token_ids=[], max_tokens=100),
     )
     setattr(request, SALT, salt)
     return request
@@ -137,8 +139,8 @@ class ById:
         return dict(zip(server.req_ids, drafts, strict=True))
 
     def finish(self, name: str) -> None:
+        self.proposer.finished(scheduled(finished=(name,)), self.bench.server)
         self.bench.server.remove(name)
-        self.proposer.scheduled(scheduled(finished=(name,)), self.bench.server)
         self.bench.drafter.flush()
 
 
@@ -253,6 +255,63 @@ def test_salted_requests_are_kept_apart(bench: Bench) -> None:
     assert runner.bench.cache.forget(tenant="acme") == 2
 
 
+def outputs(bench: Bench) -> list[list[int]]:
+    shared = bench.cache.request([1]).indexes[-1][0]
+    return sorted(shared.tokens(number).tolist() for number in shared.usage().sequences.tolist())
+
+
+def test_what_is_sampled_behind_the_end_is_no_output(bench: Bench) -> None:
+    runner = ById(bench)
+    runner.begin("a", TEXT)
+    assert runner.step(a=[100, 101, EOS, 102, 103]) == {"a": []}
+    runner.finish("a")
+    runner.begin("b", TEXT[:5])
+    runner.step(b=[7] * 60)
+    assert runner.step(b=[7] * 60)["b"] == []
+    runner.finish("b")
+    assert outputs(bench) == [[7] * 100, [100, 101, EOS]]
+
+
+def test_what_was_said_in_steps_without_drafts_is_kept(bench: Bench) -> None:
+    runner = ById(bench)
+    runner.begin("a", TEXT)
+    runner.step(a=[1, 2, 3])
+    bench.server.sample({"a": [4, 5]})
+    runner.finish("a")
+    assert outputs(bench) == [[1, 2, 3, 4, 5]]
+
+
+def test_tokens_that_the_server_takes_back_are_said_again(bench: Bench) -> None:
+    runner = ById(bench)
+    runner.begin("a", TEXT)
+    runner.step(a=[1, 2, 3])
+    bench.server.num_tokens_no_spec[0] -= 2
+    runner.step(a=[6])
+    runner.finish("a")
+    assert outputs(bench) == [[1, 2, 3, 6]]
+
+
+def test_adapters_are_kept_apart(bench: Bench) -> None:
+    runner = ById(bench)
+    for name, path in (("a", "/one"), ("b", "/two")):
+        bench.server.add(name, TEXT[:5])
+        request = new(name, TEXT[:5])
+        request.lora_request = SimpleNamespace(lora_name="tuned", lora_path=path)
+        runner.proposer.scheduled(scheduled(request), bench.server)
+        bench.drafter.flush()
+        assert runner.step(**{name: TEXT[5:9].tolist()})[name] == []
+        runner.step(**{name: TEXT[9:].tolist()})
+        runner.finish(name)
+    assert bench.cache.stats().namespaces == 2
+
+
+def test_prompts_without_tokens_are_not_for_the_custom_class(bench: Bench) -> None:
+    embeds = config()
+    embeds.model_config.enable_prompt_embeds = True
+    with pytest.raises(ConfigurationError, match="use the suffix method"):
+        SuffixProposer(embeds)
+
+
 def test_labels_of_a_request(bench: Bench) -> None:
     runner = ById(bench)
     runner.begin("a", TEXT, agentspec_session="s", agentspec_workflow="w", agentspec_step="plan")
@@ -262,7 +321,7 @@ def test_labels_of_a_request(bench: Bench) -> None:
 
 def test_other_ranks_propose_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (suffix, custom_class):
-        monkeypatch.setattr(module, "drafts_here", lambda: False)
+        monkeypatch.setattr(module, "drafts_here", lambda config: False)
     for kind in (ById, ByTokens):
         bench.server = Server()
         runner = kind(bench)
