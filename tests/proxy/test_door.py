@@ -284,9 +284,11 @@ def test_a_slow_reader_holds_the_answer_back(gateway: Any, until: Callable[..., 
         connection.connect((host, int(port)))
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         assert connection.recv(1000)
-        time.sleep(0.7)
-        held = backend.produced
-        time.sleep(0.3)
+        held = -1
+        deadline = time.monotonic() + 30
+        while backend.produced != held and time.monotonic() < deadline:  # until what the sockets hold is full
+            held = backend.produced
+            time.sleep(0.5)
         assert backend.produced == held < 20_000
         assert httpx.get(f"{running.url}/health").status_code == 200
     until(lambda: backend.closed, 2)
