@@ -79,19 +79,7 @@ class Runtime:
             return self._given_cache
         with self._opening:
             if self._own_cache is None:
-                from agentspec.cache import SuffixCache
-
-                chosen = self.settings.cache
-                self._own_cache = SuffixCache.open(
-                    chosen.location(),
-                    memory_bytes=int(chosen.memory_bytes),
-                    disk_bytes=chosen.disk_bytes,
-                    tenant_memory_bytes=chosen.tenant_memory_bytes,
-                    tenant_disk_bytes=chosen.tenant_disk_bytes,
-                    eviction=chosen.eviction,
-                    retention=chosen.retention,
-                    refuse_patterns=chosen.refuse_patterns,
-                )
+                self._own_cache = self.settings.cache.open()
             return self._own_cache
 
     def start(self) -> None:

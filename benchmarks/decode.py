@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.prompt_sets import PromptSet, load_prompts
-from agentspec.benchmarks.stats import Ratio, distinct_ngrams, paired_ratio
+from agentspec.benchmarks.stats import Ratio, distinct_ngrams, paired_ratio, rotated
 from agentspec.benchmarks.transformers_peer import Peer
 from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
 
@@ -141,7 +141,7 @@ class Bench:
         variants = self._variants(name)
         for index, prompt in enumerate(encoded):
             self.progress(f"{name}: prompt {index + 1} of {len(encoded)}")
-            for label, variant in _rotated(variants, index):
+            for label, variant in rotated(variants, index):
                 table.add(label, variant(prompt, index))
         return table
 
@@ -156,7 +156,7 @@ class Bench:
             ids = self.backend.encode_chat([{"role": "user", "content": prompt}])
             sampling = SamplingParams(temperature=1.0, seed=index, max_tokens=CONTROL_TOKENS)
             variants = {OFF: self._agentspec(OFF, sampling, speculation=False), COLD: self._cold("control", sampling)}
-            there = list(_rotated(variants, index))
+            there = list(rotated(variants, index))
             for turn, (label, variant) in enumerate((*there, *reversed(there))):
                 table.add(label, variant(ids, 4 * index + turn))
         _require_distinct(table.runs[OFF])
@@ -229,12 +229,6 @@ class Bench:
 
     def _transformers(self, prompt: Sequence[int], **options: int) -> Run:
         return Run(*self.peer.generate(prompt, MAX_TOKENS, **options))
-
-
-def _rotated(variants: Mapping[str, Variant], by: int) -> Iterator[tuple[str, Variant]]:
-    items = list(variants.items())
-    start = by % len(items)
-    yield from items[start:] + items[:start]
 
 
 def _require_distinct(runs: Sequence[Run]) -> None:

@@ -23,11 +23,7 @@ class Goal:
     least: float
 
     def verdict(self, table: Table) -> str:
-        """met: the whole interval lies at or above the goal; missed: all of it below; else undecided."""
-        ratio = table.ratio(self.variant, self.baseline)
-        if ratio.low >= self.least:
-            return "met"
-        return "missed" if ratio.high < self.least else "undecided"
+        return table.ratio(self.variant, self.baseline).verdict(self.least)
 
 
 EDIT_GOALS = (Goal(OFF, TRANSFORMERS, 1.0), Goal(COLD, TRANSFORMERS, 2.2), Goal(SECOND, TRANSFORMERS, 5.0))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 RESAMPLES = 10_000
 MIN_PAIRS = 7
@@ -19,6 +22,12 @@ class Ratio:
     low: float
     high: float
     pairs: int
+
+    def verdict(self, least: float) -> str:
+        """met: the whole interval lies at or above the goal; missed: all of it below; else undecided."""
+        if self.low >= least:
+            return "met"
+        return "missed" if self.high < least else "undecided"
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x [{self.low:.2f}, {self.high:.2f}]"
@@ -41,3 +50,10 @@ def distinct_ngrams(tokens: Sequence[int], n: int = 4) -> float:
     """Share of the n-grams of `tokens` that are distinct: 1.0 where nothing repeats."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def rotated(items: Mapping[str, T], by: int) -> list[tuple[str, T]]:
+    """The items in an order that begins with another one each time, so that none is always first."""
+    listed = list(items.items())
+    start = by % len(listed)
+    return listed[start:] + listed[:start]

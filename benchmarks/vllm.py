@@ -1,8 +1,8 @@
 """vLLM with and without drafters, ours among them: the same prompts to servers that run side by side.
 
 All servers are up at once and only one is asked at a time, in an order that rotates from prompt to prompt, so that a
-busy machine hits all of them alike; an idle vLLM takes no processor time. A step is one engine step, which is one chunk
-of a stream.
+busy machine hits all of them alike; an idle vLLM takes next to no processor time. A step is one engine step, which is
+one chunk of a stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.benchmarks.prompt_sets import load_prompts
-from agentspec.benchmarks.stats import Ratio, paired_ratio
+from agentspec.benchmarks.stats import Ratio, paired_ratio, rotated
 from agentspec.benchmarks.vllm_server import CUSTOM, SUFFIX, VllmServer
 
 MAX_TOKENS = 512
@@ -143,7 +143,7 @@ def _passes(
     for part in parts:
         for index, prompt in enumerate(prompts):
             progress(f"{part}: prompt {index + 1} of {len(prompts)}")
-            for name, server in _rotated(servers, index):
+            for name, server in rotated(servers, index):
                 report.add(part, name, ask(server, prompt, max_tokens=MAX_TOKENS))
 
 
@@ -153,7 +153,7 @@ def _control(report: Report, servers: Mapping[str, VllmServer], rounds: int, pro
     prompts = load_prompts("control")
     for index in range(rounds):
         progress(f"{CONTROL}: answer {index + 1} of {rounds}")
-        for name, server in _rotated(compared, index):
+        for name, server in rotated(compared, index):
             prompt = prompts[index % len(prompts)]
             report.add(CONTROL, name, ask(server, prompt, max_tokens=CONTROL_TOKENS, temperature=1.0, seed=index))
 
@@ -217,9 +217,3 @@ def ask(
                 steps += "role" not in choice["delta"] or bool(choice["delta"].get("content"))
                 pieces.append(choice["delta"].get("content") or "")
     return Answer("".join(pieces), tokens, max(1, steps), time.perf_counter() - started)
-
-
-def _rotated(servers: Mapping[str, VllmServer], by: int) -> list[tuple[str, VllmServer]]:
-    items = list(servers.items())
-    start = by % len(items)
-    return items[start:] + items[:start]

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from agentspec.benchmarks.stats import MIN_PAIRS
 from agentspec.benchmarks.vllm import ARCTIC, COLD, CONTROL, CUSTOM_CLASS, NONE, PLUGIN, RESTARTED, WARM, Report
 from agentspec.benchmarks.vllm_drafting import DraftingCost
 
@@ -32,11 +33,10 @@ def print_report(report: Report, drafting: DraftingCost, console: Console) -> No
     for part, servers in report.answers.items():
         console.print(_table(report, part, list(servers)))
     for (part, server), (base_part, baseline), least in GOALS:
-        if baseline not in report.answers.get(base_part, {}) or len(report.answers[part][server]) < 7:
+        if baseline not in report.answers.get(base_part, {}) or len(report.answers[part][server]) < MIN_PAIRS:
             continue
         ratio = report.ratio((part, server), (base_part, baseline))
-        verdict = "met" if ratio.low >= least else "missed" if ratio.high < least else "undecided"
-        console.print(f"  {server} {part} / {baseline} {base_part}: {ratio}, goal {least}x: {verdict}")
+        console.print(f"  {server} {part} / {baseline} {base_part}: {ratio}, goal {least}x: {ratio.verdict(least)}")
     verdict = "met" if drafting.median_ms <= DRAFTING_MS else "missed"
     console.print(
         f"  drafting a step of {drafting.requests} requests, 1 M cached tokens: {drafting.median_ms:.2f} ms median,"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import parse_qs, quote, urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, field_validator
 
 from agentspec.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from agentspec.cache.suffix_cache import SuffixCache
 
 _SCHEMES = ("postgresql", "postgresql+psycopg")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -85,6 +88,21 @@ class CacheSettings(BaseModel):
     refuse_patterns: tuple[str, ...] = Field(
         default=(), description="Regular expressions; an output whose text matches one is neither stored nor shared"
     )
+
+    def open(self) -> SuffixCache:
+        """The cache that is set. Raises what `location` and `SuffixCache.open` raise."""
+        from agentspec.cache.suffix_cache import SuffixCache
+
+        return SuffixCache.open(
+            self.location(),
+            memory_bytes=int(self.memory_bytes),
+            disk_bytes=self.disk_bytes,
+            tenant_memory_bytes=self.tenant_memory_bytes,
+            tenant_disk_bytes=self.tenant_disk_bytes,
+            eviction=self.eviction,
+            retention=self.retention,
+            refuse_patterns=self.refuse_patterns,
+        )
 
     def location(self) -> Path | str | None:
         """`path`, with the password in an address. Raises `ConfigurationError` where it cannot be read or used."""

@@ -14,7 +14,7 @@ _CUSTOM_CLASS = "agentspec.backends.vllm.SuffixProposer"
 
 
 def drafter_of(speculative: Any, *, took_over: bool) -> str:
-    """Who drafts with this `SpeculativeConfig`, or None for none; `took_over`: the suffix method is ours here."""
+    """Who drafts with this `SpeculativeConfig` (None without one); `took_over`: the suffix method is ours here."""
     if speculative is None:
         return NONE
     if speculative.method == "suffix":

@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 from agentspec.backends.vllm.chains import StepCost, cut
 from agentspec.backends.vllm.conversation import Conversation, Request
-from agentspec.backends.vllm.recorder import Open, Patience, Recorder, Said
+from agentspec.backends.vllm.recorder import Open, Recorder, Said, wait_ready
 from agentspec.backends.vllm.stats import RoundStats
 from agentspec.cache.index import Job, propose_batch
 from agentspec.cache.tokens import Tokens
-from agentspec.governor import Governor
+from agentspec.governor import Pace
 from agentspec.telemetry.place import said_of
 
 ANY = Request()
+PATIENCE = 0.0008  # seconds that a round waits at most for memories that are not ready
 FREE = 0.005  # drafting up to this share of a step is not worth accounting for
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class Turn(NamedTuple):
 class ServerDrafter:
     """Chains of tokens for the requests of a server. `propose` is called by one thread, `begin` and `end` by the same.
 
-    Nothing here raises or waits for longer than a millisecond: what goes wrong costs drafts.
+    Nothing here raises: what goes wrong costs drafts. Nothing waits for a database or for an output to be recorded;
+    while sequences are evicted or forgotten, drafting waits for that.
     """
 
     def __init__(
@@ -50,8 +52,6 @@ class ServerDrafter:
     ) -> None:
         self._recorder = Recorder(open_memory, idle)
         self._on_close = on_close
-        self._patience = Patience()
-        self._governor = Governor()
         self._cost = StepCost()
         self._vocab_size = vocab_size
         self._last: list[Conversation] = []  # of the last round
@@ -62,7 +62,7 @@ class ServerDrafter:
 
     def begin(self, prompt: Tokens, request: Request = ANY) -> Conversation:
         """A request came. `open_memory` decides where it is remembered."""
-        conversation = Conversation(len(prompt), self._governor.pace(), request)
+        conversation = Conversation(len(prompt), Pace(), request)
         self._recorder.begin(conversation, prompt)
         return conversation
 
@@ -124,7 +124,7 @@ class ServerDrafter:
             conversation.pace.observe(conversation.expected, accepted, cost, accepted * token)
 
     def _draft(self, turns: Sequence[Turn]) -> list[list[int]]:
-        self._patience.wait([turn.conversation for turn in turns if not turn.conversation.ready.is_set()])
+        wait_ready([turn.conversation for turn in turns if not turn.conversation.ready.is_set()], PATIENCE)
         floor = max(self._cost.least_worth(len(turns)), self._left / 2)
         asked = [(turn, job) for turn in turns if (job := self._job(turn, floor))]
         asking, drafts = [turn for turn, _ in asked], propose_batch([job for _, job in asked]) if asked else []

@@ -60,17 +60,7 @@ def open_drafter(config: Any, idle: Callable[[], None] = lambda: None) -> Server
     Raises `ConfigurationError` and `CacheError`s for settings that cannot work.
     """
     settings = read_settings()
-    chosen = settings.cache
-    cache = SuffixCache.open(
-        chosen.location(),
-        memory_bytes=int(chosen.memory_bytes),
-        disk_bytes=chosen.disk_bytes,
-        tenant_memory_bytes=chosen.tenant_memory_bytes,
-        tenant_disk_bytes=chosen.tenant_disk_bytes,
-        eviction=chosen.eviction,
-        retention=chosen.retention,
-        refuse_patterns=chosen.refuse_patterns,
-    )
+    chosen, cache = settings.cache, settings.cache.open()
     model = config.model_config
     decode = _decoder(model) if chosen.refuse_patterns else None
     memories = Memories(cache, settings, lambda tenant: namespace_of(model, tenant), decode)

@@ -146,15 +146,10 @@ class Recorder:
         logger.log(level, "agentspec: a request goes on without the token cache: %s", said_of(error))
 
 
-class Patience:
-    """Waits for memories to become ready, a little in each round and never longer: drafts are a luxury."""
-
-    def __init__(self, seconds: float = 0.0008) -> None:
-        self._seconds = seconds
-
-    def wait(self, conversations: list[Conversation]) -> None:
-        until = time.perf_counter() + self._seconds
-        for conversation in conversations:
-            left = until - time.perf_counter()
-            if left <= 0 or not conversation.ready.wait(left):
-                return
+def wait_ready(conversations: Sequence[Conversation], seconds: float) -> None:
+    """Until all have what memory they will have, or that long in all."""
+    until = time.perf_counter() + seconds
+    for conversation in conversations:
+        left = until - time.perf_counter()
+        if left <= 0 or not conversation.ready.wait(left):
+            return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -80,8 +81,6 @@ def _json_object(name: str, text: str) -> object:
 
 
 def _json(name: str, text: str) -> object:
-    import json
-
     try:
         return json.loads(text)
     except ValueError as error:

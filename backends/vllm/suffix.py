@@ -24,7 +24,6 @@ class SuffixDecodingProposer:
     """Takes vLLM's request ids, and hears of requests that go and come through `finished` and `scheduled`."""
 
     def __init__(self, vllm_config: Any) -> None:
-        self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._drafter: ServerDrafter | None = open_drafter(vllm_config) if drafts_here(vllm_config) else None
         self._conversations: dict[str, Conversation] = {}
@@ -89,7 +88,7 @@ class SuffixDecodingProposer:
 def turn_of(conversation: Conversation, tokens: Any, length: int, sampled: int, most: int) -> Turn:
     """The turn of a request whose first `length` tokens are known now, the last `sampled` of them from this step.
 
-    `tokens` is its row of the batch. Where the server takes tokens back, they are said again.
+    `tokens` is its row of the batch. Where the server takes tokens back, those that replace them are said too.
     """
     conversation.length = min(conversation.length, length - sampled)
     fresh = _copy(tokens[conversation.length : length])

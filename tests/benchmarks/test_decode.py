@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.benchmarks.decode import CONTROL_DISTINCT, Run, Table, _require_distinct, _rotated
+from agentspec.benchmarks.decode import CONTROL_DISTINCT, Run, Table, _require_distinct
+from agentspec.benchmarks.stats import rotated
 
 
 def test_the_order_rotates_so_that_none_is_always_first() -> None:
     variants = {name: (lambda prompt, index: Run((), 1.0)) for name in "abc"}
-    orders = ["".join(name for name, _ in _rotated(variants, index)) for index in range(4)]
+    orders = ["".join(name for name, _ in rotated(variants, index)) for index in range(4)]
     assert orders == ["abc", "bca", "cab", "abc"]
 
 
