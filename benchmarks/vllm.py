@@ -148,8 +148,8 @@ def _passes(
 
 
 def _control(report: Report, servers: Mapping[str, VllmServer], rounds: int, progress: Progress) -> None:
-    """Sampled answers that do not repeat, without drafts and with ours."""
-    compared = {name: servers[name] for name in (NONE, PLUGIN, CUSTOM_CLASS)}
+    """Sampled answers that do not repeat: without drafts, with ours, and with what any suffix method costs."""
+    compared = {name: servers[name] for name in (NONE, ARCTIC, PLUGIN, CUSTOM_CLASS) if name in servers}
     prompts = load_prompts("control")
     for index in range(rounds):
         progress(f"{CONTROL}: answer {index + 1} of {rounds}")
