@@ -294,11 +294,14 @@ Job = tuple[Drafter, Sequence[Sourced], Tokens, int, float, bool]
 """A drafter and the arguments of `Drafter.propose`."""
 
 
-def propose_batch(jobs: Sequence[Job]) -> list[Draft]:
-    """What each job's drafter proposes, all in one call and over several threads where there is enough to do."""
+def propose_batch(jobs: Sequence[Job], patience: float | None = None) -> list[Draft]:
+    """What each job's drafter proposes, all in one call and over several threads where there is enough to do.
+
+    An index that cannot be read within `patience` seconds, because others evict or forget, is left out.
+    """
     asked = [(job[0]._native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:
-        return [Draft(*tree) for tree in _native.draft_batch(asked)]
+        return [Draft(*tree) for tree in _native.draft_batch(asked, patience)]
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
 

@@ -49,21 +49,20 @@ class StepCost:
         return min(1.0, max(0.0, (two - one) * requests / one))
 
 
-def cut(worths: Sequence[NDArray[np.floating]], requests: int, cost: StepCost) -> tuple[list[int], float]:
+def cut(worths: Sequence[Sequence[float]], requests: int, cost: StepCost) -> list[int]:
     """How many tokens of each chain to verify, so that the step's expected tokens a second are the most.
 
     `worths[i]` are the probabilities, never rising, that chain i is accepted that far; `requests` the number of
     requests in the step, each of which gains a token in any case. Goodput as in TurboSpec (Liu et al. 2024).
-
-    Also tells the worth of the best token that was left, 0 where all are taken.
     """
-    lengths = [len(worth) for worth in worths]
-    if not sum(lengths):
-        return lengths, 0.0
-    worth = np.concatenate(worths)
-    order = np.argsort(-worth, kind="stable")
-    gain = requests + np.concatenate(([0.0], np.cumsum(worth[order])))
-    best = int(np.argmax(gain / cost.many(requests + np.arange(len(gain)))))
-    owner = np.repeat(np.arange(len(worths)), lengths)
-    counts = [int(count) for count in np.bincount(owner[order[:best]], minlength=len(worths))]
-    return counts, float(worth[order[best]]) if best < len(order) else 0.0
+    counts = [0] * len(worths)
+    owners = [owner for owner, worth in enumerate(worths) for _ in worth]
+    if not owners:
+        return counts
+    worth = [value for values in worths for value in values]
+    order = sorted(range(len(worth)), key=worth.__getitem__, reverse=True)
+    gain = np.cumsum([float(requests), *(worth[place] for place in order)])
+    best = int((gain / cost.many(np.arange(requests, requests + len(gain)))).argmax())
+    for place in order[:best]:
+        counts[owners[place]] += 1
+    return counts

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from agentspec.governor import Pace
 from agentspec.types import Labels, Source
 
 _TRANSCRIPT = 0
+SURE = 0.8  # probability of the next token that makes looking again unnecessary
 
 
 class Memory(Protocol):
@@ -74,10 +74,30 @@ class Request:
     most: int | None = None  # tokens of output
 
 
+class Ahead(NamedTuple):
+    """What may follow: tokens, and for each the probability that the output goes on that far."""
+
+    tokens: list[int]
+    worth: list[float]
+
+    def after(self, fresh: list[int]) -> Ahead:
+        """What is left now that the output grew by `fresh`: nothing where it went another way."""
+        count = len(fresh)
+        if count == 0:
+            return self
+        if count >= len(self.tokens) or self.tokens[:count] != fresh:
+            return NOTHING
+        sure = self.worth[count - 1]
+        return Ahead(self.tokens[count:], [worth / sure for worth in self.worth[count:]])
+
+
+NOTHING = Ahead([], [])
+
+
 class Conversation:
     """What the server's thread knows of a request. `memory` is set by the recorder once it is ready."""
 
-    __slots__ = "accepted asked chain expected length memory over pace ready request said".split()
+    __slots__ = "accepted ahead asked chain expected length memory over pace ready request said".split()
 
     def __init__(self, length: int, pace: Pace, request: Request) -> None:
         self.length = length  # of prompt and output
@@ -87,7 +107,8 @@ class Conversation:
         self.over = False
         self.memory: Memory | None = None
         self.ready = threading.Event()  # whether or not there is a memory
-        self.chain: Sequence[int] = ()  # proposed in the last round
+        self.ahead = NOTHING
+        self.chain: list[int] = []  # so much of it was proposed in the last round
         self.asked = False
         self.expected = 0.0
         self.accepted = 0
@@ -97,13 +118,15 @@ class Conversation:
 
         The target verifies and samples beyond the end of an output, which the server cuts off later.
         """
+        tokens = fresh.tolist()
         self.accepted = 0
-        for proposed, token in zip(self.chain, fresh.tolist(), strict=False):
+        for proposed, token in zip(self.chain, tokens, strict=False):
             if proposed != token:
                 break
             self.accepted += 1
+        self.ahead = self.ahead.after(tokens)
         self.length += len(fresh)
-        return fresh[: self._still_output(fresh.tolist())]
+        return fresh[: self._still_output(tokens)]
 
     def _still_output(self, fresh: list[int]) -> int:
         request, count = self.request, 0
@@ -113,5 +136,16 @@ class Conversation:
             self.over = fresh[count - 1] in request.stops or self.said == request.most
         return count
 
-    def propose(self, chain: Sequence[int], expected: float, *, asked: bool) -> None:
-        self.chain, self.expected, self.asked = chain, expected, asked
+    def knows(self) -> bool:
+        """Whether what was drafted before goes far enough, so that nothing need be searched."""
+        return len(self.ahead.tokens) >= max(1, len(self.chain)) and self.ahead.worth[0] >= SURE
+
+    def worth(self, most: int) -> list[float]:
+        """What at most so many of the tokens ahead are worth, by how this request's drafts did so far."""
+        factor = min(1.0, self.pace.factor)
+        return [factor * worth for worth in self.ahead.worth[:most]]
+
+    def propose(self, count: int, expected: float) -> list[int]:
+        """So much of what is ahead is to be verified."""
+        self.chain, self.expected = self.ahead.tokens[:count], expected
+        return self.chain

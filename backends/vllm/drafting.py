@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from agentspec.backends.vllm.chains import StepCost, cut
-from agentspec.backends.vllm.conversation import Conversation, Request
+from agentspec.backends.vllm.conversation import NOTHING, Ahead, Conversation, Request
 from agentspec.backends.vllm.recorder import Open, Recorder, Said, wait_ready
 from agentspec.backends.vllm.stats import RoundStats
 from agentspec.cache.index import Job, propose_batch
@@ -17,7 +17,7 @@ from agentspec.governor import Pace
 from agentspec.telemetry.place import said_of
 
 ANY = Request()
-PATIENCE = 0.0008  # seconds that a round waits at most for memories that are not ready
+PATIENCE = 0.0004  # seconds that a round waits at most for new memories, and again until it may read the indexes
 FREE = 0.005  # drafting up to this share of a step is not worth accounting for
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class Turn(NamedTuple):
 class ServerDrafter:
     """Chains of tokens for the requests of a server. `propose` is called by one thread, `begin` and `end` by the same.
 
-    Nothing here raises: what goes wrong costs drafts. Nothing waits for a database or for an output to be recorded;
-    while sequences are evicted or forgotten, drafting waits for that.
+    Nothing here raises: what goes wrong costs drafts. Nothing waits for a database, for an output to be recorded or for
+    sequences to be evicted.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class ServerDrafter:
         self._cost = StepCost()
         self._vocab_size = vocab_size
         self._last: list[Conversation] = []  # of the last round
-        self._left = 0.0  # worth of the best token that was not verified then: next to that, more need not be drafted
         self._last_end = 0.0
         self._failed = False
         self.stats = RoundStats()
@@ -125,31 +124,40 @@ class ServerDrafter:
 
     def _draft(self, turns: Sequence[Turn]) -> list[list[int]]:
         wait_ready([turn.conversation for turn in turns if not turn.conversation.ready.is_set()], PATIENCE)
-        floor = max(self._cost.least_worth(len(turns)), self._left / 2)
-        asked = [(turn, job) for turn in turns if (job := self._job(turn, floor))]
-        asking, drafts = [turn for turn, _ in asked], propose_batch([job for _, job in asked]) if asked else []
-        worths = [d.probabilities * min(1.0, t.conversation.pace.factor) for d, t in zip(drafts, asking, strict=True)]
-        counts, self._left = cut(worths, len(turns), self._cost)
-        for turn in turns:
-            turn.conversation.propose((), 0.0, asked=False)
-        for turn, draft, worth, count in zip(asking, drafts, worths, counts, strict=True):
-            chain = self._known(draft.tokens[:count].tolist())
-            turn.conversation.propose(chain, float(worth[: len(chain)].sum()), asked=True)
-        return [list(turn.conversation.chain) for turn in turns]
+        self._look_ahead(turns)
+        worths = [turn.conversation.worth(turn.most) for turn in turns]
+        counts = cut(worths, len(turns), self._cost)
+        return [
+            turn.conversation.propose(count, sum(worth[:count]))
+            for turn, worth, count in zip(turns, worths, counts, strict=True)
+        ]
+
+    def _look_ahead(self, turns: Sequence[Turn]) -> None:
+        """Ask what may follow, for requests that do not know it from the round before."""
+        floor = self._cost.least_worth(len(turns))
+        asked = [(turn.conversation, job) for turn in turns if (job := self._job(turn, floor))]
+        drafts = propose_batch([job for _, job in asked], PATIENCE) if asked else []
+        for (conversation, _), draft in zip(asked, drafts, strict=True):
+            conversation.ahead = self._legal(Ahead(draft.tokens.tolist(), draft.probabilities.tolist()))
 
     @staticmethod
     def _job(turn: Turn, floor: float) -> Job | None:
-        """What to ask for a request, if anything."""
+        """What to search for, where a request may be drafted for and does not know it yet."""
         conversation, memory = turn.conversation, turn.conversation.memory
         if memory is None or conversation.over or turn.most <= 0 or not conversation.pace.ask():
+            conversation.asked, conversation.ahead = False, NOTHING
+            return None
+        conversation.asked = True
+        if conversation.knows():
             return None
         return memory.drafter, memory.indexes, turn.context, turn.most, floor, True
 
-    def _known(self, chain: list[int]) -> list[int]:
+    def _legal(self, ahead: Ahead) -> Ahead:
         """As far as the model knows the tokens."""
-        if chain and max(chain) >= self._vocab_size:
-            return chain[: next(i for i, token in enumerate(chain) if token >= self._vocab_size)]
-        return chain
+        if max(ahead.tokens, default=0) < self._vocab_size:
+            return ahead
+        count = next(i for i, token in enumerate(ahead.tokens) if token >= self._vocab_size)
+        return Ahead(ahead.tokens[:count], ahead.worth[:count])
 
     def _report(self, error: Exception) -> None:
         if not self._failed:

@@ -2,11 +2,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -75,12 +78,19 @@ Arrays arrays_of(DraftTree tree) {
 
 using Job = std::tuple<const Drafter*, Indexes, Input<Token>, std::size_t, double, bool>;
 
-std::vector<Arrays> drafts_of(const std::vector<Job>& asked) {
+/// In `patience` seconds from now.
+Deadline within(std::optional<double> patience) {
+    using std::chrono::steady_clock, std::chrono::duration_cast;
+    if (!patience) return {};
+    return steady_clock::now() + duration_cast<steady_clock::duration>(std::chrono::duration<double>(*patience));
+}
+
+std::vector<Arrays> drafts_of(const std::vector<Job>& asked, std::optional<double> patience) {
     std::vector<DraftJob> jobs;
     for (const auto& [drafter, indexes, context, max_tokens, min_probability, chain] : asked) {
         jobs.push_back({drafter, sourced(indexes), view(context), max_tokens, min_probability, chain});
     }
-    std::vector<DraftTree> trees = unlocked([&] { return draft_batch(jobs); });
+    std::vector<DraftTree> trees = unlocked([&] { return draft_batch(jobs, within(patience)); });
     std::vector<Arrays> out;
     for (DraftTree& tree : trees) out.push_back(arrays_of(std::move(tree)));
     return out;
@@ -182,7 +192,7 @@ void bind_drafter(nb::module_& m) {
             "restore",
             [](Drafter& self, const Input<double>& state) { unlocked([&] { self.restore(view(state)); }); },
             "state"_a.noconvert());
-    m.def("draft_batch", &drafts_of, "jobs"_a);
+    m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 
 }  // namespace

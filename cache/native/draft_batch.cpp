@@ -14,13 +14,14 @@ constexpr std::size_t kTokensPerThread = 256;  // drafting these takes several t
 /// Jobs taken one by one by whichever thread is free.
 class Batch {
 public:
-    explicit Batch(std::span<const DraftJob> jobs) : jobs_(jobs), trees_(jobs.size()), failures_(jobs.size()) {}
+    Batch(std::span<const DraftJob> jobs, const Deadline& until)
+        : jobs_(jobs), until_(until), trees_(jobs.size()), failures_(jobs.size()) {}
 
     void work() noexcept {
         for (std::size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < jobs_.size();) {
             const auto& [drafter, indexes, context, max_tokens, min_probability, chain] = jobs_[i];
             try {
-                trees_[i] = drafter->draft(indexes, context, max_tokens, min_probability, chain);
+                trees_[i] = drafter->draft(indexes, context, max_tokens, min_probability, chain, until_);
             } catch (...) {
                 failures_[i] = std::current_exception();
             }
@@ -36,6 +37,7 @@ public:
 
 private:
     std::span<const DraftJob> jobs_;
+    Deadline until_;
     std::vector<DraftTree> trees_;
     std::vector<std::exception_ptr> failures_;
     std::atomic<std::size_t> next_{0};
@@ -50,8 +52,8 @@ std::size_t thread_count(std::span<const DraftJob> jobs) {
 
 }  // namespace
 
-std::vector<DraftTree> draft_batch(std::span<const DraftJob> jobs) {
-    Batch batch(jobs);
+std::vector<DraftTree> draft_batch(std::span<const DraftJob> jobs, const Deadline& until) {
+    Batch batch(jobs, until);
     {
         std::vector<std::jthread> others;
         try {

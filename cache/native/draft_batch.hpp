@@ -19,6 +19,6 @@ struct DraftJob {
 };
 
 /// The tree of each job, as `Drafter::draft` would give it. Throws what that throws, for the first job found wrong.
-std::vector<DraftTree> draft_batch(std::span<const DraftJob> jobs);
+std::vector<DraftTree> draft_batch(std::span<const DraftJob> jobs, const Deadline& until = {});
 
 }  // namespace agentspec

@@ -18,26 +18,32 @@ constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
 /// The indexes of one call, locked in one global order so that readers and waiting writers cannot form a ring.
 class Views {
 public:
-    Views(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit) : asked{{}, {}, scan_limit} {
-        for (const SourcedIndex& sourced : indexes) {
-            if (sourced.source < 0 || sourced.source >= kSources) throw std::invalid_argument("unknown source");
-            asked.views.emplace_back(*sourced.index);
-            asked.sources.push_back(sourced.source);
+    Views(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit, const Deadline& until = {})
+        : asked{{}, {}, scan_limit} {
+        std::vector<const SuffixIndex*> order;
+        for (const auto& [index, source] : indexes) {
+            if (source < 0 || source >= kSources) throw std::invalid_argument("unknown source");
+            order.push_back(index);
         }
-        std::vector<IndexView> order(asked.views);
-        std::sort(order.begin(), order.end(), [](const IndexView& a, const IndexView& b) {
-            return std::less<>()(a.index(), b.index());
-        });
-        for (std::size_t i = 0; i < order.size(); ++i) {
-            if (i > 0 && order[i].index() == order[i - 1].index()) throw std::invalid_argument("an index given twice");
-            locks_.push_back(order[i].lock());
+        std::sort(order.begin(), order.end(), std::less<>());
+        if (std::adjacent_find(order.begin(), order.end()) != order.end()) {
+            throw std::invalid_argument("an index given twice");
+        }
+        for (const SuffixIndex*& index : order) {
+            locks_.push_back(IndexView(*index).lock(until));
+            if (!locks_.back()) index = nullptr;
+        }
+        for (const auto& [index, source] : indexes) {
+            if (std::find(order.begin(), order.end(), index) == order.end()) continue;
+            asked.views.emplace_back(*index);
+            asked.sources.push_back(source);
         }
     }
 
     Asked asked;
 
 private:
-    std::vector<std::shared_lock<std::shared_mutex>> locks_;
+    std::vector<ReadLock> locks_;
 };
 
 struct Candidate {
@@ -195,8 +201,8 @@ private:
 }  // namespace
 
 DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
-                         double min_probability, bool chain) const {
-    const Views locked(indexes, scan_limit_);
+                         double min_probability, bool chain, const Deadline& until) const {
+    const Views locked(indexes, scan_limit_, until);
     const std::shared_lock lock(mutex_);
     return Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain).grow(locked.asked, context);
 }

@@ -7,9 +7,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <span>
 #include <unordered_map>
@@ -25,6 +27,8 @@
 namespace agentspec {
 
 using SequenceId = std::int64_t;
+using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // none: as long as it takes
+using ReadLock = std::shared_lock<std::shared_timed_mutex>;
 
 struct Successors {
     std::vector<Token> tokens;          // ascending
@@ -154,7 +158,7 @@ private:
 
     const std::size_t tail_limit_, ratio_;
     mutable std::mutex writing_;        // held by the one writer, first; merging needs no other lock
-    mutable std::shared_mutex mutex_;   // held to read, and exclusively for as long as what is read changes
+    mutable std::shared_timed_mutex mutex_;  // held to read, and exclusively for as long as what is read changes
     mutable std::atomic<std::int64_t> clock_{0};
     TokenLog log_;               // behind the tokens of a span stands a boundary, or nothing
     std::vector<Piece> pieces_;  // by begin
@@ -166,11 +170,14 @@ private:
     std::size_t live_ = 0;       // tokens of all sequences
 };
 
-/// Read access to one index for a drafter. The caller holds `lock()` for as long as it uses the rest.
+/// Read access to one index for a drafter. The caller holds what `lock` gives for as long as it uses the rest.
 class IndexView {
 public:
     explicit IndexView(const SuffixIndex& index) : index_(&index) {}
-    std::shared_lock<std::shared_mutex> lock() const { return std::shared_lock(index_->mutex_); }
+    /// Nothing is locked where the deadline passed first: evicting and compacting keep readers out for long.
+    ReadLock lock(const Deadline& until) const {
+        return until ? ReadLock(index_->mutex_, *until) : ReadLock(index_->mutex_);
+    }
     const SuffixIndex* index() const { return index_; }
     const Token* log() const { return index_->log_.data(); }
     const std::vector<Run>& runs() const { return index_->runs_; }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -106,3 +107,18 @@ def test_requests_that_cannot_be_drafted_for(cache: SuffixCache) -> None:
         cache.draft_batch([good, other.request([1])])
     with pytest.raises(CacheClosedError):
         other.draft_batch([])
+
+
+def test_an_index_that_others_hold_is_left_out_after_a_while() -> None:
+    """Forgetting keeps readers out for a pass over the index; who has little time goes without it."""
+    index, text = SuffixIndex(), np.arange(1, 1001, dtype=np.int32)
+    for sequence in range(2000):
+        index.append(sequence, text)
+    job = (Drafter(), [(index, Source.SHARED)], text[:20], 8, 0.0, False)
+    forgetting = threading.Thread(target=index.remove, args=(np.arange(0, 2000, 2),))
+    forgetting.start()
+    lengths = []
+    while forgetting.is_alive():
+        lengths.append(len(propose_batch([job], 0.001)[0]))
+    assert 0 in lengths
+    assert len(propose_batch([job])[0]) == 8

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from agentspec.backends.vllm.conversation import Conversation, Memory, PrivateMemory, Request
+from agentspec.backends.vllm import drafting
+from agentspec.backends.vllm.conversation import NOTHING, Ahead, Conversation, Memory, PrivateMemory, Request
 from agentspec.backends.vllm.drafting import ServerDrafter, Turn
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
@@ -222,3 +223,23 @@ def test_labels_reach_the_cache(cache: SuffixCache) -> None:
     drafter.end(drafter.begin(TEXT, Request(Labels("s", "w", "plan"))))
     drafter.close()
     assert seen == [Labels("s", "w", "plan")]
+
+
+def test_what_is_left_of_a_draft_that_came_true() -> None:
+    ahead = Ahead([1, 2, 3, 4], [0.8, 0.4, 0.2, 0.1])
+    left = ahead.after([1, 2])
+    assert left == Ahead([3, 4], [0.5, 0.25])
+    assert ahead.after([]) is ahead
+    for fresh in ([2], [1, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
+        assert ahead.after(fresh) is NOTHING
+
+
+def test_a_long_copy_is_searched_for_once_in_a_while(drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(drafter, tokens(1, 2, 3), TEXT)
+    asked: list[int] = []
+    propose_batch = drafting.propose_batch
+    monkeypatch.setattr(drafting, "propose_batch", lambda jobs, *more: (asked.append(1), propose_batch(jobs, *more))[1])
+    monkeypatch.setattr(drafting, "cut", lambda worths, *_: [min(4, len(worth)) for worth in worths])
+    chains = answer(drafter, tokens(1, 2, 3), TEXT, most=32)
+    assert sum(map(len, chains)) > len(TEXT) / 2
+    assert len(asked) <= len(chains) / 2
