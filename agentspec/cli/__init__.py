@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli import bench, cache, config, demo, doctor, model, serve
+from agentspec.cli import bench, cache, config, demo, doctor, model, serve, verify
 from agentspec.cli.common import ErrorGroup
 
 app = typer.Typer(
@@ -44,3 +44,4 @@ app.add_typer(model.app, name="model")
 app.add_typer(cache.app, name="cache")
 app.add_typer(config.app, name="config")
 app.command()(doctor.doctor)
+app.command()(verify.verify)

@@ -14,6 +14,7 @@ from agentspec.backends.torch.engine import Engine
 from agentspec.backends.torch.generation import Job, Shared
 from agentspec.backends.torch.loader import Loaded, load
 from agentspec.backends.torch.memory import Memory
+from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.stats import EngineStats
 from agentspec.backends.torch.text import ids_of_end
 from agentspec.backends.torch.threads import on_own_thread
@@ -48,6 +49,11 @@ class TorchBackend:
     def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
         """Find and read the model (blocking, seconds). Raises `ModelUnavailableError` and `ConfigurationError`."""
         return on_own_thread(lambda: cls(load(settings), settings, cache))
+
+    @property
+    def target(self) -> TargetModel:
+        """The model itself, which the engine's thread owns while requests run."""
+        return self._loaded.target
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,0 +1,112 @@
+"""`agentspec verify`: whether speculation leaves answers alone on this machine, with this model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentspec.cli.common import FAILED, JsonOption, print_json
+from agentspec.errors import ConfigurationError
+from agentspec.types import SamplingParams
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.backends.torch.verification import Divergence, Question, Verification
+
+SAMPLED = 0.8  # the temperature of the second round
+
+
+def verify(
+    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    calls: Annotated[
+        Path | None, typer.Option(help="Your own recorded calls instead of the built-in prompts", exists=True)
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Only the first so many prompts", min=1)] = 20,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer", min=1)] = 64,
+    json: JsonOption = False,
+) -> None:
+    """Answer prompts with speculation off, on, on again, and side by side; exit code 1 where they truly differ.
+
+    Greedy and sampled with a seed. Answers may part where two tokens are equally good within rounding: each such place
+    is shown with how far apart the two were, computed in both ways.
+    """
+    from rich.console import Console
+
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.backends.torch.verification import verify
+    from agentspec.cache import SuffixCache
+
+    with Console(stderr=True).status(f"loading {model}") as status, SuffixCache.open() as cache:
+        backend = TorchBackend.load(TorchSettings(model=model), cache=cache)
+        try:
+            questions = _questions(backend, _prompts(backend, calls), limit, max_tokens)
+            found = asyncio.run(verify(backend, questions, status.update))
+        finally:
+            asyncio.run(backend.aclose())
+    if json:
+        print_json({"exact": found.exact, **asdict(found)})
+    else:
+        _print(found, backend)
+    if not found.exact:
+        raise typer.Exit(FAILED)
+
+
+def _prompts(backend: TorchBackend, calls: Path | None) -> Iterator[Sequence[int]]:
+    """Token ids of the prompts of recorded calls, or of built-in ones: text that repeats and text that does not."""
+    from agentspec.benchmarks.prompt_sets import load_prompts
+    from agentspec.cli.cache_files import recorded_calls
+    from agentspec.transcripts import refuse
+
+    if calls is None:
+        texts = chain.from_iterable(zip_longest(load_prompts("edit_short"), load_prompts("control")))
+        return (backend.encode_chat([{"role": "user", "content": text}]) for text in texts if text is not None)
+    recorded = recorded_calls(calls, None, refuse)
+    return (
+        backend.encode_chat(call.messages) if call.prompt is None else backend.encode(call.prompt) for call in recorded
+    )
+
+
+def _questions(backend: TorchBackend, prompts: Iterator[Sequence[int]], limit: int, max_tokens: int) -> list[Question]:
+    """Each prompt that leaves room for an answer, greedy and sampled. Raises `ConfigurationError` if there is none."""
+    from agentspec.backends.torch.verification import Question
+
+    fitting = list(islice((p for p in prompts if p and len(p) + max_tokens <= backend.context_length), limit))
+    if not fitting:
+        raise ConfigurationError(
+            f"no prompt leaves room for {max_tokens} of the model's {backend.context_length} tokens"
+        )
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    sampled = [replace(greedy, temperature=SAMPLED, seed=seed) for seed in range(len(fitting))]
+    return [
+        *(Question(prompt, greedy) for prompt in fitting),
+        *(Question(prompt, sampling) for prompt, sampling in zip(fitting, sampled, strict=True)),
+    ]
+
+
+def _print(found: Verification, backend: TorchBackend) -> None:
+    stats, count = backend.stats(), len(found.answers["off"])
+    typer.echo(f"{stats.model}, {stats.dtype} on {stats.device}: {count} answers, half greedy, half sampled")
+    for way in list(found.answers)[1:]:
+        ties = sum(each.is_tie for each in found.divergences if each.way == way)
+        tail = f", {ties} part at a near-tie" if ties else ""
+        typer.echo(f"  {way}: {found.identical(way)} of {count} equal those without speculation{tail}")
+    if found.divergences:
+        typer.echo(_said(min(found.divergences, key=lambda each: each.is_tie), backend))
+    typer.echo("exact" if found.exact else "NOT exact: please report this, with the lines above")
+
+
+def _said(divergence: Divergence, backend: TorchBackend) -> str:
+    """The worst divergence: where, what, and how far apart the two tokens were."""
+    off, on = (repr(backend.decode([token])) if token >= 0 else "the end" for token in (divergence.off, divergence.on))
+    return (
+        f"  {divergence.way}, answer {divergence.question + 1}, token {divergence.position + 1}: {on} for {off}; scores"
+        f" apart by {divergence.gap_apart:+.2g} token by token, {divergence.gap_together:+.2g} in one forward,"
+        f" {'a near-tie' if divergence.is_tie else 'no near-tie'} (limit {divergence.tie:g})"
+    )
