@@ -1,16 +1,20 @@
 """How much to propose next: the number of drafted tokens with the most expected progress per second.
 
-Goodput as in TurboSpec (Liu et al. 2024): expected tokens of a round divided by its cost, with the cost of verifying
-fitted online and the acceptance of each drafter calibrated by what happened. Zero is an answer, so that text which
-cannot be predicted is generated as if nothing had been proposed.
+Goodput as in TurboSpec (Liu et al. 2024): expected tokens of a step divided by its cost, over all requests of the step
+at once, with the cost of verifying fitted online and the acceptance of each drafter calibrated by what happened. A
+request with a latency target is first given what it needs to hold it (AdaServe, Li et al. 2025). Zero is an answer, so
+that text which cannot be predicted is generated as if nothing had been proposed.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 GUESS_SECONDS = 0.03  # a one-token forward, until one was measured
@@ -19,75 +23,90 @@ SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
 SPEED_CLIP = 4.0  # one round tells at most this factor
 SHAPE_RATE = 0.03  # how fast the curve itself is, once there is evidence
 CALIBRATION_WEIGHT = 6  # measured rounds that a calibrated size counts for
+EACH_RATE = 0.015  # how fast what one more sequence costs is: most of what is off is the curve or noise
 SHAPE_CLIP = 0.5  # one round tells at most this share
+STALL = 4.0  # a prompt's chunk may make running answers wait this many times as long as without it
+CHUNKS = (256, 128, 64, 32)  # tokens of prompts that a step may read beside running answers
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
 PRIOR = 6.0  # observations that a drafter's own probability counts for
 PACE_FADE = 0.9  # per round of one request: its record is short, since texts change from one passage to the next
 LONGEST_PAUSE = 16  # rounds without asking, at most
-FADE = 0.995  # per round: what was learned is forgotten, so that a source which was wrong is tried again
+MOST_STEPS = 256  # workflow steps with a record of their own
+FADE = 0.998  # per round: what was learned is forgotten, so that a source which was wrong is tried again
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
 
 
 class CostModel:
-    """Seconds of one forward as a function of its tokens and of the rows it reads, learned from what was measured.
+    """Seconds of one forward by its tokens, the rows it reads and its sequences, learned from what was measured.
 
-    cost = speed * (shape(tokens) + (slope + tilt * tokens) * context): `shape` is piecewise linear over `KNOTS` and
-    never falls (pool adjacent violators); `speed` follows the machine as a whole, so that a busy minute seen at one
-    size does not make the other sizes look cheap.
+    cost = speed * (shape(tokens) + (slope + tilt * tokens / batch) * context + each * (batch - 1)): `shape` is
+    piecewise linear over `KNOTS` and never falls (pool adjacent violators); `context` counts the rows of all `batch`
+    sequences; `each` is what one more of them costs beside its tokens. `speed` follows the machine as a whole, so that
+    a busy minute seen at one size does not make the other sizes look cheap.
     """
 
     def __init__(self) -> None:
         self._shape: dict[int, float] = {}
         self._visits: dict[int, int] = {}
-        self._curve: list[tuple[int, float]] = []
+        self._knots = self._curve = np.empty(0)
         self._slope = 0.0
         self._tilt = 0.0
+        self._each = 0.0
         self._speed = 1.0
         self.calibrate([(1, 0, GUESS_SECONDS)])
         self._measured = False
 
-    def calibrate(self, samples: Sequence[tuple[int, int, float]]) -> None:
+    def calibrate(self, samples: Sequence[tuple[int, int, float]], batches: Sequence[tuple[int, float]] = ()) -> None:
         """Start from timed forwards (tokens, context, seconds), at least one; replaces what was known.
 
         Samples with the shortest context give the curve, each size by its fastest; the others what context adds.
+        `batches` are forwards (sequences, seconds) of one token for each of several sequences.
         """
         near = min(context for _, context, _ in samples)
         self._shape = _fastest([(tokens, seconds) for tokens, context, seconds in samples if context == near])
         self._visits = dict.fromkeys(self._shape, CALIBRATION_WEIGHT)
-        least, most = min(self._shape), max(self._shape)
-        for knot in KNOTS:
-            if not least <= knot <= most:
-                edge = least if knot < least else most
-                self._shape[knot] = self._shape[edge] * _prior(knot) / _prior(edge)
+        self._shape |= _beyond(self._shape)
         self._speed, self._measured = 1.0, True
         self._refit()
         far = [(t, (seconds - self._base(t)) / (context - near)) for t, context, seconds in samples if context > near]
         self._slope, self._tilt = _line(sorted(_fastest(far).items()))
+        shares = [(seconds - self._base(count)) / (count - 1) for count, seconds in _fastest(batches).items()]
+        self._each = max(0.0, sum(shares) / len(shares)) if shares else 0.0
 
-    def seconds(self, tokens: int, context: int = 0) -> float:
-        """Estimated cost of one forward of `tokens` tokens over `context` earlier rows."""
-        return self._speed * (self._base(tokens) + self._added(tokens, context))
+    def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
+        """Estimated cost of one forward of `tokens` tokens over `context` earlier rows of `batch` sequences in all."""
+        return float(self.many(np.array([tokens]), context, batch)[0])
 
-    def observe(self, tokens: int, context: int, seconds: float) -> None:
+    def many(self, tokens: Counts, context: int = 0, batch: int = 1) -> Floats:
+        """`seconds` of each."""
+        return self._speed * (self._shapes(tokens) + self._added(tokens, context, batch))
+
+    def observe(self, tokens: int, context: int, seconds: float, batch: int = 1) -> None:
         """Learn from one measured forward."""
         if not self._measured:
             self.calibrate([(tokens, context, seconds)])
-        ratio = seconds / self.seconds(tokens, context)
+        ratio = seconds / self.seconds(tokens, context, batch)
         self._speed *= min(max(ratio, 1 / SPEED_CLIP), SPEED_CLIP) ** SPEED_RATE
-        self._bend(tokens, context, seconds)
+        self._bend(tokens, context, seconds, batch)
 
-    def _added(self, tokens: int, context: int) -> float:
-        return (self._slope + self._tilt * tokens) * context
+    def _added(self, tokens: Counts | int, context: int, batch: int) -> Floats:
+        return np.asarray((self._slope + self._tilt * tokens / batch) * context + self._each * (batch - 1))
 
-    def _bend(self, tokens: int, context: int, seconds: float) -> None:
-        """Move the nearest knot towards what this round would cost at the machine's present speed."""
+    def _bend(self, tokens: int, context: int, seconds: float, batch: int) -> None:
+        """Move the nearest knot towards what this step would cost at the machine's present speed."""
         knot = min(KNOTS, key=lambda knot: abs(knot - tokens))
         known = self._shape.get(knot, self._base(knot))
-        seen = seconds / self._speed - self._added(tokens, context) - self._base(tokens)
+        seen = seconds / self._speed - float(self._added(tokens, context, batch)) - self._base(tokens)
         visits = self._visits[knot] = self._visits.get(knot, 0) + 1
         limit = SHAPE_CLIP * known
         rate = max(SHAPE_RATE, 1 / (visits + 1)) if abs(seen) < limit else SHAPE_RATE
-        self._shape[knot] = known + rate * min(max(seen, -limit), limit)
+        seen = min(max(seen, -limit), limit)
+        if batch > 1:
+            self._each = max(0.0, self._each + EACH_RATE * seen / batch)
+        self._shape[knot] = known + rate * seen
         self._refit()
 
     def _refit(self) -> None:
@@ -101,18 +120,33 @@ class CostModel:
                 total = blocks[-1][1] + weight
                 blocks[-1] = [(blocks[-1][0] * blocks[-1][1] + value * weight) / total, total]
         values = [value for value, weight in blocks for _ in range(int(weight))]
-        self._curve = list(zip(knots, values, strict=True))
+        self._knots, self._curve = np.array(knots, dtype=np.float64), np.array(values)
 
     def _base(self, tokens: int) -> float:
-        curve = self._curve
-        at = min(max(bisect_left(curve, (tokens, -math.inf)), 1), len(curve) - 1)
-        (x0, y0), (x1, y1) = curve[at - 1], curve[at]
-        value = y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
-        return max(value, curve[0][1])
+        return float(self._shapes(np.array([tokens]))[0])
+
+    def _shapes(self, tokens: Counts) -> Floats:
+        """`shape` of each, going on behind the last knot as it rises before it."""
+        beyond = np.maximum(tokens - self._knots[-1], 0.0)
+        rise = (self._curve[-1] - self._curve[-2]) / (self._knots[-1] - self._knots[-2])
+        return np.asarray(np.interp(tokens, self._knots, self._curve) + beyond * rise)
 
     def table(self) -> dict[int, float]:
-        """Seconds per forward by number of tokens, without earlier rows."""
-        return {knot: self.seconds(knot) for knot, _ in self._curve}
+        """Seconds per forward of one sequence by number of tokens, without earlier rows."""
+        return {int(knot): self.seconds(int(knot)) for knot in self._knots}
+
+
+def _beyond(shape: dict[int, float]) -> dict[int, float]:
+    """The knots outside of what was measured: as the last half of it rises, or the prior where it says nothing."""
+    least, most = min(shape), max(shape)
+    lower = max((tokens for tokens in shape if tokens <= most / 2), default=most)
+    rise = max(0.0, shape[most] - shape[lower]) / (most - lower) if lower < most else None
+    above = {
+        knot: shape[most] * _prior(knot) / _prior(most) if rise is None else shape[most] + rise * (knot - most)
+        for knot in KNOTS
+        if knot > most
+    }
+    return above | {knot: shape[least] * _prior(knot) / _prior(least) for knot in KNOTS if knot < least}
 
 
 def _prior(tokens: int) -> float:
@@ -136,20 +170,28 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 class Calibration:
-    """What a predicted probability is worth, per source and range of probability, from fading counts."""
+    """What a predicted probability is worth, per source and range of probability, from fading counts.
 
-    def __init__(self, fade: float = FADE) -> None:
+    One that stands `above` is what it believes until it has seen enough itself.
+    """
+
+    def __init__(self, fade: float = FADE, above: Calibration | None = None) -> None:
         self._fade = fade
+        self._above = above
         self._bins: dict[tuple[int, int], list[float]] = {}
 
     def corrected(self, probability: float, source: int) -> float:
         """The probability to expect where a drafter says `probability`."""
+        believed = self._believed(probability, source)
         seen = self._bins.get((source, bisect_right(EDGES, probability)))
         if seen is None or seen[0] <= 0.0:
-            return probability
+            return believed
         tried, hit, predicted = seen
         prior = PRIOR * predicted / tried
-        return min(1.0, probability * (hit + prior) / (predicted + prior))
+        return min(1.0, believed * (hit + prior) / (predicted + prior))
+
+    def _believed(self, probability: float, source: int) -> float:
+        return probability if self._above is None else self._above.corrected(probability, source)
 
     def observe(self, probabilities: Sequence[float], sources: Sequence[int], accepted: Sequence[bool]) -> None:
         """Learn from the nodes of one verified draft."""
@@ -157,7 +199,7 @@ class Calibration:
             seen = self._bins.setdefault((source, bisect_right(EDGES, probability)), [0.0, 0.0, 0.0])
             seen[0] += 1.0
             seen[1] += hit
-            seen[2] += probability
+            seen[2] += self._believed(probability, source)
 
     def fade(self) -> None:
         """One round went by."""
@@ -169,8 +211,12 @@ class Calibration:
 
 @dataclass(slots=True)
 class Pace:
-    """One request's own record: how its drafts do compared with what was expected, and whether asking pays at all."""
+    """One request's own record: how its drafts do compared with what was expected, and whether asking pays at all.
 
+    `calibration` is that of its workflow step, where it has one.
+    """
+
+    calibration: Calibration | None = None
     expected: float = 0.0
     accepted: float = 0.0
     balance: float = 0.0
@@ -183,12 +229,14 @@ class Pace:
         return (self.accepted + PRIOR / 2) / (self.expected + PRIOR / 2)
 
     def ask(self) -> bool:
-        """Whether to ask the drafters this round; after proposals that did not pay, ever fewer rounds do."""
+        """Whether to ask the drafters this round; after asking that did not pay, ever fewer rounds do."""
         self.skip -= 1
         return self.skip < 0
 
     def observe(self, expected: float, accepted: int, cost: float, saved: float) -> None:
-        """One round asked: tokens expected and accepted, seconds beyond `FREE` spent asking, and seconds saved."""
+        """One round asked: tokens expected and accepted, seconds beyond `FREE` spent asking, and what the accepted
+        tokens are worth in seconds. What it costs to verify in vain is `cut`'s business, which hears of it by `factor`.
+        """
         self.expected = self.expected * PACE_FADE + expected
         self.accepted = self.accepted * PACE_FADE + accepted
         self.balance = self.balance * PACE_FADE + saved - cost
@@ -202,29 +250,66 @@ class Governor:
 
     cost: CostModel = field(default_factory=CostModel)
     calibration: Calibration = field(default_factory=Calibration)
+    steps: OrderedDict[str, Calibration] = field(default_factory=OrderedDict)
 
-    def pace(self) -> Pace:
-        """A record for one request."""
-        return Pace()
+    def pace(self, step: str | None = None) -> Pace:
+        """A record for one request of the workflow step named `step`."""
+        if step is None:
+            return Pace()
+        known = self.steps.setdefault(step, Calibration(above=self.calibration))
+        self.steps.move_to_end(step)
+        if len(self.steps) > MOST_STEPS:
+            self.steps.popitem(last=False)
+        return Pace(known)
 
-    def choose(self, worth: Sequence[float], *, base: int = 1, context: int = 0) -> list[int]:
-        """The draft nodes worth verifying, ascending; an ancestor of a chosen node is always chosen.
+    def choose(
+        self,
+        worths: Sequence[Sequence[float]],
+        *,
+        tokens: int | None = None,
+        context: int = 0,
+        batch: int | None = None,
+        needs: Sequence[float] = (),
+    ) -> list[list[int]]:
+        """For each request the draft nodes worth verifying, ascending; an ancestor of a chosen node is always chosen.
 
-        `worth[i]` is the probability that node i is accepted, as `expectations` gives it; `base` is the number of
-        tokens verified in any case, `context` the rows they read. Maximises expected tokens per second.
+        `worths[i]` are the probabilities that the nodes of request i's tree are accepted, as `expectations` gives
+        them. The step computes `tokens` tokens of `batch` sequences in any case (at least one for each request), over
+        `context` rows. `needs` as in `cut`. Maximises the expected tokens per second of all together; what a step
+        spends on reading prompts has to be spent sometime and makes drafts no cheaper.
         """
-        order = sorted(range(len(worth)), key=lambda node: (-worth[node], node))
-        costs = [self.cost.seconds(base + count, context) for count in range(len(worth) + 1)]
-        return sorted(order[: best_count([worth[node] for node in order], costs)])
+        requests = len(worths)
+        tokens, batch = tokens or requests, batch or requests
+        reading = self.cost.seconds(tokens, context, batch) - self.cost.seconds(requests, context, batch)
+        counts = cut(
+            worths,
+            requests,
+            lambda drafted: self.cost.many(tokens + drafted, context, batch) - reading,
+            needs,
+        )
+        return [best_nodes(worth, count) for worth, count in zip(worths, counts, strict=True)]
+
+    def chunk(self, running: int, context: int, targets: Sequence[float] = ()) -> int:
+        """How many tokens of prompts a step may read beside `running` answers over `context` rows in all.
+
+        As many as do not make them wait for more than `STALL` steps, or than the shortest of `targets` (seconds a
+        token); chunked prefill as in Sarathi-Serve (Agrawal et al. 2024).
+        """
+        if not running:
+            return CHUNKS[0]
+        limit = min([STALL * self.cost.seconds(running, context, running), *targets])
+        fits = (size for size in CHUNKS if self.cost.seconds(running + size, context, running + 1) <= limit)
+        return next(fits, CHUNKS[-1])
 
     def expectations(
         self, probabilities: Sequence[float], parents: Sequence[int], sources: Sequence[int], pace: Pace | None = None
     ) -> list[float]:
         """The calibrated probability that each node of a draft is accepted; never above its parent's."""
         factor = 1.0 if pace is None else min(pace.factor, 1.0)
+        calibration = (pace and pace.calibration) or self.calibration
         worth: list[float] = []
         for probability, parent, source in zip(probabilities, parents, sources, strict=True):
-            own = self.calibration.corrected(probability, source) * factor
+            own = calibration.corrected(probability, source) * factor
             worth.append(min(own, worth[parent]) if parent >= 0 else own)
         return worth
 
@@ -233,22 +318,60 @@ class Governor:
         probabilities: Sequence[float],
         sources: Sequence[int],
         accepted: Sequence[bool],
-        *,
-        base: int = 1,
-        context: int = 0,
-        seconds: float,
+        pace: Pace | None = None,
     ) -> None:
-        """Learn from one verified round: its nodes, and the time its forward took."""
-        self.cost.observe(base + len(probabilities), context, seconds)
-        self.calibration.fade()
-        self.calibration.observe(probabilities, sources, accepted)
+        """Learn from the verified nodes of one request."""
+        for calibration in (pace and pace.calibration, self.calibration):
+            if calibration:
+                calibration.fade()
+                calibration.observe(probabilities, sources, accepted)
 
 
-def best_count(worth: Sequence[float], costs: Sequence[float]) -> int:
-    """The n that maximises (1 + worth[0] + ... + worth[n-1]) / costs[n]; the smallest of equals."""
-    gain, best, best_rate = 1.0, 0, 1.0 / costs[0]
-    for count, value in enumerate(worth, start=1):
-        gain += value
-        if gain / costs[count] > best_rate:
-            best, best_rate = count, gain / costs[count]
-    return best
+def cut(
+    worths: Sequence[Sequence[float]],
+    requests: int,
+    costs: Callable[[Counts], Floats],
+    needs: Sequence[float] = (),
+) -> list[int]:
+    """How many nodes of each draft to verify, so that the step's expected tokens a second are the most.
+
+    `worths[i]` are the probabilities that draft i's nodes are accepted, never above their parents'; of a draft the most
+    probable nodes are taken first, so that whatever is taken is closed under parents. `requests` is the number of
+    requests in the step, each of which gains a token in any case; `costs` tells the seconds of a step by the number of
+    nodes it verifies. Goodput as in TurboSpec (Liu et al. 2024).
+
+    `needs[i]` is the number of tokens that request i has to gain in this step (at most 1: none beyond its own). It is
+    served before any goodput is sought, the neediest first (AdaServe, Li et al. 2025, Algorithm 1), but no further
+    than the request itself would gain by it.
+    """
+    lengths = [len(worth) for worth in worths]
+    if not sum(lengths):
+        return lengths
+    worth = np.concatenate([np.asarray(worth, dtype=np.float64) for worth in worths])
+    order = np.argsort(-worth, kind="stable")
+    owner = np.repeat(np.arange(len(worths)), lengths)
+    seconds = costs(np.arange(len(order) + 1))
+    needed = _needed(worth[order], owner[order], seconds, needs)
+    order = np.concatenate([order[needed], np.delete(order, needed)])
+    gain = requests + np.concatenate(([0.0], np.cumsum(worth[order])))
+    best = len(needed) + int(np.argmax((gain / seconds)[len(needed) :]))
+    return [int(count) for count in np.bincount(owner[order[:best]], minlength=len(worths))]
+
+
+def _needed(worth: Floats, owner: Counts, seconds: Floats, needs: Sequence[float]) -> list[int]:
+    """The nodes (places in `worth`, which falls) that requests must have to meet their `needs`."""
+    taken: list[int] = []
+    for request in sorted(range(len(needs)), key=lambda request: -needs[request]):
+        gain = 1.0
+        for node in np.flatnonzero(owner == request) if needs[request] > gain else ():
+            slower = seconds[len(taken) + 1] / seconds[len(taken)]
+            if gain >= needs[request] or gain + worth[node] <= gain * slower:
+                break
+            gain += float(worth[node])
+            taken.append(int(node))
+    return taken
+
+
+def best_nodes(worth: Sequence[float], count: int) -> list[int]:
+    """The `count` most probable nodes of a draft, ascending."""
+    return sorted(sorted(range(len(worth)), key=lambda node: (-worth[node], node))[:count])

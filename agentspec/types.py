@@ -140,7 +140,9 @@ class GenerateRequest:
     """One generation. Exactly one of `messages`, `text` and `token_ids` is the prompt.
 
     `extra` holds request fields that only an upstream understands; the local engine refuses what it cannot honour
-    before it gets this far. `speculation=False` never changes the answer, only how it is computed.
+    before it gets this far. `speculation=False` never changes the answer, only how it is computed. A request with a
+    lower `priority` is served first, as in vLLM. `latency_target_ms_per_token` is what the stream should keep after
+    its first token: drafts are spent on it before any are spent on throughput. It is a wish, never refused.
     """
 
     model: str
@@ -154,6 +156,8 @@ class GenerateRequest:
     prediction: str | None = None
     speculation: bool = True
     store: bool = True
+    priority: int = 0
+    latency_target_ms_per_token: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -162,6 +166,10 @@ class GenerateRequest:
             raise InvalidRequestError(f"give exactly one of messages, text and token_ids, not {given or 'none'}")
         if self.continue_final and self.messages is None:
             raise InvalidRequestError("continue_final needs messages", param="continue_final_message")
+        target = self.latency_target_ms_per_token
+        if target is not None and not 0 < target < math.inf:
+            message = f"latency_target_ms_per_token must be above 0, not {target!r}"
+            raise InvalidRequestError(message, param="latency_target_ms_per_token")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,12 @@ class TorchSettings(BaseModel):
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N or mps")
     dtype: str = Field(default="auto", description="auto, float32, bfloat16 or float16")
     max_queue: int = Field(default=64, ge=1, description="Requests that may wait; one more is answered 429")
-    max_active: int = Field(default=4, ge=1, description="Requests decoded in turn; the others wait")
+    max_active: int = Field(default=16, ge=1, description="Requests decoded together; the others wait")
+    kv_bytes: ByteSize | None = Field(
+        default=None,
+        gt=0,
+        description="Key/value memory of running requests; unset takes 4 GiB, or 80 % of a CUDA device's free memory",
+    )
     max_draft_tokens: int = Field(default=48, ge=0, description="Most tokens drafted a step; 0 turns speculation off")
     default_max_tokens: int = Field(default=1024, ge=1, description="Answer length where a request names none")
     prefix_bytes: ByteSize = Field(

@@ -61,6 +61,29 @@ def decode(
 
 
 @app.command()
+def concurrency(
+    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    clients: Annotated[int, typer.Option(help="Requests at once", min=2)] = 8,
+    rounds: Annotated[int, typer.Option(help="Measurements, of other prompts each (at least 7)", min=7)] = 7,
+    max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 128,
+    json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
+) -> None:
+    """Ask several things at once and one after another, speculation off and on."""
+    from rich.console import Console
+
+    from agentspec.benchmarks.concurrency import run_concurrency
+    from agentspec.benchmarks.concurrency_report import print_table, write_json
+
+    console = Console()
+    require_writable(json)
+    with console.status("starting") as status:
+        table = run_concurrency(model, clients=clients, rounds=rounds, max_tokens=max_tokens, progress=status.update)
+    print_table(table, console)
+    if json:
+        write_json(table, json, _environment("torch", "transformers", model=model))
+
+
+@app.command()
 def cache(
     data: Annotated[
         list[Path],

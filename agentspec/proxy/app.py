@@ -155,7 +155,16 @@ def _engines(runtime: Runtime) -> list[EngineSample]:
 
 def _sample(name: str, stats: Any) -> EngineSample:
     """From `EngineStats`, which is not imported here because its package needs torch."""
-    return EngineSample(name, stats.queued, stats.active, stats.drafted_by_source, stats.accepted_by_source)
+    return EngineSample(
+        name,
+        queued=stats.queued,
+        active=stats.active,
+        drafted=stats.drafted_by_source,
+        accepted=stats.accepted_by_source,
+        forwards=stats.batch_sizes,
+        preempted=stats.preempted,
+        rows=stats.kv_rows,
+    )
 
 
 def _json(value: Any, status: int = 200) -> Response:

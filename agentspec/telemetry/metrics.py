@@ -20,13 +20,19 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """What a local engine counts by itself; `drafted` and `accepted` are totals by source of the draft."""
+    """What a local engine counts by itself; `drafted` and `accepted` are totals by source of the draft.
+
+    `forwards` is the number of forwards by how many answers shared one, `rows` the key/value rows reserved.
+    """
 
     backend: str
     queued: int
     active: int
     drafted: Mapping[str, int]
     accepted: Mapping[str, int]
+    forwards: Mapping[int, int]
+    preempted: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +148,21 @@ class _EngineCollector(Collector):
         accepted = CounterMetricFamily("agentspec_engine_accepted_tokens", "Tokens kept, by source", labels=labels)
         queued = GaugeMetricFamily("agentspec_engine_queued", "Requests waiting for the engine", labels=("backend",))
         active = GaugeMetricFamily("agentspec_engine_active", "Requests being decoded", labels=("backend",))
+        rows = GaugeMetricFamily("agentspec_engine_kv_rows", "Key/value rows reserved", labels=("backend",))
+        put_back = CounterMetricFamily("agentspec_engine_preempted", "Answers that made room", labels=("backend",))
+        forwards = CounterMetricFamily("agentspec_engine_forwards", "Forwards", labels=("backend",))
+        shares = CounterMetricFamily("agentspec_engine_forward_requests", "Answers in forwards", labels=("backend",))
         for engine in self._engines():
             queued.add_metric([engine.backend], engine.queued)
             active.add_metric([engine.backend], engine.active)
+            rows.add_metric([engine.backend], engine.rows)
+            put_back.add_metric([engine.backend], engine.preempted)
+            forwards.add_metric([engine.backend], sum(engine.forwards.values()))
+            shares.add_metric([engine.backend], sum(size * count for size, count in engine.forwards.items()))
             for family, counts in ((drafted, engine.drafted), (accepted, engine.accepted)):
                 for source, count in counts.items():
                     family.add_metric([engine.backend, source], count)
-        yield from (drafted, accepted, queued, active)
+        yield from (drafted, accepted, queued, active, rows, put_back, forwards, shares)
 
     def describe(self) -> list[Metric]:
         return []

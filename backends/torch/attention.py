@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,32 +15,56 @@ ATTENTION_NAME = "agentspec_grouped"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
-def grouped_attention(
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """One layer's tensors of several sequences, in the order of their queries: keys or values [1, kv_heads, S_i, d].
+
+    `lengths` are the numbers of query rows; `masks` as `grouped_attention` takes them.
+    """
+
+    rows: Sequence[Tensor]
+    lengths: Sequence[int]
+    masks: Sequence[Tensor | None]
+
+
+def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Ragged,
+    value: Ragged,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` [1, heads, L, d] over `key`, `value` [1, kv_heads, S, d]; returns [1, L, heads, d].
+    """Attention of `query` [1, heads, sum of L_i, d], each sequence over its own rows; returns [1, sum, heads, d].
 
-    The query heads that share a key head are stacked along the query axis, so that no key is ever repeated.
-    `attention_mask` is additive, [1, 1, L, S] or already stacked [1, 1, groups * L, S]; None attends everywhere, which
-    is right for a single query row only. Raises NotImplementedError for variants this kernel does not compute.
+    Nothing is padded, and what one sequence attends to is what it would attend to alone. Raises NotImplementedError
+    for variants this kernel does not compute.
     """
     if any(kwargs.get(name) is not None for name in UNSUPPORTED):
         raise NotImplementedError(f"grouped attention knows none of {UNSUPPORTED}")
+    parts = [
+        grouped_attention(queries, keys, values, mask, scaling)
+        for queries, keys, values, mask in zip(
+            query.split_with_sizes(key.lengths, 2), key.rows, value.rows, key.masks, strict=True
+        )
+    ]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1), None
+
+
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
+) -> Tensor:
+    """Attention of `query` [1, heads, L, d] over `key`, `value` [1, kv_heads, S, d]; returns [1, L, heads, d].
+
+    The query heads that share a key head are stacked along the query axis, so that no key is ever repeated. `mask` is
+    additive and stacked likewise, [1, 1, groups * L, S]; None attends everywhere, right for a single query row only.
+    """
     batch, heads, length, width = query.shape
-    groups = heads // key.shape[1]
-    stacked = query.reshape(batch, key.shape[1], groups * length, width)
-    if attention_mask is not None and attention_mask.shape[-2] != groups * length:
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    out = scaled_dot_product_attention(stacked, key, value, attn_mask=attention_mask, scale=scaling)
-    out = out.reshape(batch, heads, length, value.shape[-1])
-    return out.transpose(1, 2).contiguous(), None
+    stacked = query.reshape(batch, key.shape[1], heads // key.shape[1] * length, width)
+    out = scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2)
 
 
-AttentionInterface.register(ATTENTION_NAME, grouped_attention)
+AttentionInterface.register(ATTENTION_NAME, packed_attention)

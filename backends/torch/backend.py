@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.calibrate import measure_costs
+from agentspec.backends.torch.calibrate import measure_batches, measure_costs
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.engine import Engine
 from agentspec.backends.torch.generation import Job, Shared
@@ -42,7 +42,7 @@ class TorchBackend:
         self._stop_ids = end_ids(loaded)
         shared = Shared(loaded.target, self._codec, max_draft_tokens=settings.max_draft_tokens)
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
-            shared.governor.cost.calibrate(samples)
+            shared.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(shared, settings, self._open_memory)
 
     @classmethod
@@ -150,7 +150,12 @@ class TorchBackend:
             reused_tokens=counters.reused_tokens,
             prefix_sequences=len(engine.prefixes),
             prefix_bytes=engine.prefixes.nbytes,
+            preempted=counters.preempted,
+            kv_rows=engine.kv_rows,
+            kv_rows_limit=engine.rows.limit,
+            batch_sizes=dict(counters.batch_sizes),
             draft_sizes=dict(counters.draft_sizes),
+            step_drafts=dict(counters.step_drafts),
             cost_seconds=engine.shared.governor.cost.table(),
         )
 

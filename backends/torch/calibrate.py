@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
 import torch
 
 from agentspec.backends.torch.kv_cache import SequenceCache
 from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.packed import Piece
 
 SIZES = (1, 2, 4, 8, 16, 32, 48)
 FAR = 1024  # rows of the long context
 PASSES = 3
+SEQUENCES = (4, 8)  # in one forward
 
 
 @torch.inference_mode()
@@ -36,8 +39,22 @@ def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple
     return samples[1:] or samples
 
 
+@torch.inference_mode()
+def measure_batches(target: TargetModel) -> list[tuple[int, float]]:
+    """Timed forwards of one token for each of several sequences, as (sequences, seconds)."""
+    if not target.batched:
+        return []
+    pieces = [Piece(target.new_rows(1), [0]) for _ in range(max(SEQUENCES))]
+    target.forward_batch(pieces)
+    return [(count, _clocked(target, pieces[:count])) for count in SEQUENCES for _ in range(PASSES)]
+
+
 def _timed(target: TargetModel, rows: SequenceCache, size: int, context: int) -> float:
     rows.fill_blank(max(context, 0))
+    return _clocked(target, [Piece(rows, [0], [0] * (size - 1), range(-1, size - 2))])
+
+
+def _clocked(target: TargetModel, pieces: Sequence[Piece]) -> float:
     started = perf_counter()
-    target.forward(rows, [0], [0] * (size - 1), range(-1, size - 2))[0, 0].item()
+    target.forward_batch(pieces)[0][0, 0].item()
     return perf_counter() - started

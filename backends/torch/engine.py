@@ -1,68 +1,77 @@
-"""The engine: one thread that owns the model and gives every active answer one turn after another."""
+"""The engine: admits jobs and plays step after step, one forward for every active answer."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
 import torch
 
 from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch.fair_queue import FairQueue
 from agentspec.backends.torch.generation import Generation, Job, Shared
-from agentspec.backends.torch.kv_cache import SequenceCache
+from agentspec.backends.torch.kv_cache import Rows, SequenceCache
 from agentspec.backends.torch.memory import Memory
-from agentspec.backends.torch.model import Rows
 from agentspec.backends.torch.prefix_store import PrefixStore
+from agentspec.backends.torch.row_budget import RowBudget
+from agentspec.backends.torch.step import play
+from agentspec.backends.torch.threads import compute_thread
 from agentspec.errors import AgentSpecError, EngineError, OverloadedError, ShuttingDownError
 from agentspec.telemetry.place import place_of
+from agentspec.types import Delta
 
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 60.0
 ANSWER_SECONDS = 5.0  # the first guess at how long an answer takes, for Retry-After
-ROOM = 64  # rows reserved beyond prompt and answer for drafts
 
 
 class Engine:
     """Runs jobs to their end. `submit`, `cancel` and `close` may be called from any thread.
 
-    At most `max_active` jobs are decoded, in turns; `max_queue` more wait in order of arrival. What goes wrong in one
-    job is delivered to that job alone.
+    At most `max_active` jobs are decoded, all in one forward a step; `max_queue` more wait. Lower priorities go first,
+    and one that waits takes the place of a higher one, which is put back and goes on later where it stood. What goes
+    wrong in one job is delivered to that job alone.
     """
 
     def __init__(self, shared: Shared, settings: TorchSettings, open_memory: Callable[[Job], Memory]) -> None:
         self.shared = shared
         self.prefixes = PrefixStore(int(settings.prefix_bytes) if shared.target.rewindable else 0)
+        self.rows = RowBudget.of(shared.target, settings.kv_bytes)
+        shared.relieve = self.prefixes.clear
         self._settings = settings
         self._open_memory = open_memory
-        self._waiting: deque[Job] = deque()
-        self._active: deque[Generation] = deque()
+        self._waiting = FairQueue()
+        self._active: list[Generation] = []
+        self._paused: dict[Job, Generation] = {}
         self._jobs: set[Job] = set()
-        self._changed = threading.Condition()
-        self._closing = False
+        self._lock = threading.RLock()
+        self._closing, self._ended = False, threading.Event()
         self._answer_seconds = ANSWER_SECONDS
-        self._thread = threading.Thread(target=self._run, name="agentspec-engine", daemon=True)
-        self._thread.start()
+        self._thread = compute_thread(shared.target.device)
+        self._thread.add(self)
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Raises `OverloadedError` when the queue is full and `ShuttingDownError` after `close`."""
-        with self._changed:
+        """Queue a job. Raises `OverloadedError` when the queue is full, `ContextLengthError` for one that the memory
+        for rows can never hold, and `ShuttingDownError` after `close`.
+        """
+        self.rows.check(job)
+        with self._lock:
             if self._closing:
                 raise ShuttingDownError("the engine is shutting down")
             if len(self._jobs) >= self._settings.max_active + self._settings.max_queue:
                 retry = max(1.0, self._answer_seconds * len(self._waiting) / self._settings.max_active)
                 raise OverloadedError(f"{len(self._waiting)} requests wait already", retry_after=round(retry, 1))
             self._jobs.add(job)
-            self._waiting.append(job)
+            self._waiting.push(job)
             self.shared.counters.requests += 1
-            self._changed.notify()
+        self._thread.wake()
 
     def cancel(self, job: Job) -> None:
-        """Free the job's place now; its work ends before its next turn. Does nothing for a finished job."""
-        with self._changed:
+        """Free the job's place now; its work ends before the next step. Does nothing for a finished job."""
+        with self._lock:
             if job not in self._jobs:
                 return
             job.cancelled = True
@@ -70,15 +79,14 @@ class Engine:
             if job in self._waiting:
                 self._waiting.remove(job)
             self.shared.counters.cancelled += 1
-            self._changed.notify()
+        self._thread.wake()
 
     def close(self) -> None:
-        """Fail what runs and waits with `ShuttingDownError`, end the thread and free the rows. Idempotent."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_SECONDS)
+        """Fail what runs and waits with `ShuttingDownError` and free the rows. Idempotent."""
+        self._closing = True
+        self._thread.wake()
+        if not self._thread.current:
+            self._ended.wait(JOIN_SECONDS)
 
     @property
     def queued(self) -> int:
@@ -88,76 +96,117 @@ class Engine:
     def active(self) -> int:
         return len(self._active)
 
-    def _run(self) -> None:
-        """The engine's life: wait for work, give one turn, repeat."""
-        error: AgentSpecError = ShuttingDownError("the engine was shut down")
-        try:
-            with torch.inference_mode():
-                while (generation := self._next()) is not None:
-                    self._turn(generation)
-        except BaseException as cause:
-            logger.error("the engine's thread ended: %s", place_of(cause))
-            error = EngineError(f"the engine stopped: {type(cause).__name__}")
-        finally:
-            self._end_all(error)
+    @property
+    def kv_rows(self) -> int:
+        """Rows reserved by active answers."""
+        return self.rows.used(list(self._active))
 
-    def _next(self) -> Generation | None:
-        """Whose turn it is, the waiting admitted first; None when the engine closes."""
-        while True:
-            with self._changed:
-                while not (self._closing or self._waiting or self._active):
-                    self._changed.wait()
-                if self._closing:
-                    return None
-                free = self._settings.max_active - sum(not generation.job.cancelled for generation in self._active)
-                admitted = self._waiting.popleft() if self._waiting and free > 0 else None
-            if admitted is not None:
-                self._admit(admitted)
-            elif self._active:
-                self._active.rotate(-1)
-                return self._active[-1]
+    @property
+    def ready(self) -> bool:
+        return bool(self._closing or self._active or self._paused or len(self._waiting))
+
+    def turn(self) -> None:
+        """One step. Called by the computing thread alone."""
+        try:
+            if self._closing:
+                self._end(ShuttingDownError("the engine was shut down"))
+            else:
+                self._step()
+        except BaseException as cause:
+            logger.error("the engine ended: %s", place_of(cause))
+            self._end(EngineError(f"the engine stopped: {type(cause).__name__}"))
+
+    def _step(self) -> None:
+        self._drop_cancelled()
+        while (job := self._next()) is not None:
+            self._admit(job)
+        self._make_room()
+        if not self._active:
+            return
+        for generation, outcome in play(self._active, self.shared):
+            self._finish(generation, outcome)
+
+    def _drop_cancelled(self) -> None:
+        for generation in [*self._active, *self._paused.values()]:
+            if generation.job.cancelled:
+                self._leave(generation, clean=False)
+
+    def _next(self) -> Job | None:
+        """The job to admit now, if there is one and a place and memory for it."""
+        with self._lock:
+            job = self._waiting.first()
+            if job is None:
+                return None
+            below = [other for other in self._active if other.job.request.priority > job.request.priority]
+            if not self._has_room(job, [other for other in self._active if other not in below]):
+                return None
+            while not self._has_room(job, self._active):
+                self._put_back(below.pop(below.index(last_of(below))))
+            self._waiting.remove(job)
+            return job
+
+    def _has_room(self, job: Job, others: list[Generation]) -> bool:
+        paused = self._paused.get(job)
+        rows = self.rows.first(job, None if paused is None else len(paused.tokens))
+        return len(others) < self._settings.max_active and self.rows.fits(rows, others)
 
     def _admit(self, job: Job) -> None:
-        try:
-            rows = self._rows(job)
-            memory = self._open_memory(job)
-        except Exception as error:
-            self._fail(job, error)
+        if (paused := self._paused.pop(job, None)) is not None:
+            paused.rows = self._rows(job, paused.tokens)
+            self._active.append(paused)
             return
+        memory: Memory | None = None
         try:
-            self._active.append(Generation(job, self.shared, rows, memory))
+            memory = self._open_memory(job)
+            self._active.append(Generation(job, self.shared, self._rows(job, job.prompt), memory))
         except Exception as error:
-            memory.close(clean=False)
+            if memory is not None:
+                memory.close(clean=False)
             self._fail(job, error)
 
-    def _rows(self, job: Job) -> Rows:
-        """Rows of an earlier call for as much of the prompt as they cover, at least its last token excepted."""
-        capacity = len(job.prompt) + job.max_tokens + ROOM
-        capacity = min(capacity, len(job.prompt) + 8 * ROOM)
-        found = self.prefixes.find(job.request.tenant, job.prompt[:-1], capacity)
+    def _rows(self, job: Job, tokens: list[int]) -> Rows:
+        """Rows of an earlier call for as much of `tokens` as they cover, at least the last one excepted."""
+        capacity = self.rows.first(job, len(tokens))
+        found = self.prefixes.find(job.request.tenant, tokens[:-1], capacity)
         if found is not None:
             self.shared.counters.reused_tokens += found.length
         return found or self.shared.target.new_rows(capacity)
 
-    def _turn(self, generation: Generation) -> None:
-        if generation.job.cancelled:
+    def _make_room(self) -> None:
+        """Every active generation gets room for its part of the step; where there is none, the last ones go back."""
+        for generation in sorted(self._active, key=precedence):
+            while generation in self._active and not self.rows.grow(generation, self._active):
+                self._put_back(last_of(self._active))
+
+    def _put_back(self, generation: Generation) -> None:
+        """It gives up its rows and its place, and goes on later from the tokens it has."""
+        self._active.remove(generation)
+        self._keep(generation)
+        generation.rows = self.shared.target.new_rows(1)
+        self._paused[generation.job] = generation
+        self.shared.counters.preempted += 1
+        with self._lock:
+            if not generation.job.cancelled:
+                self._waiting.put_back(generation.job)
+
+    def _finish(self, generation: Generation, outcome: Delta | Exception | None) -> None:
+        """Pass on what a step gave it; at its end, first let go of it, so that a client's next call finds its rows."""
+        if isinstance(outcome, Exception):
             self._leave(generation, clean=False)
+            self._fail(generation.job, outcome)
             return
-        try:
-            delta = generation.advance()
-        except Exception as error:
-            self._leave(generation, clean=False)
-            self._fail(generation.job, error)
-            return
-        if generation.finish is not None:  # first, so that a client's next call finds this one's rows and tokens
+        with self._lock:
+            self._waiting.charge(generation.job, generation.charged())
+        if generation.finish is not None:
             self._leave(generation, clean=True)
-        if delta is not None:
-            generation.job.deliver(delta)
+        if outcome is not None:
+            generation.job.deliver(outcome)
 
     def _leave(self, generation: Generation, *, clean: bool) -> None:
         """Take a generation out; the rows of one that ended well serve the next call."""
-        self._active.remove(generation)
-        with self._changed:
+        if self._paused.pop(generation.job, None) is None:
+            self._active.remove(generation)
+        with self._lock:
             self._jobs.discard(generation.job)
         generation.close(clean=clean)
         if clean:
@@ -175,7 +224,7 @@ class Engine:
             self.prefixes.clear()
 
     def _fail(self, job: Job, error: Exception) -> None:
-        with self._changed:
+        with self._lock:
             self._jobs.discard(job)
         self.shared.counters.failed += 1
         if not isinstance(error, AgentSpecError):
@@ -188,18 +237,30 @@ class Engine:
             error.__cause__ = cause
         job.deliver(error)
 
-    def _end_all(self, error: AgentSpecError) -> None:
-        with self._changed:
+    def _end(self, error: AgentSpecError) -> None:
+        with self._lock:
             self._closing = True
             jobs = [job for job in self._jobs if not job.cancelled]
             self._waiting.clear()
             self._jobs.clear()
-        for generation in self._active:
+        for generation in [*self._active, *self._paused.values()]:
             generation.close(clean=False)
         self._active.clear()
+        self._paused.clear()
         self.prefixes.clear()
+        self._thread.remove(self)
         for job in jobs:
             job.deliver(error)
+        self._ended.set()
+
+
+def precedence(generation: Generation) -> tuple[int, float]:
+    """Who keeps its place when there is not enough for all: lower first."""
+    return generation.job.request.priority, generation.started
+
+
+def last_of(generations: list[Generation]) -> Generation:
+    return max(generations, key=precedence)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

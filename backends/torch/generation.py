@@ -1,4 +1,4 @@
-"""One answer in the making: the decode loop, one turn at a time."""
+"""One answer in the making: what it proposes, and what becomes of the logits that it gets."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.detokenizer import Detokenizer, StopScanner
 from agentspec.backends.torch.drafters import Drafter, MergedDrafter, PredictionDrafter, SuffixDrafter
+from agentspec.backends.torch.kv_cache import Rows
 from agentspec.backends.torch.logprobs import token_logprob
 from agentspec.backends.torch.memory import Memory
-from agentspec.backends.torch.model import Rows, TargetModel
-from agentspec.backends.torch.proposal import Proposer
+from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.proposal import Bill, Proposal, Proposer
 from agentspec.backends.torch.sampler import Sampler
 from agentspec.backends.torch.stats import Counters
 from agentspec.backends.torch.verify import walk
 from agentspec.governor import Governor
 from agentspec.types import Delta, FinishReason, GenerateRequest, SamplingParams, TokenLogprob, Usage
-
-PREFILL_CHUNK = 256  # tokens; between two chunks other streams get their turn and a cancellation is seen
 
 
 @dataclass(slots=True, eq=False)
@@ -50,13 +50,17 @@ class Shared:
     governor: Governor = field(default_factory=Governor)
     counters: Counters = field(default_factory=Counters)
     max_draft_tokens: int = 48
+    relieve: Callable[[], None] = lambda: None  # lets go of memory that is only kept to save time
 
     def speculates(self, request: GenerateRequest) -> bool:
         return request.speculation and self.target.rewindable and self.max_draft_tokens > 0
 
 
 class Generation:
-    """The state of one answer. Between turns `rows` hold the key/value rows of all `tokens` but at least the last."""
+    """The state of one answer. Between steps `rows` hold the key/value rows of all `tokens` but at least the last.
+
+    They may be replaced by fewer: what is missing is computed again.
+    """
 
     def __init__(self, job: Job, shared: Shared, rows: Rows, memory: Memory) -> None:
         self.job = job
@@ -64,15 +68,16 @@ class Generation:
         self.rows = rows
         self.finish: FinishReason | None = None
         self.started = perf_counter()
+        self._first_at: float | None = None
         self._shared = shared
         self._memory = memory
-        self._reused = rows.length
+        self._reused = self._charged = rows.length
         self._sampler = Sampler(job.sampling, shared.target.vocab_size, job.prompt, shared.target.device)
         self._detokenizer = Detokenizer(shared.codec.decode, job.prompt)
         self._scanner = StopScanner(job.sampling.stop)
         self._prediction = None if job.prediction is None else PredictionDrafter(job.prediction, len(job.prompt))
         drafter = self._drafter() if shared.speculates(job.request) else None
-        self._proposer = Proposer(drafter, shared.governor, shared.counters, shared.target.vocab_size)
+        self._proposer = Proposer(drafter, shared.governor, shared.counters, shared.target.vocab_size, _step_name(job))
         self._logits = torch.empty(0)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -86,35 +91,52 @@ class Generation:
         drafters: list[Drafter] = [SuffixDrafter(self._memory)]
         return MergedDrafter([*drafters, self._prediction] if self._prediction is not None else drafters)
 
-    def advance(self) -> Delta | None:
-        """One turn: a chunk of the prompt (None), or one round of propose, verify, commit (what it added)."""
-        target, committed = self._shared.target, len(self.tokens)
-        waiting = self.tokens[self.rows.length :]
-        if len(waiting) > PREFILL_CHUNK and target.rewindable:
-            target.prefill(self.rows, waiting[:PREFILL_CHUNK])
-            self._shared.counters.prefill_tokens += PREFILL_CHUNK
-            return None
-        before, base = self.rows.length, len(waiting)
-        draft = self._proposer.propose(self.tokens, self._budget(), base=base)
-        started = perf_counter()
-        self._logits = target.forward(self.rows, waiting, draft.tokens, draft.parents)
-        self._sampler.begin(self._logits)
+    @property
+    def unread(self) -> int:
+        """Tokens that have no rows yet: the rest of the prompt, or the last token drawn."""
+        return len(self.tokens) - self.rows.length
+
+    def needs(self, step_seconds: float) -> float:
+        """Tokens to gain in a step of so many seconds to hold the latency target; 0 where there is none."""
+        target = self.job.request.latency_target_ms_per_token
+        if target is None or self._first_at is None:
+            return 0.0
+        elapsed = perf_counter() - self._first_at + step_seconds
+        return elapsed * 1000.0 / target - (self._emitted - 1)
+
+    def charged(self) -> int:
+        """Tokens computed for it since the last call, those that were computed again left out."""
+        fresh = max(0, self.rows.length - self._charged)
+        self._charged += fresh
+        return fresh
+
+    def propose(self) -> Proposal:
+        """What may follow; no more than the answer may still use, since its last token needs no row of its own."""
+        left = self.job.max_tokens - self._emitted
+        return self._proposer.propose(self.tokens, min(self._shared.max_draft_tokens, left - 1))
+
+    def read(self, count: int) -> None:
+        """The rows of `count` more tokens were computed, and there are more to come before the next draw."""
+        self.rows.commit(count, ())
+        self._shared.counters.prefill_tokens += count
+
+    def commit(self, read: int, draft: Proposal, logits: Tensor, bill: Bill) -> Delta:
+        """Draw from `logits`, those after the last of `read` tokens and after each draft node; tell what was added."""
+        committed = len(self.tokens)
+        self._logits = logits
+        self._sampler.begin(logits)
         path = walk(draft.tokens, draft.parents, self._sampler.choose, self._emit)
-        self.rows.commit(base, path)
-        fresh, seconds = self.tokens[committed:], perf_counter() - started
-        self._shared.counters.prefill_tokens += base - 1 if committed == len(self.job.prompt) else 0
-        self._proposer.learn(draft, path, base=base, rows=before, emitted=len(fresh), seconds=seconds)
+        self.rows.commit(read, path)
+        fresh = self.tokens[committed:]
+        self._first_at = self._first_at or perf_counter()
+        self._shared.counters.prefill_tokens += read - 1
+        self._proposer.learn(draft, path, bill)
         self._memory.extend(fresh)
         return self._delta(fresh)
 
     def close(self, *, clean: bool) -> None:
         """Let go of the cache: a `clean` end may be shared, any other stays partial."""
         self._memory.close(clean=clean)
-
-    def _budget(self) -> int:
-        """No more draft than the answer may still use: its last token needs no row of its own."""
-        left = len(self.job.prompt) + self.job.max_tokens - len(self.tokens)
-        return min(self._shared.max_draft_tokens, left - 1)
 
     def _emit(self, token: int, row: int) -> bool:
         """Commit one token, drawn from logits row `row`; True if the answer ends with it."""
@@ -170,3 +192,10 @@ class Generation:
             accepted_prediction_tokens=None if prediction is None else prediction.accepted,
             rejected_prediction_tokens=None if prediction is None else prediction.rejected,
         )
+
+
+def _step_name(job: Job) -> str | None:
+    """The workflow step whose record of acceptance the request shares."""
+    labels = job.request.labels
+    named = labels.workflow is not None or labels.step is not None
+    return f"{labels.workflow or ''}/{labels.step or ''}" if named else None

@@ -42,18 +42,17 @@ class SequenceCache(Cache):
 
     def _write(self, store: list[Tensor | None], layer: int, states: Tensor, end: int) -> Tensor:
         rows = store[layer]
-        if rows is None:
-            rows = store[layer] = states.new_empty((*states.shape[:-2], self.capacity, states.shape[-1]))
+        if rows is None or rows.shape[-2] < end:
+            rows = store[layer] = _room(rows, states, self.length, self.capacity)
         rows[:, :, self.length : end] = states
         return rows[:, :, :end]
 
     def reserve(self, rows: int) -> None:
-        """Make room for `rows` rows in all; the committed ones and this forward's are kept."""
-        if rows <= self.capacity:
-            return
-        old, self.capacity = self.capacity, max(rows, int(self.capacity * GROWTH))
-        for store in (self._keys, self._values):
-            store[:] = [None if tensor is None else _grown(tensor, old, self.capacity) for tensor in store]
+        """Make room for `rows` rows in all. Each layer takes it when it is next written, so that no growth can fail
+        half-way.
+        """
+        if rows > self.capacity:
+            self.capacity = max(rows, int(self.capacity * GROWTH))
 
     @torch.inference_mode()
     def commit(self, chain: int, path: Sequence[int]) -> None:
@@ -94,9 +93,11 @@ class SequenceCache(Cache):
     def fill_blank(self, length: int) -> None:
         """Pretend that `length` rows are committed, of zeros: for timing only. Needs one forward before it."""
         self.reserve(length)
-        for tensor in (*self._keys, *self._values):
-            if tensor is not None:
-                tensor[:, :, :length] = 0
+        for store in (self._keys, self._values):
+            for layer, tensor in enumerate(store):
+                if tensor is not None:
+                    store[layer] = tensor = _room(None, tensor, 0, self.capacity)
+                    tensor[:, :, :length] = 0
         self.length = length
 
     def __bool__(self) -> bool:
@@ -109,10 +110,12 @@ class SequenceCache(Cache):
         return self.length + query_length, 0
 
 
-def _grown(tensor: Tensor, old: int, new: int) -> Tensor:
-    grown = tensor.new_empty((*tensor.shape[:-2], new, tensor.shape[-1]))
-    grown[:, :, :old] = tensor
-    return grown
+def _room(rows: Tensor | None, like: Tensor, length: int, capacity: int) -> Tensor:
+    """A tensor for `capacity` rows that holds the first `length` of `rows`."""
+    room = like.new_empty((*like.shape[:-2], capacity, like.shape[-1]))
+    if rows is not None:
+        room[:, :, :length] = rows[:, :, :length]
+    return room
 
 
 def _copied(tensor: Tensor | None, length: int, capacity: int) -> Tensor | None:
@@ -133,3 +136,6 @@ class StateCache:
     def commit(self, chain: int, path: Sequence[int]) -> None:
         assert not path, "a model without a rewindable cache was given a draft"
         self.length += chain
+
+
+Rows = SequenceCache | StateCache

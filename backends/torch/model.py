@@ -1,4 +1,4 @@
-"""The target model: one forward over committed rows, a chain of new tokens, and a draft tree behind it."""
+"""The target model: one forward over several sequences, each with committed rows, new tokens and a draft tree."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.attention import ATTENTION_NAME
-from agentspec.backends.torch.kv_cache import SequenceCache, StateCache
-from agentspec.backends.torch.tree_mask import Layout, attention_mask, tree_layout
+from agentspec.backends.torch.kv_cache import Rows, SequenceCache, StateCache
+from agentspec.backends.torch.packed import PackedCache, Piece, wanted_rows
+from agentspec.backends.torch.tree_mask import attention_mask, tree_layout
 
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-
-Rows = SequenceCache | StateCache
+LENGTH_BOUND_ROTARIES = frozenset({"dynamic", "longrope"})  # their angles depend on the longest position of a forward
 
 
 class TargetModel:
     """A Hugging Face decoder-only model behind one method. Not thread-safe: the engine's thread owns it.
 
     `rewindable` says whether drafts can be verified and rows reused; without it tokens run strictly one after another.
+    `batched` says whether several sequences share a forward; without it each gets one of its own, in turn.
     """
 
     def __init__(self, module: Any, *, rewindable: bool) -> None:
@@ -33,8 +34,10 @@ class TargetModel:
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self.attention: str = config._attn_implementation
+        self._packs = rewindable and self.attention == ATTENTION_NAME
+        self.batched = self._packs and LENGTH_BOUND_ROTARIES.isdisjoint(_rotaries(config))
         self._config = config
-        self._groups = _groups(config) if self.attention == ATTENTION_NAME else 1
+        self._groups = _groups(config)
         self._windows = layer_windows(config) or {}
         parameters = inspect.signature(module.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
@@ -43,37 +46,83 @@ class TargetModel:
         return SequenceCache(capacity) if self.rewindable else StateCache(self._config)
 
     @torch.inference_mode()
+    def forward_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """For each piece its logits [outputs, vocab] in float32: after the chain's last token, then each draft node.
+
+        Appends a row to its sequence for every token given; `rows.commit` must follow and say which to keep. After an
+        exception the rows are as if nothing had happened.
+        """
+        if not self.batched and len(pieces) > 1:
+            return [logits for piece in pieces for logits in self.forward_batch([piece])]
+        forward = self._packed if self._packs else self._own
+        logits: Tensor = forward(pieces).logits[0].float()
+        outputs = [piece.outputs for piece in pieces]
+        return list(logits[: sum(outputs)].split_with_sizes(outputs))
+
     def forward(
         self, rows: Rows, chain: Sequence[int], tokens: Sequence[int] = (), parents: Sequence[int] = ()
     ) -> Tensor:
-        """Logits [1 + len(tokens), vocab] in float32: after the chain's last token, then after every draft node.
-
-        Appends a row for every token given; `rows.commit` must follow and say which to keep.
-        """
-        ids = torch.tensor([[*chain, *tokens]], device=self.device)
-        where = self._where(rows, tree_layout(len(chain), parents)) if isinstance(rows, SequenceCache) else {}
-        cache = {self._cache_name: rows if isinstance(rows, SequenceCache) else rows.native}
-        out = self.module(input_ids=ids, use_cache=True, logits_to_keep=1 + len(tokens), **cache, **where)
-        logits: Tensor = out.logits[0].float()
-        return logits
+        """The logits [1 + len(tokens), vocab] of `forward_batch` for one sequence alone."""
+        return self.forward_batch([Piece(rows, chain, tokens, parents)])[0]
 
     def prefill(self, rows: Rows, chain: Sequence[int]) -> None:
         """Compute and keep the rows of `chain`."""
-        self.forward(rows, chain)
+        self.forward_batch([Piece(rows, chain, wanted=False)])
         rows.commit(len(chain), ())
 
-    def _where(self, rows: SequenceCache, layout: Layout) -> dict[str, Any]:
-        positions = torch.from_numpy(rows.length + layout.depths)[None].to(self.device)
-        masks = {kind: self._mask(rows.length, layout, window) for kind, window in self._windows.items()}
-        mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
-        return {"position_ids": positions, "attention_mask": mask}
+    def _packed(self, pieces: Sequence[Piece]) -> Any:
+        cache = PackedCache(pieces, self._layer_windows, self._groups, self.dtype, self.device)
+        wanted = torch.from_numpy(wanted_rows(pieces)).to(self.device)
+        return self.module(
+            input_ids=_ids(pieces, self.device),
+            position_ids=torch.from_numpy(cache.positions)[None].to(self.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=wanted if len(wanted) else 1,
+        )
 
-    def _mask(self, past: int, layout: Layout, window: int | None) -> Tensor | None:
-        alone = len(layout) == 1 and (window is None or past < window)
-        if alone and self.attention == ATTENTION_NAME:
-            return None  # one row that sees everything needs no mask
-        mask = attention_mask(layout, past, window=window, groups=self._groups, dtype=self.dtype)
-        return mask.to(self.device)
+    def _own(self, pieces: Sequence[Piece]) -> Any:
+        """One sequence through the model's own attention."""
+        (piece,) = pieces
+        rows, where = piece.rows, dict[str, Any]()
+        if isinstance(rows, SequenceCache):
+            layout = tree_layout(len(piece.chain), piece.parents)
+            masks = {
+                kind: attention_mask(layout, rows.length, window=window, groups=1, dtype=self.dtype).to(self.device)
+                for kind, window in self._windows.items()
+            }
+            where["position_ids"] = torch.from_numpy(rows.length + layout.depths)[None].to(self.device)
+            where["attention_mask"] = masks if len(masks) > 1 else next(iter(masks.values()))
+        where[self._cache_name] = rows if isinstance(rows, SequenceCache) else rows.native
+        ids = _ids(pieces, self.device)
+        return self.module(input_ids=ids, use_cache=True, logits_to_keep=max(piece.outputs, 1), **where)
+
+    @property
+    def _layer_windows(self) -> list[int | None]:
+        """How far each layer looks back, by its index."""
+        kinds = getattr(self._config, "layer_types", None)
+        if kinds is None:
+            return list(self._windows.values()) * int(self._config.num_hidden_layers)
+        return [self._windows[kind] for kind in kinds]
+
+    def row_bytes(self) -> int:
+        """Bytes of one key/value row over all layers; 0 where rows cannot be counted."""
+        if not self.rewindable:
+            return 0
+        rows = SequenceCache(1)
+        self.forward(rows, [0])
+        return rows.nbytes // rows.capacity
+
+
+def _ids(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    return torch.tensor([[token for piece in pieces for token in (*piece.chain, *piece.tokens)]], device=device)
+
+
+def _rotaries(config: Any) -> set[Any]:
+    """The kinds of rotary positions that the layers use."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [each for each in parameters.values() if isinstance(each, dict)]  # by kind of layer
+    return {each.get("rope_type") or each.get("type") for each in nested or [parameters]}
 
 
 def layer_windows(config: Any) -> dict[str, int | None] | None:

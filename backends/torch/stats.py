@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Token counts are totals since load; `*_by_source` use the names of `Source.NAMES`."""
+    """A snapshot. Token counts are totals since load; `*_by_source` use the names of `Source.NAMES`.
+
+    `steps` counts each answer's draws, `batch_sizes` how many forwards served so many answers. The governor's choices:
+    `draft_sizes` for each answer's part of a step, `step_drafts` for steps as a whole.
+    """
 
     model: str
     device: str
@@ -29,7 +33,12 @@ class EngineStats:
     reused_tokens: int
     prefix_sequences: int
     prefix_bytes: int
+    preempted: int
+    kv_rows: int
+    kv_rows_limit: int | None
+    batch_sizes: Mapping[int, int]
     draft_sizes: Mapping[int, int]
+    step_drafts: Mapping[int, int]
     cost_seconds: Mapping[int, float]
 
 
@@ -46,7 +55,10 @@ class Counters:
     reused_tokens: int = 0
     drafted: dict[int, int] = field(default_factory=dict)
     accepted: dict[int, int] = field(default_factory=dict)
+    preempted: int = 0
+    batch_sizes: dict[int, int] = field(default_factory=dict)
     draft_sizes: dict[int, int] = field(default_factory=dict)
+    step_drafts: dict[int, int] = field(default_factory=dict)
 
 
 def count(counter: dict[int, int], key: int, amount: int = 1) -> None:

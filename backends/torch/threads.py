@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -28,3 +30,77 @@ def on_own_thread(function: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     return outcome.result()
+
+
+class Worker(Protocol):
+    """Something that computes in turns. `turn` must not raise and must not wait."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to do."""
+        ...
+
+    def turn(self) -> None: ...
+
+
+class ComputeThread:
+    """One thread in which several workers compute, a turn each, as long as there are any.
+
+    Engines in one process would otherwise slow each other down (see `on_own_thread`).
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._workers: list[Worker] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, worker: Worker) -> None:
+        with self._changed:
+            self._workers.append(worker)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def remove(self, worker: Worker) -> None:
+        """It gets no more turns; the thread ends with the last one."""
+        with self._changed:
+            self._workers.remove(worker)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """A worker has become ready."""
+        with self._changed:
+            self._changed.notify()
+
+    @property
+    def current(self) -> bool:
+        """Whether the caller runs in this thread."""
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while workers := self._ready():
+                for worker in workers:
+                    worker.turn()
+
+    def _ready(self) -> list[Worker]:
+        """Wait for workers with something to do; none once there are no workers at all."""
+        with self._changed:
+            while self._workers:
+                if ready := [worker for worker in self._workers if worker.ready]:
+                    return ready
+                self._changed.wait()
+            self._thread = None
+            return []
+
+
+_threads: dict[str, ComputeThread] = {}
+_lock = threading.Lock()
+
+
+def compute_thread(device: torch.device) -> ComputeThread:
+    """The thread that all models on `device` compute in: one for the processor, one for each accelerator."""
+    with _lock:
+        return _threads.setdefault(str(device), ComputeThread(f"agentspec-{device}"))

@@ -35,17 +35,25 @@ def tree_layout(chain: int, parents: Sequence[int]) -> Layout:
     return Layout(depths, sees)
 
 
-def attention_mask(layout: Layout, past: int, *, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
-    """The additive mask [1, 1, groups * L, past + L] of a layer that looks back `window` positions (None: all).
+def first_visible(past: int, window: int | None) -> int:
+    """The first committed row that a token behind `past` of them can see."""
+    return 0 if window is None else max(0, past - window + 1)
 
-    Committed rows stand at their position; a tree row's column follows them, whatever its position. The distance is
-    therefore taken between positions, never between columns.
+
+def attention_mask(
+    layout: Layout, past: int, *, window: int | None, groups: int, dtype: torch.dtype, first: int = 0
+) -> Tensor:
+    """The additive mask [1, 1, groups * L, past + L - first] of a layer that looks back `window` positions (None: all).
+
+    Columns begin at committed row `first`. Committed rows stand at their position; a tree row's column follows them,
+    whatever its position. The distance is therefore taken between positions, never between columns.
     """
-    hidden = np.zeros((len(layout), past + len(layout)), dtype=np.bool_)
-    hidden[:, past:] = ~layout.sees
+    known = past - first
+    hidden = np.zeros((len(layout), known + len(layout)), dtype=np.bool_)
+    hidden[:, known:] = ~layout.sees
     if window is not None:
         positions = past + layout.depths
-        columns = np.concatenate([np.arange(past), positions])
+        columns = np.concatenate([np.arange(first, past), positions])
         hidden |= columns[None, :] <= positions[:, None] - window
     mask = torch.zeros(hidden.shape, dtype=dtype)
     mask.masked_fill_(torch.from_numpy(hidden), torch.finfo(dtype).min)

@@ -1,8 +1,6 @@
-"""How long each request's chain should be, for the whole batch at once."""
+"""What a step of the server costs, learned from the steps themselves."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,28 +39,9 @@ class StepCost:
             self._curve = self._read()
 
     def _read(self) -> Floats:
-        return np.array([self._model.seconds(int(tokens)) for tokens in self._tokens])
+        return self._model.many(self._tokens.astype(np.int64))
 
     def least_worth(self, requests: int) -> float:
         """A token less likely than this pays in no step of so many requests: each gains at most one step's share."""
         one, two = self.seconds(requests), self.seconds(requests + 1)
         return min(1.0, max(0.0, (two - one) * requests / one))
-
-
-def cut(worths: Sequence[Sequence[float]], requests: int, cost: StepCost) -> list[int]:
-    """How many tokens of each chain to verify, so that the step's expected tokens a second are the most.
-
-    `worths[i]` are the probabilities, never rising, that chain i is accepted that far; `requests` the number of
-    requests in the step, each of which gains a token in any case. Goodput as in TurboSpec (Liu et al. 2024).
-    """
-    counts = [0] * len(worths)
-    owners = [owner for owner, worth in enumerate(worths) for _ in worth]
-    if not owners:
-        return counts
-    worth = [value for values in worths for value in values]
-    order = sorted(range(len(worth)), key=worth.__getitem__, reverse=True)
-    gain = np.cumsum([float(requests), *(worth[place] for place in order)])
-    best = int((gain / cost.many(np.arange(requests, requests + len(gain)))).argmax())
-    for place in order[:best]:
-        counts[owners[place]] += 1
-    return counts

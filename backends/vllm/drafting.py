@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from agentspec.backends.vllm.chains import StepCost, cut
+from agentspec.backends.vllm.chains import StepCost
 from agentspec.backends.vllm.conversation import NOTHING, Ahead, Conversation, Request
 from agentspec.backends.vllm.recorder import Open, Recorder, Said, wait_ready
 from agentspec.backends.vllm.stats import RoundStats
 from agentspec.cache.index import Job, propose_batch
 from agentspec.cache.tokens import Tokens
-from agentspec.governor import Pace
+from agentspec.governor import Pace, cut
 from agentspec.telemetry.place import said_of
 
 ANY = Request()
@@ -126,7 +126,7 @@ class ServerDrafter:
         wait_ready([turn.conversation for turn in turns if not turn.conversation.ready.is_set()], PATIENCE)
         self._look_ahead(turns)
         worths = [turn.conversation.worth(turn.most) for turn in turns]
-        counts = cut(worths, len(turns), self._cost)
+        counts = cut(worths, len(turns), lambda drafted: self._cost.many(len(turns) + drafted))
         return [
             turn.conversation.propose(count, sum(worth[:count]))
             for turn, worth, count in zip(turns, worths, counts, strict=True)

@@ -41,11 +41,24 @@ def test_labels_are_bounded(names: list[str]) -> None:
 
 
 def test_engines_count_by_source() -> None:
-    sample = EngineSample("local", queued=1, active=2, drafted={"session": 5}, accepted={"session": 3})
+    sample = EngineSample(
+        "local",
+        queued=1,
+        active=2,
+        drafted={"session": 5},
+        accepted={"session": 3},
+        forwards={1: 2, 4: 3},
+        preempted=1,
+        rows=640,
+    )
     text = Metrics(version="1", engines=lambda: [sample]).render().decode()
     assert 'agentspec_engine_draft_tokens_total{backend="local",source="session"} 5.0' in text
     assert 'agentspec_engine_accepted_tokens_total{backend="local",source="session"} 3.0' in text
     assert 'agentspec_engine_active{backend="local"} 2.0' in text
+    assert 'agentspec_engine_forwards_total{backend="local"} 5.0' in text
+    assert 'agentspec_engine_forward_requests_total{backend="local"} 14.0' in text
+    assert 'agentspec_engine_preempted_total{backend="local"} 1.0' in text
+    assert 'agentspec_engine_kv_rows{backend="local"} 640.0' in text
 
 
 def test_upstreams_count_by_backend() -> None:

@@ -32,9 +32,10 @@ from transformers import (
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.drafters import make_draft
 from agentspec.backends.torch.generation import Generation, Job, Shared
+from agentspec.backends.torch.kv_cache import Rows
 from agentspec.backends.torch.loader import Loaded, prepare
 from agentspec.backends.torch.memory import Memory
-from agentspec.backends.torch.model import Rows
+from agentspec.backends.torch.step import play
 from agentspec.governor import Governor, Pace
 from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
 
@@ -103,10 +104,10 @@ def tiny(name: str) -> Any:
 class EagerGovernor(Governor):
     """Verifies whatever is drafted, so that every draft meets the verifier."""
 
-    def choose(self, worth: Sequence[float], *, base: int = 1, context: int = 0) -> list[int]:
-        return list(range(len(worth)))
+    def choose(self, worths: Sequence[Sequence[float]], **step: Any) -> list[list[int]]:
+        return [list(range(len(worth))) for worth in worths]
 
-    def pace(self) -> Pace:
+    def pace(self, step: str | None = None) -> Pace:
         return AlwaysAsk()
 
 
@@ -154,6 +155,46 @@ class Outcome:
             self.finish, self.usage, self.speculation = delta.finish_reason, delta.usage or Usage(), delta.speculation
 
 
+Script = Callable[[list[int], int], Draft | None]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a laboratory; without a script there is no speculation."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    script: Script | None = None
+    max_tokens: int = 24
+    stop_ids: Sequence[int] = (EOS,)
+    prediction: Sequence[int] | None = None
+    request: dict[str, Any] = field(default_factory=dict)
+
+    def begin(self, shared: Shared, rows: Rows | None) -> Generation:
+        prompt = list(self.prompt)
+        speculation = self.script is not None or self.prediction is not None
+        request = GenerateRequest(
+            "tiny", token_ids=prompt, sampling=self.sampling, speculation=speculation, **self.request
+        )
+        predicted = None if self.prediction is None else list(self.prediction)
+        job = Job(request, prompt, self.max_tokens, frozenset(self.stop_ids), predicted, lambda item: None)
+        memory = ScriptedMemory(self.script or (lambda text, budget: None), prompt)
+        return Generation(job, shared, rows or shared.target.new_rows(1), memory)
+
+
+def no_forward_fails() -> None:
+    """Trying each sequence alone would hide what is wrong with packing them."""
+    raise AssertionError("a forward failed")
+
+
+def check_invariants(generation: Generation, outcome: Outcome) -> None:
+    """I1 and I2 of batched speculation: the tokens are those told, and rows cover all of them but the last."""
+    memory = generation._memory
+    assert isinstance(memory, ScriptedMemory)
+    assert generation.tokens == [*generation.job.prompt, *outcome.tokens] == memory.text
+    assert generation.rows.length == len(generation.tokens) - 1
+
+
 class Lab:
     """One model twice: as the engine runs it, and untouched for the oracle."""
 
@@ -168,32 +209,52 @@ class Lab:
         self,
         prompt: Sequence[int],
         sampling: SamplingParams,
-        script: Callable[[list[int], int], Draft | None] | None = None,
+        script: Script | None = None,
         *,
-        max_tokens: int = 24,
-        stop_ids: Sequence[int] = (EOS,),
         rows: Rows | None = None,
-        prediction: Sequence[int] | None = None,
         governor: Governor | None = None,
         max_draft: int = 48,
+        **options: Any,
     ) -> Outcome:
-        """Generate through the engine's own loop, verifying every draft of `script` (None: no speculation)."""
-        request = GenerateRequest(
-            "tiny", token_ids=list(prompt), sampling=sampling, speculation=script is not None or prediction is not None
+        """Generate one answer; `options` as `Ask` has them."""
+        ask = Ask(prompt, sampling, script, **options)
+        return self.run_batch([ask], governor=governor, max_draft=max_draft, rows=rows)[0]
+
+    def run_batch(
+        self,
+        asks: Sequence[Ask],
+        *,
+        governor: Governor | None = None,
+        max_draft: int = 48,
+        rows: Rows | None = None,
+        between: Callable[[list[Generation]], None] = lambda generations: None,
+    ) -> list[Outcome]:
+        """Generate all answers through the engine's own steps, verifying every draft of their scripts.
+
+        `between` is called before each step with the generations that take part in it, and may take some out or
+        change their rows.
+        """
+        shared = Shared(
+            self.target,
+            self.codec,
+            governor=governor or EagerGovernor(),
+            max_draft_tokens=max_draft,
+            relieve=no_forward_fails,
         )
-        predicted = None if prediction is None else list(prediction)
-        job = Job(request, list(prompt), max_tokens, frozenset(stop_ids), predicted, lambda item: None)
-        shared = Shared(self.target, self.codec, governor=governor or EagerGovernor(), max_draft_tokens=max_draft)
-        memory = ScriptedMemory(script or (lambda text, budget: None), prompt)
+        generations = [ask.begin(shared, rows if len(asks) == 1 else None) for ask in asks]
+        outcomes = {generation: Outcome(generation=generation) for generation in generations}
+        active = list(generations)
         with torch.inference_mode():
-            generation = Generation(job, shared, rows or self.target.new_rows(1), memory)
-            outcome = Outcome(generation=generation)
-            while generation.finish is None:
-                if (delta := generation.advance()) is not None:
-                    outcome.add(delta)
-                    assert generation.rows.length == len(generation.tokens) - 1  # invariant I2
-                    assert generation.tokens == [*prompt, *outcome.tokens] == memory.text
-        return outcome
+            while active:
+                between(active)
+                for generation, outcome in play(active, shared):
+                    if isinstance(outcome, Exception):
+                        raise outcome
+                    if outcome is not None:
+                        outcomes[generation].add(outcome)
+                        check_invariants(generation, outcomes[generation])
+                active = [generation for generation in active if generation.finish is None]
+        return [outcomes[generation] for generation in generations]
 
     def oracle(
         self,
@@ -335,3 +396,13 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rule() -> Callable[..., np.ndarray]:
     """The sampling rule written out plainly: logits, prompt, answer and params to perturbed scores."""
     return plain_rule
+
+
+@pytest.fixture(scope="session")
+def ask_of() -> type[Ask]:
+    return Ask
+
+
+@pytest.fixture(scope="session")
+def eager_governor() -> type[EagerGovernor]:
+    return EagerGovernor

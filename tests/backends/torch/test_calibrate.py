@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentspec.backends.torch.calibrate import FAR, SIZES, measure_costs
+from agentspec.backends.torch.calibrate import FAR, PASSES, SEQUENCES, SIZES, measure_batches, measure_costs
 from agentspec.backends.torch.model import TargetModel
 
 
@@ -20,3 +20,10 @@ def test_time_is_limited_but_something_is_always_measured(lab: Any) -> None:
 
 def test_a_model_that_cannot_be_rewound_is_not_timed(lab: Any) -> None:
     assert measure_costs(TargetModel(lab.target.module, rewindable=False)) == []
+
+
+def test_several_sequences_in_one_forward_are_timed(lab: Any) -> None:
+    samples = measure_batches(lab.target)
+    assert sorted(count for count, _ in samples) == sorted([*SEQUENCES] * PASSES)
+    assert all(seconds > 0 for _, seconds in samples)
+    assert measure_batches(TargetModel(lab.target.module, rewindable=False)) == []

@@ -13,10 +13,12 @@ import torch
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine import Engine, is_out_of_memory
-from agentspec.backends.torch.generation import PREFILL_CHUNK, Job, Shared
+from agentspec.backends.torch.generation import Job, Shared
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.prefix_store import PrefixStore
-from agentspec.errors import EngineError, OverloadedError, ShuttingDownError
+from agentspec.backends.torch.row_budget import RowBudget
+from agentspec.errors import ContextLengthError, EngineError, OverloadedError, ShuttingDownError
+from agentspec.governor import CHUNKS
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 PROMPT = list(range(20, 40))
@@ -143,7 +145,7 @@ def test_cancelling_frees_a_waiting_and_an_active_place_at_once(engine_of: Any) 
 
 def test_cancelling_in_the_middle_of_a_prompt_or_an_answer_stops_the_work(lab: Any, engine_of: Any) -> None:
     engine = engine_of(max_active=2)
-    long = Client(engine, [5] * (2 * PREFILL_CHUNK - 100), max_tokens=90).submit()
+    long = Client(engine, [5] * (2 * CHUNKS[0] - 100), max_tokens=90).submit()
     engine.cancel(long.job)
     answering = Client(engine, max_tokens=400).submit()
     answering.items.get(timeout=WAIT)
@@ -176,7 +178,7 @@ def test_an_error_in_one_request_is_that_requests_alone(
 def test_the_end_of_the_thread_leaves_nobody_waiting(engine_of: Any) -> None:
     engine = engine_of(lambda job: Broken(SystemExit()), max_active=1)
     clients = [Client(engine) for _ in range(2)]
-    with engine._changed:  # both are there before the first turn
+    with engine._lock:  # both are there before the first turn
         for client in clients:
             client.submit()
     for client in clients:
@@ -216,7 +218,7 @@ def test_closing_ends_everything_and_refuses_more(engine_of: Any) -> None:
     engine.close()
     with pytest.raises(ShuttingDownError):
         Client(engine).submit()
-    assert not any(thread.name == "agentspec-engine" and thread is engine._thread for thread in threading.enumerate())
+    wait_until(lambda: not any(thread.name == "agentspec-cpu" for thread in threading.enumerate()))
 
 
 def test_the_next_prompt_of_a_conversation_is_not_computed_again(lab: Any, engine_of: Any) -> None:
@@ -270,6 +272,100 @@ def test_rows_that_find_no_room_are_let_go(engine_of: Any) -> None:
     engine.prefixes = Full(1 << 20)
     assert len(Client(engine).submit().result()[0]) == 8
     assert len(Client(engine).submit().result()[0]) == 8
+
+
+ROW_BYTES = 256  # of the tiny model
+
+
+def test_answers_that_do_not_fit_together_are_put_back_and_go_on_where_they_stood(lab: Any, engine_of: Any) -> None:
+    """Room for two that begin, not for two that grow; who came first keeps its place."""
+    engine = engine_of(kv_bytes=ROW_BYTES * 400, max_active=4, prefix_bytes=0)
+    prompts = [[*PROMPT[: 8 + n], n] for n in range(3)]
+    clients = [Client(engine, prompt, seed=n, max_tokens=180 + n) for n, prompt in enumerate(prompts)]
+    engine.rows = Tight(engine.rows.limit, engine.rows.row_bytes)
+    for client in clients:
+        client.submit()
+    for n, client in enumerate(clients):
+        sampling = SamplingParams(temperature=1.0, seed=n)
+        lab.require_same(prompts[n], sampling, client.result()[0], lab.oracle(
+            prompts[n], sampling, max_tokens=180 + n, stop_ids=()
+        ))  # fmt: skip
+    assert engine.shared.counters.preempted >= 1
+    assert engine.kv_rows == 0
+
+
+class Tight(RowBudget):
+    """Begins with little, so that answers meet while they grow."""
+
+    def first(self, job: Job, tokens: int | None = None) -> int:
+        return (tokens or len(job.prompt)) + 20
+
+
+def test_reserved_rows_stay_within_the_limit(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    engine = engine_of(kv_bytes=ROW_BYTES * 400, max_active=8)
+    forward = type(engine.shared.target).forward_batch
+
+    def watched(target: Any, pieces: Any) -> Any:
+        seen.append(sum(piece.rows.capacity for piece in pieces))
+        return forward(target, pieces)
+
+    monkeypatch.setattr(type(engine.shared.target), "forward_batch", watched)
+    for client in [Client(engine, [n, *PROMPT], max_tokens=40 + n).submit() for n in range(8)]:
+        client.result()
+    assert max(seen) <= 400 and len(seen) > 0
+    with pytest.raises(ContextLengthError):
+        Client(engine, PROMPT, max_tokens=4000).submit()
+
+
+def test_a_lower_priority_is_served_first_and_takes_the_place_of_a_higher_one(lab: Any, engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=1)
+    slow = Client(engine, max_tokens=60, priority=5).submit()
+    assert gate.reached.wait(WAIT)
+    waiting = Client(engine, [1, *PROMPT], max_tokens=60, priority=5).submit()
+    urgent = Client(engine, [2, *PROMPT], max_tokens=4, priority=-1).submit()
+    gate.opened.set()
+    urgent.result()
+    assert engine.shared.counters.preempted == 1 and waiting.items.empty()
+    tokens, last = slow.result()
+    assert tokens == lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=60, stop_ids=())
+    assert last.usage.cached_tokens == 0  # its own rows came back from the prefix store
+    waiting.result()
+
+
+def test_what_was_put_back_can_be_cancelled(engine_of: Any) -> None:
+    closed: list[bool] = []
+    gate = Gate()
+    gate.close = lambda *, clean: closed.append(clean)  # type: ignore[method-assign]
+    engine = engine_of(lambda job: gate if job.request.priority else Memory(None), max_active=1)
+    slow = Client(engine, max_tokens=400, priority=5).submit()
+    assert gate.reached.wait(WAIT)
+    urgent = Client(engine, [2, *PROMPT], max_tokens=200, priority=0).submit()
+    gate.opened.set()
+    urgent.items.get(timeout=WAIT)
+    engine.cancel(slow.job)
+    urgent.result()
+    wait_until(lambda: not engine.ready)
+    assert closed == [False] and (engine.active, engine.queued) == (0, 0)
+
+
+def test_two_engines_compute_in_one_thread_and_take_turns(lab: Any, engine_of: Any) -> None:
+    engines = [engine_of(), engine_of()]
+    names: set[str] = set()
+
+    class Told(Memory):
+        def extend(self, tokens: Any) -> None:
+            names.add(f"{threading.current_thread().name}-{threading.get_ident()}")
+
+    for engine in engines:
+        engine._open_memory = lambda job: Told(None)
+    clients = [Client(engine, max_tokens=40).submit() for engine in engines for _ in range(2)]
+    want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=40, stop_ids=())
+    assert [client.result()[0] for client in clients] == [want] * 4
+    assert len(names) == 1
+    engines[0].close()
+    assert Client(engines[1], max_tokens=40).submit().result()[0] == want
 
 
 def test_what_counts_as_out_of_memory() -> None:

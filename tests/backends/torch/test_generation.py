@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.generation import PREFILL_CHUNK
-from agentspec.governor import Governor
+from agentspec.governor import CHUNKS, Governor
 from agentspec.types import SamplingParams
 
 PROMPT = list(b"Once upon a time")
@@ -118,7 +117,7 @@ def test_a_wrong_prediction_changes_nothing(lab: Any) -> None:
 
 
 def test_a_long_prompt_is_read_in_chunks_and_its_last_one_carries_a_draft(lab: Any, tree_of: Any) -> None:
-    prompt = (PROMPT * 40)[: PREFILL_CHUNK + 50]
+    prompt = (PROMPT * 40)[: CHUNKS[0] + 50]
     tokens = lab.oracle(prompt, PLAIN, max_tokens=6)
     outcome = lab.run(prompt, PLAIN, knowing([*prompt, *tokens], tree_of), max_tokens=6)
     lab.require_same(prompt, PLAIN, outcome.tokens, tokens)

@@ -14,8 +14,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AttentionInterface
 
-from agentspec.backends.torch import generation, kv_cache, model, proposal, sampler, tree_mask, verify
+from agentspec.backends.torch import (
+    attention,
+    generation,
+    kv_cache,
+    model,
+    packed,
+    proposal,
+    sampler,
+    step,
+    tree_mask,
+    verify,
+)
 from agentspec.types import SamplingParams
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100]
@@ -28,24 +40,24 @@ SAMPLINGS = (
 
 # module, line to change, changed line, where the changed thing goes: (owner, name)
 MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
-    "siblings see each other": (tree_mask, "sees[row] = sees[above]", "pass", (model, "tree_layout")),
+    "siblings see each other": (tree_mask, "sees[row] = sees[above]", "pass", (packed, "tree_layout")),
     "positions are columns": (
         tree_mask,
         "depths[row] = depths[above] + 1",
         "depths[row] = row",
-        (model, "tree_layout"),
+        (packed, "tree_layout"),
     ),
     "window one wider": (
         tree_mask,
         "<= positions[:, None] - window",
         "< positions[:, None] - window",
-        (model, "attention_mask"),
+        (packed, "attention_mask"),
     ),
     "window between columns": (
         tree_mask,
-        "np.arange(past), positions]",
-        "np.arange(past), past + np.arange(len(layout))]",
-        (model, "attention_mask"),
+        "np.arange(first, past), positions]",
+        "np.arange(first, past), past + np.arange(len(layout))]",
+        (packed, "attention_mask"),
     ),
     "no compaction": (kv_cache, "self._gather(", "(", (kv_cache.SequenceCache, "commit")),
     "rejected rows kept": (kv_cache, "start + len(path)", "start + len(path) + 1", (kv_cache.SequenceCache, "commit")),
@@ -80,6 +92,61 @@ MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     "row of the parent": (verify, "token = choose(node + 1)", "token = choose(max(node, 0))", (generation, "walk")),
     "illegal ids pass": (proposal, "0 <= token < vocab_size", "True", (proposal, "usable")),
 }
+
+BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
+    "positions of the first sequence": (
+        packed,
+        "past + layout.depths for",
+        "pasts[0] + layout.depths for",
+        (model, "PackedCache"),
+    ),
+    "one sequence's window for all": (
+        packed,
+        "firsts = [first_visible(past, window) for past in pasts]",
+        "firsts = [first_visible(min(pasts), window) for past in pasts]",
+        (packed, "_view"),
+    ),
+    "a window's last row is cut off": (tree_mask, "past - window + 1", "past - window + 2", (packed, "first_visible")),
+    "two tokens without a mask": (packed, "len(layout) == 1", "len(layout) <= 2", (packed, "_view")),
+    "logits of the row before": (
+        packed,
+        "np.arange(end - piece.outputs, end)",
+        "np.arange(end - piece.outputs, end) - 1",
+        (model, "wanted_rows"),
+    ),
+    "all rows in the first sequence": (
+        packed,
+        "all_keys, all_values = cache.update(",
+        "all_keys, all_values = self._caches[0].update(",
+        (packed.PackedCache, "update"),
+    ),
+    "one sequence's values for all": (
+        attention,
+        "query.split_with_sizes(key.lengths, 2), key.rows, value.rows,",
+        "query.split_with_sizes(key.lengths, 2), key.rows, [value.rows[0]] * len(key.rows),",
+        (attention, "packed_attention"),
+    ),
+    "queries out of order": (
+        attention,
+        "torch.cat(parts, dim=1)",
+        "torch.cat(parts[::-1], dim=1)",
+        (attention, "packed_attention"),
+    ),
+    "rows lost in growing": (kv_cache, "room[:, :, :length] = rows[:, :, :length]", "pass", (kv_cache, "_room")),
+    "a prompt's chunk draws": (step, "draws=read == generation.unread", "draws=True", (step, "schedule")),
+    "logits of another sequence": (
+        step,
+        "for turn, logits in zip(sound, outputs, strict=True)",
+        "for turn, logits in zip(sound, outputs[::-1], strict=True)",
+        (step, "run"),
+    ),
+    "rows of a chunk kept twice": (
+        generation,
+        "self.rows.commit(count, ())",
+        "self.rows.commit(count + 1, ())",
+        (generation.Generation, "read"),
+    ),
+}  # fmt: skip
 
 
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
@@ -117,8 +184,23 @@ def battery(labs: list[Any], tree_of: Any) -> None:
             lab.require_same(PROMPT, sampling, got.tokens, longer[: longer.index(end) + 1])
 
 
-def scripts(want: list[int], tree_of: Any) -> list[Any]:
-    whole = [*PROMPT, *want]
+def batch_battery(labs: list[Any], ask_of: Any, tree_of: Any, governor: Any) -> None:
+    """Answers of different lengths together, prompts read in small chunks; raises when one of them is wrong."""
+    for lab in labs:
+        asks, wants = [], []
+        for index, sampling in enumerate((*SAMPLINGS, *SAMPLINGS)):
+            prompt = [*PROMPT[index:], *range(index * 4)]
+            want = lab.oracle(prompt, sampling, max_tokens=10 + index, stop_ids=())
+            winding, *_, next_one = scripts(want, tree_of, prompt)
+            script = (None, winding, next_one)[index % 3]
+            asks.append(ask_of(prompt, sampling, script, max_tokens=10 + index, stop_ids=()))
+            wants.append(want)
+        for ask, outcome, want in zip(asks, lab.run_batch(asks, governor=governor), wants, strict=True):
+            lab.require_same(ask.prompt, ask.sampling, outcome.tokens, want)
+
+
+def scripts(want: list[int], tree_of: Any, prompt: list[int] = PROMPT) -> list[Any]:
+    whole = [*prompt, *want]
 
     def winding(text: list[int], budget: int) -> Any:
         """The right path behind wrong siblings and wrong children."""
@@ -142,7 +224,10 @@ def scripts(want: list[int], tree_of: Any) -> list[Any]:
         rest = whole[len(text) : len(text) + 3]
         return tree_of([*rest[1:], *rest], [-1, -1, 1, 1, 1])
 
-    return [winding, wrong, illegal, shifted]
+    def next_one(text: list[int], budget: int) -> Any:
+        return tree_of(whole[len(text) : len(text) + 1], [-1] * (len(text) < len(whole)))
+
+    return [winding, wrong, illegal, shifted, next_one]
 
 
 def test_the_battery_passes_without_a_mutation(labs: list[Any], tree_of: Any) -> None:
@@ -155,6 +240,30 @@ def test_a_broken_guard_is_caught(labs: list[Any], tree_of: Any, name: str, monk
     place(owner, attribute, mutated(module, old, new), monkeypatch)
     with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
         battery(labs, tree_of)
+
+
+@pytest.fixture
+def governor(eager_governor: Any) -> Any:
+    """Verifies everything and reads prompts in small pieces."""
+    chosen = eager_governor()
+    chosen.chunk = lambda *step: 7
+    return chosen
+
+
+def test_the_batch_battery_passes_without_a_mutation(labs: list[Any], ask_of: Any, tree_of: Any, governor: Any) -> None:
+    batch_battery(labs, ask_of, tree_of, governor)
+
+
+@pytest.mark.parametrize("name", BATCH_MUTATIONS)
+def test_a_broken_guard_of_batching_is_caught(
+    labs: list[Any], ask_of: Any, tree_of: Any, governor: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, old, new, (owner, attribute) = BATCH_MUTATIONS[name]
+    place(owner, attribute, mutated(module, old, new), monkeypatch)
+    if module is attention:
+        monkeypatch.setitem(AttentionInterface._global_mapping, attention.ATTENTION_NAME, attention.packed_attention)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
+        batch_battery(labs, ask_of, tree_of, governor)
 
 
 def test_modules_are_whole_again() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.drafters import make_draft
-from agentspec.backends.torch.proposal import NOTHING, Proposer, usable
+from agentspec.backends.torch.proposal import NOTHING, Bill, Proposer, usable
 from agentspec.backends.torch.stats import Counters
 from agentspec.governor import Governor
 from agentspec.types import Draft
@@ -63,25 +64,28 @@ def chain(tokens: list[int], chance: float, source: int = 0) -> Draft:
     return make_draft(tokens, range(-1, count - 1), [chance] * count, [1] * count, [source] * count)
 
 
-def test_likely_nodes_are_proposed_and_unlikely_ones_are_not() -> None:
-    likely, _, _ = proposer(chain([1, 2, 3], 0.9))
-    assert likely.propose([5, 6], 10, base=1).tokens == [1, 2, 3]
-    unlikely, _, _ = proposer(chain([1, 2, 3], 0.0001))
-    assert list(unlikely.propose([5, 6], 10, base=1).tokens) == []
+BILL = Bill(plain=1.0, drafts=0.05, token=1.0)
+
+
+def test_what_is_proposed_carries_what_it_is_worth() -> None:
+    subject, _, _ = proposer(chain([1, 2, 3], 0.9))
+    draft = subject.propose([5, 6], 10)
+    assert draft.tokens == [1, 2, 3] and draft.asked and draft.seconds > 0
+    assert draft.worth == [pytest.approx(0.9)] * 3
+    assert list(proposer(None)[0].propose([5, 6], 10).tokens) == []
 
 
 def test_nobody_is_asked_without_a_budget_or_a_drafter() -> None:
     subject, drafter, counters = proposer(chain([1], 0.9))
-    assert subject.propose([5], 0, base=1) is NOTHING and drafter.calls == 0
+    assert subject.propose([5], 0) is NOTHING and drafter.calls == 0
     none = Proposer(None, Governor(), counters, 100)
-    assert none.propose([5], 9, base=1) is NOTHING and none.speculation is None
+    assert none.propose([5], 9) is NOTHING and none.speculation is None
 
 
 def test_totals_are_counted_by_source() -> None:
     subject, _, counters = proposer(chain([1, 2, 3], 0.9, source=2))
     for _ in range(2):
-        draft = subject.propose([5, 6], 10, base=1)
-        subject.learn(draft, [0, 1], base=1, rows=1, emitted=3, seconds=1.1)
+        subject.learn(subject.propose([5, 6], 10), [0, 1], BILL)
     assert (counters.drafted, counters.accepted, counters.steps) == ({2: 6}, {2: 4}, 2)
     assert counters.draft_sizes == {3: 2}
     total = subject.speculation
@@ -89,14 +93,22 @@ def test_totals_are_counted_by_source() -> None:
     assert 3 < total.estimated_seconds_saved < 4
 
 
-def test_a_drafter_that_never_pays_is_asked_ever_less_often_and_again_when_it_might() -> None:
+def test_asking_that_takes_long_and_never_pays_is_done_ever_less_often_and_again_when_it_might() -> None:
     subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
+    slow = Bill(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
     for _ in range(60):
-        draft = subject.propose([5, 6], 10, base=1)
-        subject.learn(draft, [], base=1, rows=1, emitted=1, seconds=1.0 + 0.05 * len(draft.tokens))
-    assert drafter.calls < 45
+        subject.learn(subject.propose([5, 6], 10), [], slow)
+    assert drafter.calls < 20
     before = drafter.calls
-    for _ in range(40):
-        draft = subject.propose([5, 6], 10, base=1)
-        subject.learn(draft, [], base=1, rows=1, emitted=1, seconds=1.0)
-    assert drafter.calls > before
+    for _ in range(60):
+        subject.learn(draft := subject.propose([5, 6], 10), [0, 1, 2] if draft.tokens else [], BILL)
+    assert drafter.calls > before + 30
+
+
+def test_verifying_in_vain_lowers_what_drafts_are_worth_and_stops_no_asking() -> None:
+    subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
+    first = subject.propose([5, 6], 10)
+    for _ in range(20):
+        subject.learn(draft := subject.propose([5, 6], 10), [], BILL)
+    assert drafter.calls == 21
+    assert sum(draft.worth) < 0.3 * sum(first.worth)

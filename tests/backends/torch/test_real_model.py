@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from agentspec.backends.model_store import ModelFiles
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
+from agentspec.benchmarks.prompt_sets import load_prompts
 from agentspec.cache import SuffixCache
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
@@ -68,6 +71,17 @@ def require_same(backend: TorchBackend, rule: Any, request: GenerateRequest, got
     gap = abs(float(scores[got[at]] - scores[want[at]]))
     print(f"near-tie divergence at token {at}: gap {gap:.2e}")
     assert gap < NEAR_TIE
+
+
+async def test_twenty_answers_at_once_are_those_given_alone(backend: TorchBackend, rule: Any) -> None:
+    """Greedy and sampled, with speculation, against one after another without."""
+    texts = [*load_prompts("control"), *load_prompts("edit_short")][:20]
+    asks = [ask(text, (0.0, 1.0)[index % 2], tenant="together") for index, text in enumerate(texts)]
+    alone = [await answer(backend, replace(each, speculation=False, store=False)) for each in asks]
+    together = await asyncio.gather(*(answer(backend, each) for each in asks))
+    for each, (got, _, _), (want, _, _) in zip(asks, together, alone, strict=True):
+        require_same(backend, rule, each, got, want)
+    assert max(backend.stats().batch_sizes) == backend.settings.max_active
 
 
 async def test_the_model_is_packed_and_knows_its_end(backend: TorchBackend) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.backends.vllm.chains import StepCost, cut
+from agentspec.backends.vllm.chains import StepCost
+from agentspec.governor import cut
 
 
 class Line(StepCost):
@@ -18,6 +20,10 @@ class Line(StepCost):
         super().__init__()
         self._tokens = np.array([0.0, 1e6])
         self._curve = np.array([fixed, fixed + 1e6])
+
+    def of(self, requests: int) -> Callable[[np.ndarray], np.ndarray]:
+        """Seconds by the number of drafted tokens."""
+        return lambda drafted: self.many(requests + drafted)
 
 
 falling = st.lists(st.floats(0.01, 1.0), max_size=4).map(lambda worth: np.array(sorted(worth, reverse=True)))
@@ -35,23 +41,23 @@ def test_no_other_lengths_give_more_tokens_a_second(worths: list[np.ndarray], ot
         gain = requests + sum(float(worth[:count].sum()) for worth, count in zip(worths, counts, strict=True))
         return gain / cost.seconds(requests + sum(counts))
 
-    chosen = tuple(cut(worths, requests, cost))
+    chosen = tuple(cut(worths, requests, cost.of(requests)))
     best = max(goodput(counts) for counts in product(*(range(len(worth) + 1) for worth in worths)))
     assert goodput(chosen) >= best * (1 - 1e-9)
 
 
 def test_free_tokens_are_all_taken_and_dear_ones_left() -> None:
     worths = [np.array([0.9, 0.5]), np.array([0.2])]
-    assert cut(worths, 2, Line(1e6)) == [2, 1]
-    assert cut(worths, 2, Line(0.0)) == [0, 0]
-    assert cut(worths, 2, Line(2.0)) == [1, 0]
+    assert cut(worths, 2, Line(1e6).of(2)) == [2, 1]
+    assert cut(worths, 2, Line(0.0).of(2)) == [0, 0]
+    assert cut(worths, 2, Line(2.0).of(2)) == [1, 0]
 
 
 @settings(max_examples=50, deadline=None)
 @given(worth=falling, requests=st.integers(1, 8), fixed=st.floats(0.1, 50.0))
 def test_what_is_worth_less_than_the_floor_is_never_taken(worth: np.ndarray, requests: int, fixed: float) -> None:
     cost = Line(fixed)
-    (count,) = cut([worth], requests, cost)
+    (count,) = cut([worth], requests, cost.of(requests))
     assert all(worth[:count] >= cost.least_worth(requests) * (1 - 1e-9))
 
 

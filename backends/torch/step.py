@@ -1,0 +1,146 @@
+"""One step of the engine: one forward for every active answer. Schedule, propose, choose, run, commit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+from torch import Tensor
+
+from agentspec.backends.torch.generation import Generation, Shared
+from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.packed import Piece
+from agentspec.backends.torch.proposal import NOTHING, Bill, Proposal, subtree
+from agentspec.backends.torch.stats import count
+from agentspec.governor import Governor
+from agentspec.telemetry.place import place_of
+from agentspec.types import Delta
+
+logger = logging.getLogger(__name__)
+
+Outcome = Delta | Exception | None
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """What one generation does in a step: it reads some of its tokens and, behind the last of them, draws.
+
+    Whatever goes wrong in it is its own `error`; the rest of the step goes on without it.
+    """
+
+    generation: Generation
+    read: int
+    draws: bool
+    proposal: Proposal = NOTHING
+    logits: Tensor | None = None
+    error: Exception | None = None
+
+    @property
+    def piece(self) -> Piece:
+        start, tokens = self.generation.rows.length, self.generation.tokens
+        chain = tokens[start : start + self.read]
+        return Piece(self.generation.rows, chain, self.proposal.tokens, self.proposal.parents, wanted=self.draws)
+
+    def propose(self) -> None:
+        self.proposal = self.generation.propose()
+
+    def commit(self, bill: Bill) -> Delta | None:
+        if not self.draws:
+            self.generation.read(self.read)
+            return None
+        assert self.logits is not None
+        return self.generation.commit(self.read, self.proposal, self.logits, bill)
+
+
+def play(generations: Sequence[Generation], shared: Shared) -> list[tuple[Generation, Outcome]]:
+    """Give every generation its part of one forward and tell what each gained: a delta, nothing, or its own error."""
+    turns = schedule(generations, shared)
+    for turn in turns:
+        if turn.draws:
+            attempt(turn, turn.propose)
+    bill = choose(turns, shared.governor)
+    tokens, context, started = sum(len(turn.piece) for turn in turns), context_of(turns), perf_counter()
+    together = run(turns, shared)
+    count(shared.counters.batch_sizes, len(turns))
+    count(shared.counters.step_drafts, sum(len(turn.proposal) for turn in turns))
+    outcomes = [attempt(turn, partial(turn.commit, bill)) for turn in turns]
+    if together:  # sampling included: on a CUDA device it is what waits for the forward
+        shared.governor.cost.observe(tokens, context, perf_counter() - started, len(turns))
+    return [(turn.generation, turn.error or outcome) for turn, outcome in zip(turns, outcomes, strict=True)]
+
+
+def schedule(generations: Sequence[Generation], shared: Shared) -> list[Turn]:
+    """Answers that draw come first, then prompts in order, in chunks within the step's budget of tokens."""
+    turns = [Turn(generation, 1, draws=True) for generation in generations if generation.unread == 1]
+    budget = shared.governor.chunk(len(turns), context_of(turns), targets_of(turns))
+    for generation in generations:
+        if generation.unread > 1 and budget > 0:
+            most = budget if shared.target.rewindable else generation.unread
+            read = min(generation.unread, most)
+            turns.append(Turn(generation, read, draws=read == generation.unread))
+            budget -= read
+    return turns
+
+
+def context_of(turns: Sequence[Turn]) -> int:
+    """Rows that the turns' tokens look back on."""
+    return sum(turn.generation.rows.length for turn in turns)
+
+
+def targets_of(turns: Sequence[Turn]) -> list[float]:
+    """The latency targets of running answers, in seconds a token."""
+    targets = [turn.generation.job.request.latency_target_ms_per_token for turn in turns]
+    return [target / 1000.0 for target in targets if target is not None]
+
+
+def choose(turns: Sequence[Turn], governor: Governor) -> Bill:
+    """Cut all proposals to what pays for the step as a whole, and estimate what the step costs."""
+    drawing = [turn for turn in turns if turn.draws and turn.error is None]
+    tokens, context, batch = sum(turn.read for turn in turns), context_of(turns), len(turns)
+    plain = governor.cost.seconds(tokens, context, batch)
+    if not any(len(turn.proposal) for turn in drawing):
+        return Bill(plain, 0.0, plain / max(1, len(drawing)))
+    needs = [turn.generation.needs(plain) for turn in drawing]
+    worths = [turn.proposal.worth for turn in drawing]
+    chosen = governor.choose(worths, tokens=tokens, context=context, batch=batch, needs=needs)
+    for turn, nodes in zip(drawing, chosen, strict=True):
+        if len(nodes) < len(turn.proposal):
+            turn.proposal = subtree(turn.proposal, nodes)
+    drafted = sum(len(turn.proposal) for turn in drawing)
+    drafts = governor.cost.seconds(tokens + drafted, context, batch) - plain
+    alone = governor.cost.seconds(len(drawing), context, len(drawing))
+    return Bill(plain, drafts, alone / len(drawing))
+
+
+def run(turns: Sequence[Turn], shared: Shared) -> bool:
+    """The forward; whether it was one for all. If it fails, each sequence goes by itself: whose fault is it?"""
+    sound = [turn for turn in turns if turn.error is None]
+    try:
+        outputs = shared.target.forward_batch([turn.piece for turn in sound])
+    except Exception as error:
+        logger.warning("a step of %d answers failed, each is tried alone: %s", len(sound), place_of(error))
+        shared.relieve()
+        for turn in sound:
+            attempt(turn, partial(run_alone, turn, shared.target))
+        return False
+    for turn, logits in zip(sound, outputs, strict=True):
+        turn.logits = logits
+    return len(sound) == len(turns) and (len(turns) == 1 or shared.target.batched)
+
+
+def run_alone(turn: Turn, target: TargetModel) -> None:
+    (turn.logits,) = target.forward_batch([turn.piece])
+
+
+def attempt(turn: Turn, action: Callable[[], Delta | None]) -> Delta | None:
+    """Do it unless something went wrong in this turn before; an exception is the turn's alone."""
+    if turn.error is not None:
+        return None
+    try:
+        return action()
+    except Exception as error:
+        turn.error = error
+        return None
