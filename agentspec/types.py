@@ -83,8 +83,10 @@ class Source:
     SESSION = 0  # the session's own prompts and outputs
     SHARED = 1  # closed requests of the same namespace
     PREDICTION = 2  # the text a client sent as `prediction`
+    NGRAM = 3  # the request's own text, without a token cache
+    MODEL = 4  # a small model
 
-    NAMES = ("session", "shared", "prediction")
+    NAMES = ("session", "shared", "prediction", "ngram", "model")
 
 
 @dataclass(frozen=True, slots=True)

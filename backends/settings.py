@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr, model_validator
 
 VllmChoice = Literal["auto", "on", "off"]
+DrafterName = Literal["suffix", "prediction", "ngram", "model"]
 
 
 class TorchSettings(BaseModel):
@@ -16,6 +17,7 @@ class TorchSettings(BaseModel):
 
     kind: Literal["torch"] = "torch"
     model: str = Field(default="smollm2-135m", description="Built-in name, folder, GGUF file or model-hub id")
+    adapter: str | None = Field(default=None, description="Folder of a LoRA adapter to merge into the model")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N or mps")
     dtype: str = Field(default="auto", description="auto, float32, bfloat16 or float16")
     max_queue: int = Field(default=64, ge=1, description="Requests that may wait; one more is answered 429")
@@ -26,10 +28,33 @@ class TorchSettings(BaseModel):
         description="Key/value memory of running requests; unset takes 4 GiB, or 80 % of a CUDA device's free memory",
     )
     max_draft_tokens: int = Field(default=48, ge=0, description="Most tokens drafted a step; 0 turns speculation off")
+    drafters: tuple[DrafterName, ...] | None = Field(
+        default=None,
+        description="Of suffix, prediction, ngram and model; unset takes all that are of use here",
+    )
+    draft_model: str | None = Field(default=None, description="A small model that drafts; named as model is")
     default_max_tokens: int = Field(default=1024, ge=1, description="Answer length where a request names none")
     prefix_bytes: ByteSize = Field(
         default=ByteSize(1 << 30), ge=0, description="Key/value memory kept for sessions between their calls"
     )
+
+    @model_validator(mode="after")
+    def _draft_model_is_used(self) -> Self:
+        names = self.drafters
+        if names is not None and len(set(names)) < len(names):
+            raise ValueError(f"drafters names one twice: {list(names)}")
+        if names is not None and "model" in names and self.draft_model is None:
+            raise ValueError("drafters holds 'model': set draft_model to the model that shall draft")
+        if names is not None and "model" not in names and self.draft_model is not None:
+            raise ValueError("draft_model is set but drafters does not hold 'model': add it, or unset draft_model")
+        return self
+
+    def drafter_names(self, *, cache: bool) -> tuple[DrafterName, ...]:
+        """The drafters to use, with or without a token cache: without one the request's own text stands in for it."""
+        if self.drafters is not None:
+            return self.drafters
+        own: tuple[DrafterName, ...] = ("suffix" if cache else "ngram", "prediction")
+        return own if self.draft_model is None else (*own, "model")
 
 
 class OpenAISettings(BaseModel):

@@ -127,7 +127,7 @@ def check_store() -> Check:
 def check_device(name: str, settings: TorchSettings) -> Check:
     """Which device the backend's model would run on."""
     try:
-        from agentspec.backends.torch.loader import choose_device
+        from agentspec.backends.torch.placement import choose_device
 
         device = choose_device(settings.device)
     except (ImportError, AgentSpecError) as error:

@@ -10,9 +10,11 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.calibrate import measure_batches, measure_costs
 from agentspec.backends.torch.codec import Codec
+from agentspec.backends.torch.drafters import Drafting
+from agentspec.backends.torch.drafters.drafting import SmallModel
 from agentspec.backends.torch.engine import Engine
 from agentspec.backends.torch.generation import Job, Shared
-from agentspec.backends.torch.loader import Loaded, load
+from agentspec.backends.torch.loader import Loaded, load, load_draft
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.stats import EngineStats
@@ -28,10 +30,17 @@ if TYPE_CHECKING:
 class TorchBackend:
     """Generates with a Hugging Face model in this process, drafting from the token cache it was given.
 
-    The cache stays the caller's: it is not closed by `aclose`. Without one only `prediction` texts are drafted from.
+    The cache stays the caller's: it is not closed by `aclose`. Without one the drafters are an n-gram index of each
+    request's own text, `prediction` texts and, where there is one, the draft model `small`.
     """
 
-    def __init__(self, loaded: Loaded, settings: TorchSettings, cache: SuffixCache | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        settings: TorchSettings,
+        cache: SuffixCache | None = None,
+        small: SmallModel | None = None,
+    ) -> None:
         self.settings = settings
         self.model_name = loaded.name
         self.context_length = loaded.target.context_length
@@ -40,7 +49,8 @@ class TorchBackend:
         self._cache = cache
         self._codec = Codec(loaded.tokenizer)
         self._stop_ids = end_ids(loaded)
-        shared = Shared(loaded.target, self._codec, max_draft_tokens=settings.max_draft_tokens)
+        self._drafting = Drafting(settings.drafter_names(cache=cache is not None), small)
+        shared = Shared(loaded.target, self._codec, max_draft_tokens=settings.max_draft_tokens, drafting=self._drafting)
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             shared.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(shared, settings, self._open_memory)
@@ -48,7 +58,12 @@ class TorchBackend:
     @classmethod
     def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
         """Find and read the model (blocking, seconds). Raises `ModelUnavailableError` and `ConfigurationError`."""
-        return on_own_thread(lambda: cls(load(settings), settings, cache))
+
+        def build() -> TorchBackend:
+            loaded = load(settings)
+            return cls(loaded, settings, cache, load_draft(settings, loaded))
+
+        return on_own_thread(build)
 
     @property
     def target(self) -> TargetModel:
@@ -136,7 +151,10 @@ class TorchBackend:
             dtype=str(target.dtype).removeprefix("torch."),
             attention=target.attention,
             packed_layers=self._loaded.packed,
+            adapter=self._loaded.adapter,
             speculation=self.capabilities.speculation,
+            drafters=tuple(self._drafting.names) if self.capabilities.speculation else (),
+            draft_model=None if self._drafting.small is None else self._drafting.small.name,
             queued=engine.queued,
             active=engine.active,
             requests=counters.requests,

@@ -22,6 +22,7 @@ class Codec:
         if self._fast is not None:  # settings baked into the file would cut prompts silently
             self._fast.no_truncation()
             self._fast.no_padding()
+        self.special_ids = _special_ids(tokenizer)
 
     def prompt(self, request: GenerateRequest) -> list[int]:
         """The prompt's token ids. Raises `InvalidRequestError` for messages that the chat template refuses."""
@@ -76,6 +77,13 @@ class Codec:
             return str(self._fast.decode([token_id], skip_special_tokens=False))
         with self._lock:
             return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that stand for no text: ends, roles and other marks."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    marks = (token for token, added_token in added.items() if getattr(added_token, "special", False))
+    return frozenset([*getattr(tokenizer, "all_special_ids", ()), *marks])
 
 
 def _plain(message: Message) -> dict[str, Any]:

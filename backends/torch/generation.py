@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.detokenizer import Detokenizer, StopScanner
-from agentspec.backends.torch.drafters import Drafter, MergedDrafter, PredictionDrafter, SuffixDrafter
+from agentspec.backends.torch.drafters import Drafter, Drafting, PredictionDrafter
 from agentspec.backends.torch.kv_cache import Rows
 from agentspec.backends.torch.logprobs import token_logprob
 from agentspec.backends.torch.memory import Memory
@@ -51,6 +51,7 @@ class Shared:
     counters: Counters = field(default_factory=Counters)
     max_draft_tokens: int = 48
     relieve: Callable[[], None] = lambda: None  # lets go of memory that is only kept to save time
+    drafting: Drafting = field(default_factory=Drafting)
 
     def speculates(self, request: GenerateRequest) -> bool:
         return request.speculation and self.target.rewindable and self.max_draft_tokens > 0
@@ -76,8 +77,10 @@ class Generation:
         self._detokenizer = Detokenizer(shared.codec.decode, job.prompt)
         self._scanner = StopScanner(job.sampling.stop)
         self._prediction = None if job.prediction is None else PredictionDrafter(job.prediction, len(job.prompt))
-        drafter = self._drafter() if shared.speculates(job.request) else None
-        self._proposer = Proposer(drafter, shared.governor, shared.counters, shared.target.vocab_size, _step_name(job))
+        self._drafter = self._open_drafter() if shared.speculates(job.request) else None
+        self._proposer = Proposer(
+            self._drafter, shared.governor, shared.counters, shared.target.vocab_size, _step_name(job)
+        )
         self._logits = torch.empty(0)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -87,9 +90,9 @@ class Generation:
         """The request's seed, or the one drawn for it; with it the answer can be had again."""
         return self._sampler.seed
 
-    def _drafter(self) -> Drafter:
-        drafters: list[Drafter] = [SuffixDrafter(self._memory)]
-        return MergedDrafter([*drafters, self._prediction] if self._prediction is not None else drafters)
+    def _open_drafter(self) -> Drafter:
+        shared, sampling = self._shared, self.job.sampling
+        return shared.drafting.open(self._memory, self._prediction, sampling, self.seed, shared.governor.cost)
 
     @property
     def unread(self) -> int:
@@ -137,6 +140,8 @@ class Generation:
     def close(self, *, clean: bool) -> None:
         """Let go of the cache: a `clean` end may be shared, any other stays partial."""
         self._memory.close(clean=clean)
+        if self._drafter is not None:
+            self._drafter.close()
 
     def _emit(self, token: int, row: int) -> bool:
         """Commit one token, drawn from logits row `row`; True if the answer ends with it."""

@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch.adapter import merge_adapter, with_adapter
 from agentspec.backends.torch.attention import ATTENTION_NAME
-from agentspec.backends.torch.model import TargetModel, layer_windows
+from agentspec.backends.torch.codec import Codec
+from agentspec.backends.torch.drafters.drafting import SmallModel
+from agentspec.backends.torch.layouts import exact_context, masks_known, require_decoder
+from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed_linear import pack_linears, unpack_linears
+from agentspec.backends.torch.placement import choose_device, choose_dtype
 from agentspec.errors import ConfigurationError, ModelUnavailableError
 from agentspec.types import Namespace
 
@@ -40,6 +46,7 @@ class Loaded:
     tokenizer_hash: str
     template_hash: str
     packed: int
+    adapter: str | None = None
 
     def namespace(self, tenant: str) -> Namespace:
         return Namespace(tenant, self.fingerprint, self.tokenizer_hash, self.template_hash)
@@ -47,18 +54,54 @@ class Loaded:
 
 def load(settings: TorchSettings) -> Loaded:
     """Find, read and prepare the model. Raises `ModelUnavailableError` or `ConfigurationError`."""
+    return _load(settings, settings.model, settings.adapter)
+
+
+def load_draft(settings: TorchSettings, target: Loaded) -> SmallModel | None:
+    """The draft model for `target`, if the settings name one; raises like `load`.
+
+    One that reads the target's token ids drafts in them; any other is reached through text.
+    """
+    if settings.draft_model is None or not target.target.rewindable:
+        return None
+    small = _load(settings, settings.draft_model, None)
+    if not small.target.rewindable:
+        message = f"{small.name!r} cannot draft: it keeps a state that cannot be rewound. Name another draft_model"
+        raise ConfigurationError(message, param="draft_model")
+    shared = small.tokenizer.get_vocab() == target.tokenizer.get_vocab()
+    codecs = None if shared else (Codec(target.tokenizer), Codec(small.tokenizer))
+    logger.info("%s drafts, %s", small.name, "in the same tokens" if shared else "through text: its tokenizer differs")
+    return SmallModel(small.name, small.target, codecs)
+
+
+def _load(settings: TorchSettings, model: str, adapter: str | None) -> Loaded:
     from agentspec.backends.model_store import resolve
 
-    files = resolve(settings.model)
+    files = resolve(model)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
+    fingerprint = with_adapter(files.fingerprint, adapter)
+    tokenizer = read_tokenizer(files.folder)
+    module = read_weights(files.folder, files.name, dtype)
+    if adapter is not None:
+        module = merge_adapter(module, adapter)
+    return prepare(module.to(device), tokenizer, name=files.name, fingerprint=fingerprint, adapter=adapter)
+
+
+def read_weights(folder: Path, name: str, dtype: torch.dtype) -> Any:
+    """The model in `folder`, on the CPU. Raises `ModelUnavailableError`, also where weights are missing."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(files.folder)
+        require_decoder(AutoConfig.from_pretrained(folder), name)
         with _quiet():
-            module: Any = AutoModelForCausalLM.from_pretrained(files.folder, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelUnavailableError(f"cannot read the model in {str(files.folder)!r}: {error}") from error
-    return prepare(module.to(device), tokenizer, name=files.name, fingerprint=files.fingerprint)
+            read: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+        module, found = read
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ModelUnavailableError(f"cannot read the model in {str(folder)!r}: {error}") from error
+    if missing := sorted(found["missing_keys"]):  # which the library would fill with random numbers
+        raise ModelUnavailableError(f"{str(folder)!r} lacks {len(missing)} weights of the model, such as {missing[0]}")
+    return module
 
 
 def load_tokenizer(model: str) -> tuple[Any, str]:
@@ -82,7 +125,7 @@ def hashes(tokenizer: Any) -> tuple[str, str]:
     return _hash(_tokenizer_text(tokenizer)), _hash(str(getattr(tokenizer, "chat_template", None) or ""))
 
 
-def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Loaded:
+def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter: str | None = None) -> Loaded:
     """Pack the weights and choose the attention kernel of a model in memory, which must still compute what it did.
 
     A model whose trees cannot be verified (recurrent state, attention of an unknown kind) runs without speculation,
@@ -92,15 +135,20 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Load
     if module.dtype != torch.float32:
         _float32_head(module)
     check = Check.of(module)
+    if not check.logits.isfinite().all():
+        dtype = str(module.dtype).removeprefix("torch.")
+        raise ModelUnavailableError(f"{name!r} computes no finite numbers in {dtype}: set dtype to float32 or bfloat16")
     packed = pack_linears(module)
     target = choose_target(module, check)
     if target is None and packed:
         unpack_linears(module)
         packed, target = 0, choose_target(module, check)
     if target is None:
-        raise ModelUnavailableError(f"the local engine cannot run {name!r}: {type(module).__name__} is not supported")
+        reason = "its tokens, computed one after another, are not those of the whole text"
+        raise ModelUnavailableError(f"the local engine cannot run {name!r} ({type(module).__name__}): {reason}")
     if not target.rewindable:
         logger.warning("%s keeps a state that cannot be rewound: it runs without speculation and prefix reuse", name)
+    _limit_context(target, name)
     tokenizer_hash, template_hash = hashes(tokenizer)
     return Loaded(
         name=name,
@@ -110,35 +158,22 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Load
         tokenizer_hash=tokenizer_hash,
         template_hash=template_hash,
         packed=packed,
+        adapter=adapter,
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` takes a CUDA device where there is one, else the CPU. Raises `ConfigurationError` for unusable names."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigurationError(f"device {name!r} cannot be used here: {error}", param="device") from error
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU, whose bfloat16 kernels are slow or missing, and bfloat16 elsewhere."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in known:
-        raise ConfigurationError(f"dtype must be auto or one of {sorted(known)}, not {name!r}", param="dtype")
-    return known[name]
+def _limit_context(target: TargetModel, name: str) -> None:
+    bound = exact_context(target.module.config)
+    if bound is not None and bound < target.context_length:
+        reason = "behind them its positions change with the length of the text"
+        logger.warning("%s takes texts of up to %d tokens: %s", name, bound, reason)
+        target.context_length = bound
 
 
 def choose_target(module: Any, check: Check) -> TargetModel | None:
     """The fastest way to run `module` that passes the check; None if there is none."""
     own = module.config._attn_implementation
-    stateful = getattr(module, "_is_stateful", False) or layer_windows(module.config.get_text_config()) is None
+    stateful = getattr(module, "_is_stateful", False) or not masks_known(module.config)
     for attention in () if stateful else (ATTENTION_NAME, own, "eager"):
         module.set_attn_implementation(attention)
         target = TargetModel(module, rewindable=True)

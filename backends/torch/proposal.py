@@ -18,7 +18,8 @@ FREE = 0.005  # drafting up to this share of a step is not worth accounting for
 class Proposal:
     """Draft nodes in parallel lists; `worth[i]` is the calibrated probability that node i is accepted.
 
-    `asked` says whether a drafter was asked at all, `seconds` what that took.
+    `asked` says whether a drafter was asked at all, `seconds` what that took, and `weighed` the part of it that the
+    drafter itself has set against its gain.
     """
 
     tokens: Sequence[int] = ()
@@ -27,6 +28,7 @@ class Proposal:
     sources: Sequence[int] = ()
     worth: Sequence[float] = ()
     seconds: float = 0.0
+    weighed: float = 0.0
     asked: bool = False
 
     def __len__(self) -> int:
@@ -68,10 +70,11 @@ class Proposer:
         started = perf_counter()
         draft = self._drafter.propose(context, budget)
         if draft is None or len(draft) == 0:
-            return Proposal(seconds=perf_counter() - started, asked=True)
+            return Proposal(seconds=perf_counter() - started, weighed=self._drafter.seconds_weighed, asked=True)
         legal = usable(draft, self._vocab_size, budget)
         worth = self._governor.expectations(legal.probabilities, legal.parents, legal.sources, self._pace)
-        return replace(legal, worth=worth, seconds=perf_counter() - started, asked=True)
+        seconds = perf_counter() - started
+        return replace(legal, worth=worth, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
 
     def learn(self, proposal: Proposal, path: Sequence[int], bill: Bill) -> None:
         """A step is over in which `path` of the proposal was accepted."""
@@ -79,7 +82,7 @@ class Proposer:
         accepted = [node in hit for node in range(len(proposal))]
         self._governor.observe(proposal.probabilities, proposal.sources, accepted, self._pace)
         if proposal.asked:
-            cost = max(0.0, proposal.seconds - FREE * bill.plain)
+            cost = max(0.0, proposal.seconds - proposal.weighed - FREE * bill.plain)
             self._pace.observe(sum(proposal.worth), len(path), cost, len(path) * bill.token)
         self._steps += 1
         self._drafted += len(proposal)

@@ -19,7 +19,10 @@ class EngineStats:
     dtype: str
     attention: str
     packed_layers: int
+    adapter: str | None
     speculation: bool
+    drafters: tuple[str, ...]
+    draft_model: str | None
     queued: int
     active: int
     requests: int

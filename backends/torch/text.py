@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
+from agentspec.backends.torch.adapter import with_adapter
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.loader import hashes, read_tokenizer
 from agentspec.errors import InvalidRequestError, ModelUnavailableError
@@ -25,15 +26,16 @@ class ModelText:
     end_ids: frozenset[int]
 
     @classmethod
-    def load(cls, model: str) -> ModelText:
-        """Those of a model reference. Raises `ModelUnavailableError`."""
+    def load(cls, model: str, *, adapter: str | None = None) -> ModelText:
+        """Those of a model reference and its adapter's folder. Raises `ModelUnavailableError`."""
         from agentspec.backends.model_store import resolve
 
         files = resolve(model)
         tokenizer = read_tokenizer(files.folder)
         tokenizer_hash, template_hash = hashes(tokenizer)
         ends = ids_of_end(_generation_config(files.folder), tokenizer)
-        return cls(Codec(tokenizer), files.fingerprint, tokenizer_hash, template_hash, ends)
+        fingerprint = with_adapter(files.fingerprint, adapter)
+        return cls(Codec(tokenizer), fingerprint, tokenizer_hash, template_hash, ends)
 
     def namespace(self, tenant: str) -> Namespace:
         """Where the engine keeps this model's tokens for a tenant."""

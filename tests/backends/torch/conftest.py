@@ -20,17 +20,23 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
 from agentspec.backends.torch.codec import Codec
-from agentspec.backends.torch.drafters import make_draft
+from agentspec.backends.torch.drafters import Drafting, make_draft
 from agentspec.backends.torch.generation import Generation, Job, Shared
 from agentspec.backends.torch.kv_cache import Rows
 from agentspec.backends.torch.loader import Loaded, prepare
@@ -60,8 +66,16 @@ SHAPE: dict[str, Any] = {
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SHAPE),
+    "qwen2": lambda: Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8),
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=WINDOW),
+    "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "olmo": lambda: OlmoConfig(**SHAPE),
+    "olmo2": lambda: Olmo2Config(**SHAPE),
+    "gemma2": lambda: Gemma2Config(**SHAPE, head_dim=8, sliding_window=WINDOW),
     "gemma3": lambda: Gemma3TextConfig(
         **SHAPE, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),
@@ -168,11 +182,12 @@ class Ask:
     max_tokens: int = 24
     stop_ids: Sequence[int] = (EOS,)
     prediction: Sequence[int] | None = None
+    speculates: bool = False  # without a script too
     request: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, shared: Shared, rows: Rows | None) -> Generation:
         prompt = list(self.prompt)
-        speculation = self.script is not None or self.prediction is not None
+        speculation = self.speculates or self.script is not None or self.prediction is not None
         request = GenerateRequest(
             "tiny", token_ids=prompt, sampling=self.sampling, speculation=speculation, **self.request
         )
@@ -214,11 +229,12 @@ class Lab:
         rows: Rows | None = None,
         governor: Governor | None = None,
         max_draft: int = 48,
+        drafting: Drafting | None = None,
         **options: Any,
     ) -> Outcome:
         """Generate one answer; `options` as `Ask` has them."""
-        ask = Ask(prompt, sampling, script, **options)
-        return self.run_batch([ask], governor=governor, max_draft=max_draft, rows=rows)[0]
+        ask = Ask(prompt, sampling, script, speculates=drafting is not None, **options)
+        return self.run_batch([ask], governor=governor, max_draft=max_draft, rows=rows, drafting=drafting)[0]
 
     def run_batch(
         self,
@@ -227,6 +243,7 @@ class Lab:
         governor: Governor | None = None,
         max_draft: int = 48,
         rows: Rows | None = None,
+        drafting: Drafting | None = None,
         between: Callable[[list[Generation]], None] = lambda generations: None,
     ) -> list[Outcome]:
         """Generate all answers through the engine's own steps, verifying every draft of their scripts.
@@ -240,6 +257,7 @@ class Lab:
             governor=governor or EagerGovernor(),
             max_draft_tokens=max_draft,
             relieve=no_forward_fails,
+            drafting=drafting or Drafting(),
         )
         generations = [ask.begin(shared, rows if len(asks) == 1 else None) for ask in asks]
         outcomes = {generation: Outcome(generation=generation) for generation in generations}

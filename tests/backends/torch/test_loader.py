@@ -1,62 +1,21 @@
-"""Loading: devices, dtypes, the check of the tree forward, and models that cannot be rewound."""
+"""Loading: the check of the tree forward, low precision, and what damaged files do."""
 
 from __future__ import annotations
 
-import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig
+from safetensors.torch import load_file, save_file
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import loader
 from agentspec.backends.torch.attention import ATTENTION_NAME
-from agentspec.backends.torch.kv_cache import StateCache
-from agentspec.backends.torch.loader import Check, choose_device, choose_dtype, load, prepare
+from agentspec.backends.torch.loader import Check, load, prepare
 from agentspec.backends.torch.model import TargetModel
-from agentspec.errors import ConfigurationError, ModelUnavailableError
-from agentspec.types import SamplingParams
-
-
-def mamba() -> Any:
-    torch.manual_seed(0)
-    config = MambaConfig(
-        vocab_size=259, hidden_size=32, state_size=4, num_hidden_layers=2, eos_token_id=256, bos_token_id=None,
-        pad_token_id=256, initializer_range=0.3,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def test_auto_means_float32_on_a_cpu() -> None:
-    cpu = choose_device("cpu")
-    assert choose_dtype("auto", cpu) == torch.float32
-    assert choose_dtype("bfloat16", cpu) == torch.bfloat16
-    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def test_names_that_cannot_be_used_are_configuration_errors() -> None:
-    with pytest.raises(ConfigurationError, match="no-such"):
-        choose_device("no-such")
-    with pytest.raises(ConfigurationError, match="int8"):
-        choose_dtype("int8", torch.device("cpu"))
-
-
-def test_a_model_with_a_state_runs_without_speculation_and_says_so_once(
-    caplog: pytest.LogCaptureFixture, lab_class: Any, tree_of: Any
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        subject = lab_class(mamba())
-    assert [record.message for record in caplog.records if "without speculation" in record.message] == [
-        caplog.records[-1].message
-    ]
-    assert not subject.target.rewindable and isinstance(subject.target.new_rows(1), StateCache)
-    sampling = SamplingParams(temperature=0.9, seed=3)
-    prompt = list(range(30))
-    outcome = subject.run(prompt, sampling, lambda text, budget: tree_of([1, 2], [-1, 0]))
-    subject.require_same(prompt, sampling, outcome.tokens, subject.oracle(prompt, sampling))
-    assert outcome.speculation is None
+from agentspec.errors import ModelUnavailableError
 
 
 def test_a_wrong_tree_forward_is_not_used(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +73,30 @@ def test_damaged_files_are_a_model_error(saved_model: Path, tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelUnavailableError):
         load(TorchSettings(model=str(tmp_path)))
+
+
+def test_missing_weights_are_an_error_and_not_random_numbers(saved_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_model, tmp_path / "m")
+    weights = load_file(saved_model / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelUnavailableError, match=r"lacks 1 weights.*layers.1.mlp.up_proj"):
+        load(TorchSettings(model=str(tmp_path / "m"), device="cpu"))
+
+
+def test_weights_that_end_early_are_a_model_error(saved_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_model, tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(ModelUnavailableError, match="cannot read the model"):
+        load(TorchSettings(model=str(tmp_path / "m"), device="cpu"))
+
+
+def test_numbers_that_overflow_are_an_error(tiny_model: Any, byte_tokens: Any) -> None:
+    module = tiny_model("llama")
+    module.model.norm.weight.data.fill_(float("inf"))
+    with pytest.raises(ModelUnavailableError, match="no finite numbers in float32"):
+        prepare(module, byte_tokens, name="hot", fingerprint="f")
 
 
 def test_the_check_covers_a_tree() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.drafters import make_draft
+from agentspec.backends.torch.drafters import Drafter, make_draft
 from agentspec.backends.torch.proposal import NOTHING, Bill, Proposer, usable
 from agentspec.backends.torch.stats import Counters
 from agentspec.governor import Governor
@@ -44,7 +44,7 @@ def legal_paths(tokens: Sequence[int], parents: Sequence[int]) -> set[tuple[int,
     return {path(node) for node in range(len(tokens)) if node_is_legal(tokens, parents, node)}
 
 
-class Scripted:
+class Scripted(Drafter):
     def __init__(self, draft: Draft | None) -> None:
         self.draft, self.calls = draft, 0
 

@@ -1,0 +1,25 @@
+"""Drafts from the token cache: this session's own text and what others of its namespace said before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter
+from agentspec.types import Draft
+
+
+class DraftingRequest(Protocol):
+    """The open cache request that a `SuffixDrafter` drafts from."""
+
+    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None: ...
+
+
+class SuffixDrafter(Drafter):
+    """Asks the token cache; the request already knows the context."""
+
+    def __init__(self, request: DraftingRequest) -> None:
+        self._request = request
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return self._request.draft(budget, MIN_PROBABILITY)

@@ -1,0 +1,45 @@
+"""Where a model runs and in which numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from agentspec.errors import ConfigurationError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes a CUDA device where there is one, else the CPU. Raises `ConfigurationError` for unusable names."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(f"device {name!r} cannot be used here: {reason}", param="device") from error
+    if device.type == "meta":
+        raise ConfigurationError("device 'meta' holds no numbers: use auto, cpu, cuda or mps", param="device")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on a CPU, whose bfloat16 kernels are slow or missing; elsewhere bfloat16, or float16 where
+    the device would only emulate that. Raises `ConfigurationError` for a name or a pair that cannot work well.
+    """
+    if name == "auto":
+        return _best_dtype(device)
+    if name not in DTYPES:
+        raise ConfigurationError(f"dtype must be auto or one of {sorted(DTYPES)}, not {name!r}", param="dtype")
+    if name == "float16" and device.type == "cpu":
+        message = "float16 has no fast kernels on a CPU: use float32, or bfloat16 to halve the memory"
+        raise ConfigurationError(message, param="dtype")
+    return DTYPES[name]
+
+
+def _best_dtype(device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native else torch.float16
