@@ -46,6 +46,14 @@ def _location(path: str) -> Path | str:
         raise ConfigurationError(f"--path {error}") from None
 
 
+def adapter_of(settings: Settings, name: str) -> str | None:
+    """The folder of the LoRA adapter that a configured model or backend name is served with, if any."""
+    from agentspec.backends.settings import TorchSettings
+
+    found = settings.backends.get(settings.models[name].backend if name in settings.models else name)
+    return found.adapter if isinstance(found, TorchSettings) else None
+
+
 def reference_of(settings: Settings, name: str) -> str:
     """The model reference behind a configured model or backend name; any other name is one itself."""
     from agentspec.backends.settings import TorchSettings

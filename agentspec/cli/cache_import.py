@@ -20,7 +20,7 @@ from agentspec.cli.cache_files import (
     progress,
     recorded_calls,
 )
-from agentspec.cli.cache_folder import PathOption, folder_of, reference_of, shown
+from agentspec.cli.cache_folder import PathOption, adapter_of, folder_of, reference_of, shown
 from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.transcripts import BadLineError, Format, OnBad, Recorded, detect, lines
@@ -53,7 +53,7 @@ def import_files(
     """
     settings = load(config)
     folder = folder_of(settings, path, create=True)
-    text = _text(reference_of(settings, model)) if model is not None else None
+    text = _text(settings, model) if model is not None else None
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         rows: list[Row] = []
@@ -89,7 +89,7 @@ def export(
 
     settings = load(config)
     folder = folder_of(settings, path)
-    text = _text(reference_of(settings, model)) if model is not None else None
+    text = _text(settings, model) if model is not None else None
 
     def describe(row: Row) -> str | None:
         mine = text is not None and row.namespace.tokenizer_hash == text.tokenizer_hash
@@ -169,7 +169,7 @@ def _row(recorded: Recorded, text: ModelText, tenant: str) -> Row:
     return Row(0, text.namespace(tenant), recorded.labels, tokens, context, created_at)
 
 
-def _text(reference: str) -> ModelText:
+def _text(settings: Settings, model: str) -> ModelText:
     from agentspec.backends.torch.text import ModelText
 
-    return ModelText.load(reference)
+    return ModelText.load(reference_of(settings, model), adapter=adapter_of(settings, model))

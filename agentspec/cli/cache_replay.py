@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentspec.cli.cache_files import Files, FormatOption, SkipOption, choose, counted, progress, recorded_calls
-from agentspec.cli.cache_folder import reference_of
+from agentspec.cli.cache_folder import adapter_of, reference_of
 from agentspec.cli.common import ConfigOption, JsonOption, load, print_json, require_writable
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.transcripts import BadLineError, OnBad, Recorded
@@ -73,7 +73,8 @@ def _encoder(settings: Settings, model: str | None, tokenizer: Path | None) -> C
     from agentspec.backends.torch.text import ModelText
     from agentspec.cache.tokens import as_tokens
 
-    text = ModelText.load(reference_of(settings, model or ""))
+    name = model or ""
+    text = ModelText.load(reference_of(settings, name), adapter=adapter_of(settings, name))
 
     def encode(recorded: Recorded) -> Call:
         tokens = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +17,7 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.cli.common import EXTRAS
 from agentspec.config import Settings
-from agentspec.errors import AgentSpecError
+from agentspec.errors import AgentSpecError, ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec.backends.openai import Acceptance, ProbeReport, ServerMetrics, VllmReport
@@ -51,6 +52,8 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     for name, torch_settings in local.items():
         yield check_device(name, torch_settings)
         yield check_model(name, torch_settings)
+        yield from check_adapter(name, torch_settings)
+        yield from check_drafters(name, torch_settings)
     yield from check_reachable(settings)
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
@@ -125,35 +128,66 @@ def check_store() -> Check:
 
 
 def check_device(name: str, settings: TorchSettings) -> Check:
-    """Which device the backend's model would run on."""
+    """Which device the backend's model would run on, and in which numbers."""
     try:
-        from agentspec.backends.torch.placement import choose_device
+        from agentspec.backends.torch.placement import choose_device, choose_dtype
 
         device = choose_device(settings.device)
+        dtype = str(choose_dtype(settings.dtype, device)).removeprefix("torch.")
+    except ConfigurationError as error:
+        return Check(f"{name}: device", "fail", str(error), f"correct backends.{name}.{error.param or 'device'}")
     except (ImportError, AgentSpecError) as error:
         return Check(f"{name}: device", "fail", str(error), f"correct backends.{name}.device or install torch for it")
-    return Check(f"{name}: device", "ok", f"{device} ({os.cpu_count()} CPUs)")
+    return Check(f"{name}: device", "ok", f"{device} in {dtype} ({os.cpu_count()} CPUs)")
 
 
-def check_model(name: str, settings: TorchSettings) -> Check:
-    """Whether the backend's model is ready, or could be fetched."""
+def check_adapter(name: str, settings: TorchSettings) -> Iterator[Check]:
+    """Whether the backend's LoRA adapter, where it names one, can be merged."""
+    if settings.adapter is None:
+        return
+    label = f"{name}: adapter"
+    try:
+        from agentspec.backends.torch.adapter import checked
+
+        folder = checked(settings.adapter)
+    except (ImportError, AgentSpecError) as error:
+        yield Check(label, "fail", str(error), f"correct backends.{name}.adapter")
+        return
+    if find_spec("peft") is None:
+        yield Check(label, "fail", "adapters need the package peft", 'pip install "agentspec[lora]"')
+        return
+    yield Check(label, "ok", f"{folder} is merged into {settings.model} when it is loaded")
+
+
+def check_drafters(name: str, settings: TorchSettings) -> Iterator[Check]:
+    """Who drafts for the backend, and whether its draft model is ready."""
+    if settings.max_draft_tokens == 0:
+        yield Check(f"{name}: drafters", "note", "none: max_draft_tokens is 0")
+        return
+    yield Check(f"{name}: drafters", "ok", ", ".join(settings.drafter_names(cache=True)))
+    if settings.draft_model is not None:
+        yield check_model(name, settings.model_copy(update={"model": settings.draft_model}), setting="draft_model")
+
+
+def check_model(name: str, settings: TorchSettings, *, setting: str = "model") -> Check:
+    """Whether the backend's model is ready, or could be fetched; `setting` is where it is configured."""
     from agentspec.backends.model_store import BUILTIN, hub, locate
     from agentspec.backends.model_store.download import can_fetch
 
-    label, ref = f"{name}: model", settings.model
+    label, ref = f"{name}: {setting.replace('_', ' ')}", settings.model
     fetch = f"agentspec model fetch {ref}"
     try:
         if files := locate(ref):
             return Check(label, "ok", f"{ref} is ready in {files.folder}")
     except AgentSpecError as error:
-        return Check(label, "fail", str(error), f"correct backends.{name}.model")
+        return Check(label, "fail", str(error), f"correct backends.{name}.{setting}")
     if Path(ref).expanduser().exists():
         return Check(label, "note", f"{ref} is prepared at first use", fetch)
     if ref in BUILTIN and can_fetch(BUILTIN[ref]):
         return Check(label, "note", f"{ref} is fetched at first use ({BUILTIN[ref].size / 1e6:.0f} MB)", fetch)
     if hub.is_hub_id(ref) and hub.can_fetch(ref):
         return Check(label, "note", f"{ref} is fetched from the model hub at first use", fetch)
-    advice = f"connect to a network, or set backends.{name}.model to a local folder or .gguf file"
+    advice = f"connect to a network, or set backends.{name}.{setting} to a local folder or .gguf file"
     return Check(label, "fail", f"{ref} is not here and cannot be fetched", advice)
 
 

@@ -30,6 +30,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "huggingface_hub"),
     "proxy": ("starlette", "uvicorn", "prometheus_client", "structlog"),
     "langgraph": ("langgraph", "langchain_core"),
+    "lora": ("peft",),
     "bench": ("matplotlib",),
     "postgres": ("psycopg",),
 }

@@ -13,7 +13,9 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cli import checks
 from agentspec.cli.checks import (
     all_checks,
+    check_adapter,
     check_device,
+    check_drafters,
     check_extra,
     check_folder,
     check_model,
@@ -141,8 +143,32 @@ def test_folders(tmp_path: Path):
 
 
 def test_devices():
-    assert check_device("local", TorchSettings(device="cpu")).state == "ok"
-    assert check_device("local", TorchSettings(device="nonsense")).state == "fail"
+    fine = check_device("local", TorchSettings(device="cpu"))
+    assert fine.state == "ok" and "cpu in float32" in fine.detail
+    assert check_device("local", TorchSettings(device="nonsense")).advice == "correct backends.local.device"
+    assert check_device("local", TorchSettings(device="cpu", dtype="float16")).advice == "correct backends.local.dtype"
+
+
+def test_adapters(tmp_path):
+    assert list(check_adapter("local", TorchSettings())) == []
+    settings = TorchSettings(adapter=str(tmp_path))
+    (check,) = check_adapter("local", settings)
+    assert check.state == "fail" and check.advice == "correct backends.local.adapter"
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    (check,) = check_adapter("local", settings)
+    assert check.state == "ok" and str(tmp_path) in check.detail
+
+
+def test_drafters(tmp_path):
+    (check,) = check_drafters("local", TorchSettings())
+    assert check.detail == "suffix, prediction"
+    (check,) = check_drafters("local", TorchSettings(max_draft_tokens=0))
+    assert check.state == "note"
+    (tmp_path / "config.json").touch()
+    names, model = check_drafters("local", TorchSettings(draft_model=str(tmp_path)))
+    assert names.detail == "suffix, prediction, model"
+    assert model.name == "local: draft model" and model.advice == "correct backends.local.draft_model"
 
 
 def test_a_model_that_is_here(model_folder, tmp_path, monkeypatch):

@@ -127,6 +127,25 @@ def test_a_model_that_reads_in_both_directions_is_refused(byte_tokens: Any) -> N
         prepare(model_of(config), byte_tokens, name="bert", fingerprint="f")
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: hf.RwkvConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
+        lambda: hf.MiniMaxConfig(
+            **SHAPE,
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            block_size=8,
+        ),
+    ],
+)
+def test_a_cache_of_its_own_kind_is_refused(byte_tokens: Any, config: Any) -> None:
+    with pytest.raises(ModelUnavailableError, match="the local engine cannot run 'own'"):
+        prepare(model_of(config()), byte_tokens, name="own", fingerprint="f")
+
+
 def test_limits_under_other_names_are_not_overlooked() -> None:
     assert masks_known(hf.LlamaConfig(**SHAPE))
     assert masks_known(hf.MistralConfig(**SHAPE, sliding_window=6))

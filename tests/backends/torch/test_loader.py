@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import loader
 from agentspec.backends.torch.attention import ATTENTION_NAME
-from agentspec.backends.torch.loader import Check, load, prepare
+from agentspec.backends.torch.loader import Check, load, load_draft, prepare
 from agentspec.backends.torch.model import TargetModel
-from agentspec.errors import ModelUnavailableError
+from agentspec.errors import ConfigurationError, ModelUnavailableError
 
 
 def test_a_wrong_tree_forward_is_not_used(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +102,32 @@ def test_numbers_that_overflow_are_an_error(tiny_model: Any, byte_tokens: Any) -
 
 def test_the_check_covers_a_tree() -> None:
     assert len(loader.CHECK_PARENTS) == loader.CHECK_TREE and len(set(loader.CHECK_PARENTS)) < loader.CHECK_TREE
+
+
+def test_a_draft_model_is_loaded_for_its_target(saved_model: Path) -> None:
+    settings = TorchSettings(model=str(saved_model), draft_model=str(saved_model), device="cpu")
+    target = load(settings)
+    small = load_draft(settings, target)
+    assert small is not None and small.codecs is None and small.model is not target.target
+    assert load_draft(TorchSettings(model=str(saved_model)), target) is None
+
+
+def test_a_draft_model_with_another_tokenizer_is_reached_through_text(
+    saved_model: Path, tmp_path: Path, tokenizer_of: Any
+) -> None:
+    shutil.copytree(saved_model, tmp_path / "other")
+    tokenizer = tokenizer_of(None)
+    tokenizer.add_tokens(["area"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    settings = TorchSettings(model=str(saved_model), draft_model=str(tmp_path / "other"), device="cpu")
+    small = load_draft(settings, load(settings))
+    assert small is not None and small.codecs is not None
+
+
+def test_a_draft_model_with_a_state_is_refused(saved_model: Path, tmp_path: Path, tokenizer_of: Any) -> None:
+    config = MambaConfig(vocab_size=259, hidden_size=32, state_size=4, num_hidden_layers=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer_of(None).save_pretrained(tmp_path)
+    settings = TorchSettings(model=str(saved_model), draft_model=str(tmp_path), device="cpu")
+    with pytest.raises(ConfigurationError, match="cannot draft"):
+        load_draft(settings, load(settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,14 @@ def broken(logits: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def small_models(lab: Any, lab_class: Any, tiny_model: Any) -> dict[str, SmallModel]:
     close = lab_class(near(lab.reference, 0.05)).target
+    ascii_only = near(lab.reference, 0.05)
+    ascii_only.lm_head.weight.data[128:] = 0
     codecs = (lab.codec, Codec(lab.loaded.tokenizer))
     return {
         "close": SmallModel("close", close),
         "itself": SmallModel("itself", lab_class(copy.deepcopy(lab.reference)).target),
         "another family": SmallModel("gemma", lab_class(tiny_model("gemma3")).target),
-        "through text": SmallModel("bridged", close, codecs),
+        "through text": SmallModel("bridged", lab_class(ascii_only).target, codecs),
     }
 
 
@@ -60,6 +63,8 @@ def drafting(request: pytest.FixtureRequest, small_models: dict[str, SmallModel]
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_drafter_gives_the_oracles_answer(lab: Any, tree_of: Any, drafting: Drafting, sampling: Any) -> None:
+    if drafting.small is not None and drafting.small.codecs is not None:  # which needs answers that are text
+        sampling = replace(sampling, logit_bias=dict.fromkeys(range(128, 259), -100.0))
     want = lab.oracle(PROMPT, sampling, max_tokens=30, stop_ids=())
     whole = [*PROMPT, *want]
 
