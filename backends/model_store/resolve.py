@@ -127,6 +127,10 @@ def _checked_folder(ref: str, folder: Path) -> ModelFiles:
         pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
         reason = f": {pickles[0]} is a pickle, which runs code when it is read; convert it" if pickles else ""
         raise ModelUnavailableError(f"{str(folder)!r} holds no *.safetensors or .gguf weights{reason}")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ModelUnavailableError(
+            f"{str(folder)!r} is an adapter: set model to the model it was made for, and adapter to this folder"
+        )
     if not (folder / "config.json").is_file():
         raise ModelUnavailableError(f"{str(folder)!r} has no config.json; it is no Hugging Face model folder")
     if not any((folder / name).is_file() for name in _TOKENIZERS):

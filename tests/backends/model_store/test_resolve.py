@@ -50,6 +50,7 @@ def test_a_folder_is_taken_as_it_is(store, folder):
         (["config.json", "pytorch_model.bin", "tokenizer.json"], "pytorch_model.bin is a pickle"),
         (["config.json", "model.pt"], "model.pt is a pickle"),
         (["config.json"], "holds no"),
+        (["adapter_config.json", "adapter_model.safetensors"], "is an adapter: set model"),
         (["model.safetensors", "tokenizer.json"], "no config.json"),
         (["model.safetensors", "config.json"], "no tokenizer.json"),
         (["a.gguf", "b.gguf"], "holds 2 .gguf files"),

@@ -83,7 +83,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "phi3": lambda: Phi3Config(**SHAPE),
     "gpt_oss": lambda: GptOssConfig(
         **SHAPE, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.3,
