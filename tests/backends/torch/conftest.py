@@ -386,6 +386,12 @@ def lab_of() -> Callable[[str], Lab]:
 
 
 @pytest.fixture(scope="session")
+def eager_governor() -> type[EagerGovernor]:
+    """Governors that verify whatever is drafted."""
+    return EagerGovernor
+
+
+@pytest.fixture(scope="session")
 def lab_class() -> type[Lab]:
     return Lab
 

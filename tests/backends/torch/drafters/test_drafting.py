@@ -15,6 +15,7 @@ from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.drafters import Drafting
 from agentspec.backends.torch.drafters.drafting import SmallModel
 from agentspec.backends.torch.drafters.small_model import ModelDrafter
+from agentspec.governor import CostModel
 from agentspec.types import SamplingParams
 
 PROMPT = [72, 101, 108, 108, 111, 32, 72, 101, 108, 108, 111, 32, 72, 101]
@@ -33,6 +34,21 @@ def near(module: Any, noise: float) -> Any:
     for weight in other.parameters():
         weight.data += noise * weight.std() * torch.randn_like(weight) if weight.dim() > 1 else 0.0
     return other
+
+
+class SlowTarget(CostModel):
+    """A target beside which any small model is fast, whatever is measured."""
+
+    def observe(self, tokens: int, context: int, seconds: float) -> None:
+        pass
+
+    def seconds(self, tokens: int, context: int = 0) -> float:
+        return 1.0
+
+
+@pytest.fixture
+def slow(eager_governor: Any) -> Any:
+    return eager_governor(cost=SlowTarget())
 
 
 def broken(logits: torch.Tensor) -> torch.Tensor:
@@ -62,7 +78,9 @@ def drafting(request: pytest.FixtureRequest, small_models: dict[str, SmallModel]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_every_drafter_gives_the_oracles_answer(lab: Any, tree_of: Any, drafting: Drafting, sampling: Any) -> None:
+def test_every_drafter_gives_the_oracles_answer(
+    lab: Any, tree_of: Any, drafting: Drafting, sampling: Any, slow: Any
+) -> None:
     if drafting.small is not None and drafting.small.codecs is not None:  # which needs answers that are text
         sampling = replace(sampling, logit_bias=dict.fromkeys(range(128, 259), -100.0))
     want = lab.oracle(PROMPT, sampling, max_tokens=30, stop_ids=())
@@ -73,21 +91,24 @@ def test_every_drafter_gives_the_oracles_answer(lab: Any, tree_of: Any, drafting
         return tree_of(rest, [-1, 0])
 
     got = lab.run(
-        PROMPT, sampling, cache, max_tokens=30, stop_ids=(), drafting=drafting, prediction=[*want[:9], 1, *want[9:]]
-    )
+        PROMPT, sampling, cache, max_tokens=30, stop_ids=(), drafting=drafting, governor=slow,
+        prediction=[*want[:9], 1, *want[9:]],
+    )  # fmt: skip
     lab.require_same(PROMPT, sampling, got.tokens, want)
     assert not lab.divergences and got.speculation.drafted > 0
 
 
 @pytest.mark.parametrize("seeds", [400])
-def test_over_many_seeds_answers_have_the_targets_distribution(lab: Any, drafting: Drafting, seeds: int) -> None:
+def test_over_many_seeds_answers_have_the_targets_distribution(
+    lab: Any, drafting: Drafting, seeds: int, slow: Any
+) -> None:
     """Two tokens, four candidates each: the joint frequencies are the probabilities, by Pearson's test at 1e-4."""
     plain = SamplingParams(temperature=1.0, top_k=4, seed=0)
     counted: Counter[tuple[int, ...]] = Counter()
     for seed in range(seeds):
         sampling = SamplingParams(temperature=1.0, top_k=4, seed=seed)
-        got = lab.run(PROMPT, sampling, max_tokens=2, stop_ids=(), drafting=drafting, prediction=[1, 2])
-        counted[tuple(got.tokens)] += 1
+        got = lab.run(PROMPT, sampling, max_tokens=4, stop_ids=(), drafting=drafting, prediction=[1, 2], governor=slow)
+        counted[tuple(got.tokens[:2])] += 1
     expected = {
         (a, b): seeds * p * q
         for a, p in top(lab.logits(PROMPT), plain.top_k)
@@ -113,24 +134,25 @@ def chi_square_bound(freedom: int) -> float:
     return float(freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3)
 
 
-def test_a_close_model_saves_steps_and_itself_nearly_all(lab: Any, small_models: dict[str, SmallModel]) -> None:
+def test_a_close_model_saves_steps_and_itself_more(lab: Any, small_models: dict[str, SmallModel], slow: Any) -> None:
     """Coupled draws: at temperature 1 too, the target accepts what an equal model drew."""
     sampling, steps = SamplingParams(temperature=1.0, seed=11), {}
     for name in ("close", "itself"):
         drafting = Drafting(("model",), small_models[name])
-        steps[name] = lab.run(PROMPT, sampling, max_tokens=40, stop_ids=(), drafting=drafting).speculation.steps
+        outcome = lab.run(PROMPT, sampling, max_tokens=40, stop_ids=(), drafting=drafting, governor=slow)
+        steps[name] = outcome.speculation.steps
     assert steps["itself"] <= steps["close"] < 40
     assert steps["itself"] < 25
 
 
 def test_a_draft_model_that_computes_nonsense_changes_nothing(
-    lab: Any, small_models: dict[str, SmallModel], monkeypatch: pytest.MonkeyPatch
+    lab: Any, small_models: dict[str, SmallModel], monkeypatch: pytest.MonkeyPatch, slow: Any
 ) -> None:
     model, sampling = small_models["close"].model, SAMPLINGS[1]
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *args: broken(forward(*args)))
     drafting = Drafting(("model", "ngram"), small_models["close"])
-    got = lab.run(PROMPT, sampling, max_tokens=20, stop_ids=(), drafting=drafting)
+    got = lab.run(PROMPT, sampling, max_tokens=20, stop_ids=(), drafting=drafting, governor=slow)
     lab.require_same(PROMPT, sampling, got.tokens, lab.oracle(PROMPT, sampling, max_tokens=20, stop_ids=()))
 
 
