@@ -12,10 +12,10 @@ import anyio
 
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
+from agentspec.chat_fields import with_extra
 from agentspec.config import Settings
 from agentspec.errors import (
     ConfigurationError,
-    InvalidRequestError,
     ModelNotFoundError,
     NotReadyError,
     ShuttingDownError,
@@ -126,7 +126,7 @@ class Runtime:
             await anyio.to_thread.run_sync(self.start)
         route = self.route(request.model)
         if isinstance(self.settings.backends.get(route.backend_name), TorchSettings):
-            _refuse_extra(request)
+            request = with_extra(request)
         store = request.store and self.settings.cache.store
         answer = route.backend.generate(replace(request, model=route.upstream_model, store=store))
         async with closing_items(answer):
@@ -214,20 +214,6 @@ def unreachable(settings: Settings) -> dict[str, str]:
 def _advice(name: str, settings: Settings) -> str:
     advice = f'add a [models.NAME] table with backend = "{name}"'
     return advice if settings.models else f"{advice} for each model, or set backends.{name}.model"
-
-
-_INERT = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_options"})
-
-
-def _refuse_extra(request: GenerateRequest) -> None:
-    """The local engine acts on no extra field: one that would change the answer must not be ignored in silence."""
-    for name, value in request.extra.items():
-        if name in _INERT or (name == "n" and value in (None, 1)):
-            continue
-        raise InvalidRequestError(
-            f"the local engine does not support {name!r}; leave it out, or use a model that an upstream serves",
-            param=name,
-        )
 
 
 def _passthrough(settings: Settings, given: Mapping[str, Backend]) -> str | None:

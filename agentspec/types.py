@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentspec.errors import InvalidRequestError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_TENANT = "default"
+MAX_CHOICES = 128
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "cancelled"]
 Message = Mapping[str, Any]
@@ -85,13 +86,46 @@ class Source:
     PREDICTION = 2  # the text a client sent as `prediction`
     NGRAM = 3  # the request's own text, without a token cache
     MODEL = 4  # a small model
+    GRAMMAR = 5  # tokens that the request's grammar leaves no choice about
 
-    NAMES = ("session", "shared", "prediction", "ngram", "model")
+    NAMES = ("session", "shared", "prediction", "ngram", "model", "grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form an answer must have; exactly one field is given. The names are vLLM's.
+
+    `json` is a JSON schema, `json_object` any JSON object, `regex` matches the whole answer, `choice` lists the answers
+    allowed, `grammar` is a context-free grammar in Lark's or GBNF's notation with the rule `start` or `root`.
+    """
+
+    json: Mapping[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in fields(self)]
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            listed = ", ".join(names)
+            raise InvalidRequestError(
+                f"structured_outputs needs exactly one of {listed}, not {given or 'none'}", param="structured_outputs"
+            )
+        if self.json_object is False:
+            raise InvalidRequestError("structured_outputs.json_object must be true", param="structured_outputs")
+        if self.choice is not None and not all(self.choice or ("",)):
+            raise InvalidRequestError("structured_outputs.choice must hold answers", param="structured_outputs")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. Defaults are OpenAI's; `temperature` 0 is greedy.
+
+    `n` answers are drawn independently. Before `min_tokens` neither an end token nor a stop string ends an answer;
+    with `ignore_eos` the model's own end never does. `bad_words` never appear. `prompt_logprobs` asks for those of the
+    prompt, with as many of the best tokens each.
 
     Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
     """
@@ -110,6 +144,12 @@ class SamplingParams:
     max_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    n: int = 1
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._require("temperature", 0.0, 2.0)
@@ -120,6 +160,10 @@ class SamplingParams:
         self._require("frequency_penalty", -2.0, 2.0)
         self._require("repetition_penalty", 0.0, math.inf, exclude_low=True)
         self._require("top_logprobs", 0, 20)
+        self._require("n", 1, MAX_CHOICES)
+        self._require("min_tokens", 0, math.inf if self.max_tokens is None else self.max_tokens)
+        if self.prompt_logprobs is not None:
+            self._require("prompt_logprobs", 0, 20)
         if self.max_tokens is not None:
             self._require("max_tokens", 1, math.inf)
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
@@ -128,6 +172,8 @@ class SamplingParams:
             raise InvalidRequestError(f"stop must be a tuple of strings, not {self.stop!r}", param="stop")
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not contain an empty string", param="stop")
+        if isinstance(self.bad_words, str) or any(not word.strip() for word in self.bad_words):
+            raise InvalidRequestError("bad_words must be a tuple of words that are not blank", param="bad_words")
 
     def _require(self, name: str, low: float, high: float, *, exclude_low: bool = False) -> None:
         value = getattr(self, name)
@@ -140,6 +186,10 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation. Exactly one of `messages`, `text` and `token_ids` is the prompt.
+
+    `tools` are described as OpenAI's API does; `tool_choice` is "auto", "none", "required" or a tool's name.
+    `template_arguments` reach the chat template (`enable_thinking`, say). `return_prompt` asks for the prompt on the
+    first delta. What an answer thinks before it speaks is split off unless `split_reasoning` is off.
 
     `extra` holds request fields that only an upstream understands; the local engine refuses what it cannot honour
     before it gets this far. `speculation=False` never changes the answer, only how it is computed. A request with a
@@ -155,6 +205,13 @@ class GenerateRequest:
     labels: Labels = field(default_factory=Labels)
     tenant: str = DEFAULT_TENANT
     continue_final: bool = False
+    start_answer: bool = True
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    split_reasoning: bool = True
+    return_prompt: bool = False
     prediction: str | None = None
     speculation: bool = True
     store: bool = True
@@ -172,16 +229,37 @@ class GenerateRequest:
         if target is not None and not 0 < target < math.inf:
             message = f"latency_target_ms_per_token must be above 0, not {target!r}"
             raise InvalidRequestError(message, param="latency_target_ms_per_token")
+        if self.tools and self.messages is None:
+            raise InvalidRequestError("tools need messages", param="tools")
+        if self.tool_choice not in ("auto", "none") and not self._may_call(self.tool_choice):
+            raise InvalidRequestError(f"tool_choice {self.tool_choice!r} is none of the tools", param="tool_choice")
+
+    def _may_call(self, choice: str) -> bool:
+        return bool(self.tools) and choice in ("required", *(tool["function"]["name"] for tool in self.tools))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token with its natural-log probability under the model's raw distribution (before temperature)."""
+    """One token with its natural-log probability under the model's raw distribution (before temperature).
+
+    `rank` counts from 1, the most probable token; 0 where it was not asked for.
+    """
 
     token_id: int
     text: str
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt as the model read it. `logprobs`, where asked for, has no entry for the first token, which nothing
+    precedes."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +291,8 @@ class Speculation:
 class Delta:
     """A piece of an answer. The last one carries `finish_reason`, `usage` and, where there was any, `speculation`.
 
-    `extra` holds fields of an upstream's message delta that have no name here (`tool_calls`, `reasoning`, ...).
+    Of several choices each has an `index` and an end; the totals stand on the last end of all. `extra` holds fields of
+    a message delta that have no name here: `tool_calls`, `reasoning` (also as `reasoning_content`), an upstream's own.
     """
 
     text: str = ""
@@ -223,3 +302,5 @@ class Delta:
     usage: Usage | None = None
     speculation: Speculation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    index: int = 0
+    prompt: Prompt | None = None

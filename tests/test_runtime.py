@@ -22,7 +22,7 @@ from agentspec.errors import (
 )
 from agentspec.runtime import Runtime
 from agentspec.testing import Answer, FakeBackend
-from agentspec.types import Delta, GenerateRequest
+from agentspec.types import Delta, GenerateRequest, StructuredOutputs
 
 pytestmark = pytest.mark.anyio
 
@@ -201,12 +201,24 @@ async def test_a_given_cache_stays_open() -> None:
         cache.flush()
 
 
-@pytest.mark.parametrize("name", ["tools", "response_format", "best_of", "n"])
+async def test_the_local_engine_acts_on_extra_fields() -> None:
+    fake = FakeBackend()
+    runtime = Runtime(Settings(), backends={"local": fake})
+    tool = {"type": "function", "function": {"name": "f"}}
+    extra = {"tools": [tool], "tool_choice": "required", "guided_regex": "a", "n": 2, "return_token_ids": True}
+    messages = [{"role": "user", "content": "hi"}]
+    await text_of(runtime.generate(GenerateRequest("smollm2-135m", messages=messages, extra=extra)))
+    [seen] = fake.requests
+    assert seen.tools == (tool,) and seen.tool_choice == "required" and seen.return_prompt and not seen.extra
+    assert seen.sampling.n == 2 and seen.sampling.structured_outputs == StructuredOutputs(regex="a")
+
+
+@pytest.mark.parametrize("name", ["tools", "response_format", "best_of", "n", "reasoning_effort"])
 async def test_the_local_engine_refuses_extra_fields(name: str) -> None:
     fake = FakeBackend()
     runtime = Runtime(Settings(), backends={"local": fake})
     inert = {"user": "me", "metadata": {}, "n": 1}
     await text_of(runtime.generate(replace(ask("smollm2-135m"), extra=inert)))
     with pytest.raises(InvalidRequestError) as caught:
-        await text_of(runtime.generate(replace(ask("smollm2-135m"), extra={name: 2})))
+        await text_of(runtime.generate(replace(ask("smollm2-135m"), extra={name: 0})))
     assert caught.value.param == name and len(fake.requests) == 1

@@ -35,7 +35,7 @@ from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_
 from agentspec.portal import iterate_async, iterate_sync, remote_runtime, shared_runtime
 from agentspec.runtime import Runtime
 from agentspec.step import current_speculation, observe
-from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, Usage
+from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
 _OWN = ("model", "prediction", "speculation", "session", "store")  # further options that may be set per call
@@ -76,6 +76,12 @@ class ChatAgentSpec(BaseChatModel):
     max_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    n: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
 
     prediction: str | None = None
     speculation: bool | None = None
@@ -120,7 +126,9 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
-        return _result([to_chunk(delta, call.model) for delta in iterate_sync(lambda: self._answer(call))])
+        return _result(
+            [(delta.index, to_chunk(delta, call.model)) for delta in iterate_sync(lambda: self._answer(call))]
+        )
 
     async def _agenerate(
         self,
@@ -130,7 +138,8 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
-        return _result([to_chunk(delta, call.model) async for delta in iterate_async(lambda: self._answer(call))])
+        deltas = iterate_async(lambda: self._answer(call))
+        return _result([(delta.index, to_chunk(delta, call.model)) async for delta in deltas])
 
     def _stream(
         self,
@@ -139,7 +148,7 @@ class ChatAgentSpec(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        call = self._call(messages, stop, run_manager, kwargs)
+        call = _one(self._call(messages, stop, run_manager, kwargs))
         with closing(iterate_sync(lambda: self._answer(call))) as deltas:
             for delta in deltas:
                 chunk = ChatGenerationChunk(message=to_chunk(delta, call.model))
@@ -154,7 +163,7 @@ class ChatAgentSpec(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        call = self._call(messages, stop, run_manager, kwargs)
+        call = _one(self._call(messages, stop, run_manager, kwargs))
         async with aclosing(iterate_async(lambda: self._answer(call))) as deltas:
             async for delta in deltas:
                 chunk = ChatGenerationChunk(message=to_chunk(delta, call.model))
@@ -171,7 +180,7 @@ class ChatAgentSpec(BaseChatModel):
         parallel_tool_calls: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """This model with tools that it may call. The endpoint must support them; the local engine does not yet.
+        """This model with tools that it may call. The local engine supports them; an endpoint must as well.
 
         `tool_choice` is a tool's name, "auto", "none", "required" (also "any" and True), or OpenAI's object.
         """
@@ -194,7 +203,7 @@ class ChatAgentSpec(BaseChatModel):
     ) -> Runnable[LanguageModelInput, Any]:
         """This model answering in `schema`: by a tool call, by a JSON schema, or as any JSON (`json_mode`).
 
-        The endpoint must support the method; the local engine supports none yet.
+        The local engine supports all three; an endpoint must support the method.
         """
         if kwargs or method not in ("function_calling", "json_schema", "json_mode"):
             raise InvalidRequestError(f"with_structured_output does not take {kwargs or method!r}")
@@ -287,16 +296,30 @@ class ChatAgentSpec(BaseChatModel):
         return remote_runtime(OpenAISettings(base_url=HttpUrl(self.base_url), api_key=self.api_key))
 
 
-def _result(chunks: list[AIMessageChunk]) -> ChatResult:
-    message = cast(AIMessage, message_chunk_to_message(chunks[0] + chunks[1:]))
-    return ChatResult(generations=[ChatGeneration(message=message, generation_info=dict(message.response_metadata))])
+def _result(chunks: list[tuple[int, AIMessageChunk]]) -> ChatResult:
+    """One generation for each choice."""
+    choices: dict[int, list[AIMessageChunk]] = {}
+    for index, chunk in chunks:
+        choices.setdefault(index, []).append(chunk)
+    messages = [cast(AIMessage, message_chunk_to_message(parts[0] + parts[1:])) for _, parts in sorted(choices.items())]
+    return ChatResult(
+        generations=[
+            ChatGeneration(message=message, generation_info=dict(message.response_metadata)) for message in messages
+        ]
+    )
+
+
+def _one(call: GenerateRequest) -> GenerateRequest:
+    if call.sampling.n > 1:
+        raise InvalidRequestError("a stream has one answer: leave n at 1, or use invoke or generate", param="n")
+    return call
 
 
 def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
     given: dict[str, Any] = {name: chosen[name] for name in _SAMPLING if chosen[name] is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "bad_words"):
         given[name] = tuple(given.get(name, ()))
     if "logit_bias" in given:
         given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}

@@ -6,25 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentspec.chat_fields import message_of, take_chat, take_start
 from agentspec.errors import InvalidRequestError
-from agentspec.proxy.answer import Envelope, Gathered, clamped
-from agentspec.proxy.fields import (
-    Fields,
-    array,
-    boolean,
-    count,
-    mapping,
-    string,
-    take_sampling,
-    take_stream,
-    text_parts,
-)
+from agentspec.fields import Fields, array, boolean, count, mapping, string, take_sampling, take_stream, text_parts
+from agentspec.proxy.answer import Envelope, Gathered, Said, clamped, prompt_logprobs
 from agentspec.proxy.labels import Caller
-from agentspec.types import Delta, GenerateRequest, TokenLogprob
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# `name` labels a speaker for hosted models; no chat template that the local engine runs reads it.
-_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+from agentspec.types import Delta, GenerateRequest, Prompt, TokenLogprob
 
 
 def parse(body: Mapping[str, Any], caller: Caller, *, max_messages: int) -> tuple[GenerateRequest, bool, bool]:
@@ -40,61 +27,84 @@ def parse(body: Mapping[str, Any], caller: Caller, *, max_messages: int) -> tupl
     top_logprobs = fields.take("top_logprobs", count, 0)
     if top_logprobs and not logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
+    sampling = take_sampling(fields, max_tokens=_take_max_tokens(fields), logprobs=logprobs, top_logprobs=top_logprobs)
+    if stream and sampling.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs needs stream = false", param="prompt_logprobs")
+    plain = GenerateRequest(model=model, messages=messages)
     request = GenerateRequest(
         model=model,
         messages=messages,
-        sampling=take_sampling(
-            fields, max_tokens=_take_max_tokens(fields), logprobs=logprobs, top_logprobs=top_logprobs
-        ),
-        continue_final=_take_continue_final(fields, messages),
+        sampling=sampling,
         prediction=fields.take("prediction", _prediction, None),
+        return_prompt=fields.take("return_token_ids", boolean, False),
+        **take_chat(fields, plain),
+        **take_start(fields, messages[-1]["role"], plain),
         **caller.request_fields,
     )
-    _take_empty(fields)
+    fields.take_only("echo", False)
+    fields.take_only("best_of", sampling.n)
     fields.finish()
     return request, stream, include_usage
 
 
 @dataclass(slots=True)
 class ChatWriter:
-    """Writes chat answers. The role stands in the first chunk's delta."""
+    """Writes chat answers. The role stands in the first chunk's delta of every choice."""
 
     model: str
     include_usage: bool
     include_speculation: bool
     logprobs: bool
+    token_ids: bool = False
+    choices: int = 1
     _envelope: Envelope = field(init=False)
-    _begun: bool = field(default=False, init=False)
+    _begun: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        self._envelope = Envelope("", self.model, "chatcmpl", self.include_usage, self.include_speculation)
+        self._envelope = Envelope(
+            "", self.model, "chatcmpl", self.include_usage, self.include_speculation, self.choices
+        )
 
     def body(self, answer: Gathered) -> dict[str, Any]:
         self._envelope.kind = "chat.completion"
-        message = {"role": "assistant", "content": "".join(answer.text), "refusal": None, **answer.extra}
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": _logprobs(answer.logprobs) if self.logprobs else None,
-            "finish_reason": answer.finish_reason,
-        }
-        return self._envelope.whole(choice, answer)
+        choices = [self._whole(index, said) for index, said in answer.all()]
+        return self._envelope.whole(choices, answer) | self._prompt(answer.prompt)
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         self._envelope.kind = "chat.completion.chunk"
-        if not (delta.text or delta.logprobs or delta.extra or delta.finish_reason or not self._begun):
+        begins = delta.index not in self._begun
+        tokens = self.token_ids and delta.token_ids
+        if not (delta.text or delta.logprobs or delta.extra or delta.finish_reason or tokens or begins):
             return
-        said: dict[str, Any] = {} if self._begun else {"role": "assistant", "content": ""}
-        self._begun = True
+        self._begun.add(delta.index)
+        said: dict[str, Any] = {"role": "assistant", "content": ""} if begins else {}
         if delta.text:
             said["content"] = delta.text
         choice = {
-            "index": 0,
+            "index": delta.index,
             "delta": {**said, **delta.extra},
             "logprobs": _logprobs(delta.logprobs) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
+            **({"token_ids": list(delta.token_ids)} if self.token_ids else {}),
         }
-        yield from self._envelope.chunk(choice, delta)
+        yield from self._envelope.chunk(choice, delta, **self._prompt(delta.prompt))
+
+    def _whole(self, index: int, said: Said) -> dict[str, Any]:
+        text = "".join(said.text)
+        content = None if not text and said.extra.get("tool_calls") else text
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": content, "refusal": None, **said.extra},
+            "logprobs": _logprobs(said.logprobs) if self.logprobs else None,
+            "finish_reason": said.finish_reason,
+            **({"token_ids": said.token_ids} if self.token_ids else {}),
+        }
+
+    def _prompt(self, prompt: Prompt | None) -> dict[str, Any]:
+        if prompt is None:
+            return {}
+        ids = {"prompt_token_ids": list(prompt.token_ids)} if self.token_ids else {}
+        return ids if prompt.logprobs is None else {**ids, "prompt_logprobs": prompt_logprobs(prompt)}
 
 
 def _messages(value: list[Any], limit: int) -> list[dict[str, Any]]:
@@ -102,20 +112,7 @@ def _messages(value: list[Any], limit: int) -> list[dict[str, Any]]:
         raise InvalidRequestError("messages must hold at least one message", param="messages")
     if len(value) > limit:
         raise InvalidRequestError(f"messages has {len(value)} entries; {limit} are allowed", param="messages")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
-
-
-def _message(name: str, value: Any) -> dict[str, Any]:
-    message = mapping(name, value)
-    role = string(f"{name}.role", message.get("role"))
-    if role not in ROLES:
-        known = ", ".join(ROLES)
-        raise InvalidRequestError(f"{name}.role is not supported by this model; known: {known}", param=f"{name}.role")
-    for key, given in message.items():
-        if key not in _MESSAGE_FIELDS and given not in (None, [], ""):
-            shown = f"{name}.{key[:80]}".encode("ascii", "replace").decode()
-            raise InvalidRequestError(f"{shown} is not supported by this model", param=shown)
-    return {"role": ROLES[role], "content": text_parts(f"{name}.content", message.get("content"))}
+    return [message_of(f"messages[{index}]", message) for index, message in enumerate(value)]
 
 
 def _take_max_tokens(fields: Fields) -> int | None:
@@ -128,22 +125,6 @@ def _take_max_tokens(fields: Fields) -> int | None:
     return older if newer is None else newer
 
 
-def _take_continue_final(fields: Fields, messages: list[dict[str, Any]]) -> bool:
-    """vLLM's rule: a continued message leaves no room for the start of a new one, and a plain one needs it."""
-    continued = fields.take("continue_final_message", boolean, False)
-    started = fields.take("add_generation_prompt", boolean, not continued)
-    if continued == started:
-        raise InvalidRequestError(
-            "set either continue_final_message or add_generation_prompt, not both and not neither",
-            param="add_generation_prompt",
-        )
-    if continued and messages[-1]["role"] != "assistant":
-        raise InvalidRequestError(
-            "continue_final_message needs a last message of role assistant", param="continue_final_message"
-        )
-    return continued
-
-
 def _prediction(name: str, value: Any) -> str:
     prediction = mapping(name, value)
     if prediction.get("type") != "content":
@@ -151,20 +132,6 @@ def _prediction(name: str, value: Any) -> str:
     if len(prediction) > 2:
         raise InvalidRequestError(f"{name} holds fields other than type and content", param=name)
     return text_parts(f"{name}.content", prediction.get("content"))
-
-
-def _take_empty(fields: Fields) -> None:
-    """What asks for nothing beyond one plain text answer is accepted in that form alone."""
-    fields.take_only("n", 1)
-    fields.take_only("tools", [])
-    fields.take_only("functions", [])
-    fields.take_only("tool_choice", "none", "auto")
-    fields.take_only("function_call", "none", "auto")
-    fields.take("parallel_tool_calls", boolean, True)
-    fields.take_only("response_format", {"type": "text"})
-    fields.take_only("modalities", ["text"])
-    fields.take_only("reasoning_effort", "none")
-    fields.take_only("chat_template_kwargs", {})
 
 
 def _logprobs(tokens: list[TokenLogprob] | tuple[TokenLogprob, ...]) -> dict[str, Any]:

@@ -69,10 +69,26 @@ class Generation:
         speculation = self.settings.speculation_object
         if self.path == "/chat/completions":
             request, exchange.stream, usage = chat.parse(fields, caller, max_messages=self.settings.max_messages)
-            return request, chat.ChatWriter(request.model, usage, speculation, request.sampling.logprobs)
+            return request, chat.ChatWriter(
+                request.model,
+                usage,
+                speculation,
+                request.sampling.logprobs,
+                token_ids=request.return_prompt,
+                choices=request.sampling.n,
+            )
         if self.path == "/completions":
             request, exchange.stream, usage = completions.parse(fields, caller)
-            return request, completions.CompletionWriter(request.model, usage, speculation, request.sampling.logprobs)
+            return request, completions.CompletionWriter(
+                request.model,
+                usage,
+                speculation,
+                request.sampling.logprobs,
+                token_ids=fields.get("return_token_ids") is True,
+                echo=fields.get("echo") is True,
+                prompt_logprobs=fields.get("prompt_logprobs") is not None,
+                choices=request.sampling.n,
+            )
         raise InvalidRequestError(f"the model {exchange.model!r} does not answer {self.path}", param="model")
 
     def _ready(self) -> Runtime:

@@ -8,7 +8,16 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from agentspec.errors import InvalidRequestError, UpstreamError
-from agentspec.types import Delta, FinishReason, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
+from agentspec.types import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    Speculation,
+    StructuredOutputs,
+    TokenLogprob,
+    Usage,
+)
 
 UNKNOWN_TOKEN = -1  # token id of a logprob whose upstream names tokens by text alone
 _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
@@ -26,8 +35,9 @@ def payload(request: GenerateRequest, model: str) -> tuple[str, dict[str, Any]]:
     `extra` is merged in but cannot change what is set here. A `prediction` stays here unless `extra` carries one.
     Raises `InvalidRequestError` for `n` above 1, whose further choices a delta cannot carry.
     """
-    if request.extra.get("n") not in (None, 1):
-        raise InvalidRequestError(f"n must be 1, not {request.extra['n']!r}", param="n")
+    choices = request.extra.get("n", request.sampling.n)
+    if choices not in (None, 1):
+        raise InvalidRequestError(f"n must be 1, not {choices!r}", param="n")
     chat = request.messages is not None
     body = dict(request.extra)
     body |= _sampling(request.sampling, chat=chat)
@@ -38,7 +48,39 @@ def payload(request: GenerateRequest, model: str) -> tuple[str, dict[str, Any]]:
         body["prompt"] = request.text if request.text is not None else list(request.token_ids or ())
     if request.continue_final:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
+    body |= _chat(request) if chat else {}
+    if request.return_prompt:
+        body["return_token_ids"] = True
     return "/chat/completions" if chat else "/completions", body
+
+
+def _chat(request: GenerateRequest) -> dict[str, Any]:
+    """What only chat requests say; as everywhere here, defaults are left unsaid."""
+    body: dict[str, Any] = {}
+    if not (request.start_answer or request.continue_final):
+        body["add_generation_prompt"] = False
+    if request.tools:
+        choice: Any = request.tool_choice
+        if choice not in ("auto", "none", "required"):
+            choice = {"type": "function", "function": {"name": choice}}
+        body |= {"tools": [dict(tool) for tool in request.tools], "tool_choice": choice}
+        body |= {} if request.parallel_tool_calls else {"parallel_tool_calls": False}
+    if request.template_arguments:
+        body["chat_template_kwargs"] = dict(request.template_arguments)
+    if not request.split_reasoning:
+        body["include_reasoning"] = False
+    return body
+
+
+def _form(form: StructuredOutputs) -> dict[str, Any]:
+    """A JSON form as OpenAI asks for it, any other as vLLM does."""
+    if form.json_object:
+        return {"response_format": {"type": "json_object"}}
+    if isinstance(form.json, Mapping):
+        described = {"name": "answer", "schema": dict(form.json)}
+        return {"response_format": {"type": "json_schema", "json_schema": described}}
+    given = {field.name: getattr(form, field.name) for field in fields(form)}
+    return {"structured_outputs": {name: value for name, value in given.items() if value is not None}}
 
 
 def label_headers(request: GenerateRequest) -> dict[str, str]:
@@ -80,7 +122,8 @@ def _first_choice(choices: Iterable[Any]) -> Mapping[str, Any]:
 
 
 def _sampling(sampling: SamplingParams, *, chat: bool) -> dict[str, Any]:
-    names = [field.name for field in fields(sampling) if field.name not in ("logprobs", "top_logprobs")]
+    apart = ("logprobs", "top_logprobs", "structured_outputs")
+    names = [field.name for field in fields(sampling) if field.name not in apart]
     body = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(_DEFAULTS, name)}
     if "logit_bias" in body:
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
@@ -88,6 +131,8 @@ def _sampling(sampling: SamplingParams, *, chat: bool) -> dict[str, Any]:
         body |= (
             {"logprobs": True, "top_logprobs": sampling.top_logprobs} if chat else {"logprobs": sampling.top_logprobs}
         )
+    if sampling.structured_outputs is not None:
+        body |= _form(sampling.structured_outputs)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in body.items()}
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch.answers import Reading
 from agentspec.backends.torch.calibrate import measure_batches, measure_costs
+from agentspec.backends.torch.choices import Choices
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.drafters import Drafting
 from agentspec.backends.torch.drafters.drafting import SmallModel
 from agentspec.backends.torch.engine import Engine
+from agentspec.backends.torch.forms import Forms
 from agentspec.backends.torch.generation import Job, Shared
 from agentspec.backends.torch.loader import Loaded, load, load_draft
 from agentspec.backends.torch.memory import Memory
@@ -20,11 +26,13 @@ from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.stats import EngineStats
 from agentspec.backends.torch.text import ids_of_end
 from agentspec.backends.torch.threads import on_own_thread
-from agentspec.errors import ContextLengthError, InvalidRequestError
+from agentspec.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from agentspec.types import Delta, GenerateRequest, Message, Source
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
+
+PLACE_SECONDS = 0.05  # between two looks for a place, once no choice of a request runs
 
 
 class TorchBackend:
@@ -49,6 +57,7 @@ class TorchBackend:
         self._cache = cache
         self._codec = Codec(loaded.tokenizer)
         self._stop_ids = end_ids(loaded)
+        self._form = Forms(self._codec, loaded.target.vocab_size, self._stop_ids)
         self._drafting = Drafting(settings.drafter_names(cache=cache is not None), small)
         shared = Shared(loaded.target, self._codec, max_draft_tokens=settings.max_draft_tokens, drafting=self._drafting)
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
@@ -86,48 +95,85 @@ class TorchBackend:
         Raises `InvalidRequestError` or `ContextLengthError` for what cannot be generated, `OverloadedError` when the
         queue is full, `EngineError` when this request fails, `ShuttingDownError` when the engine closes under it.
         """
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
-        job = await asyncio.to_thread(self.prepare, request)
+        jobs, reading = await asyncio.to_thread(self.prepare_all, request)
+        async with aclosing(self._answers(jobs)) as deltas:
+            readers = [reading.reader() for _ in jobs]
+            async for delta in deltas:
+                yield readers[delta.index].read(delta)
 
-        def deliver(item: Delta | Exception) -> None:
-            try:
-                loop.call_soon_threadsafe(queue.put_nowait, item)
-            except RuntimeError:  # the loop is closed: nobody listens any more
-                self._engine.cancel(job)
-
-        job.deliver = deliver
-        self._engine.submit(job)
+    async def _answers(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta]:
+        """What the engine delivers for the choices of one request; the totals come with the last end."""
+        queue: asyncio.Queue[tuple[Job, Delta | Exception]] = asyncio.Queue()
+        loop, choices = asyncio.get_running_loop(), Choices(len(jobs))
+        for job in jobs:
+            job.deliver = partial(self._deliver, loop, queue, job)
+        self._engine.submit(jobs[0])
+        waiting = jobs[1:]  # until the first has read the prompt and left its rows, and then for places
         try:
-            while True:
-                item = await queue.get()
+            while not choices.done:
+                while waiting and choices.begun and self._submitted(waiting[0]):
+                    waiting, choices.running = waiting[1:], choices.running + 1
+                if not choices.running:
+                    await asyncio.sleep(PLACE_SECONDS)
+                    continue
+                job, item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
-                yield item
-                if item.finish_reason is not None:
-                    return
+                yield choices.add(item, job.rules.choice)
         finally:
+            for job in jobs:
+                self._engine.cancel(job)
+
+    def _submitted(self, job: Job) -> bool:
+        """Whether there was a place for one more choice of a request that runs already."""
+        try:
+            self._engine.submit(job)
+        except OverloadedError:
+            return False
+        return True
+
+    def _deliver(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        queue: asyncio.Queue[tuple[Job, Delta | Exception]],
+        job: Job,
+        item: Delta | Exception,
+    ) -> None:
+        try:
+            loop.call_soon_threadsafe(queue.put_nowait, (job, item))
+        except RuntimeError:  # the loop is closed: nobody listens any more
             self._engine.cancel(job)
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._engine.close)
 
     def prepare(self, request: GenerateRequest) -> Job:
-        """Tokenize and check a request. Raises `InvalidRequestError` with `param` naming what is wrong."""
-        prompt = self._codec.prompt(request)
+        """The first choice of `prepare_all`."""
+        return self.prepare_all(request)[0][0]
+
+    def prepare_all(self, request: GenerateRequest) -> tuple[list[Job], Reading]:
+        """Tokenize and check a request: a job for each choice, and how to read their answers.
+
+        Raises `InvalidRequestError` with `param` naming what is wrong.
+        """
+        text, prompt = self._codec.read(request)
+        sampling = request.sampling
         self._check_ids(prompt, "prompt")
-        self._check_ids(list(request.sampling.logit_bias), "logit_bias")
+        self._check_ids(list(sampling.logit_bias), "logit_bias")
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
-        prediction = None if request.prediction is None else self._codec.encode(request.prediction)
-        return Job(
+        form = self._form.of(request, text)
+        job = Job(
             request=request,
             prompt=prompt,
             max_tokens=self._max_tokens(request, len(prompt)),
-            stop_ids=self._stop_ids | set(request.sampling.stop_token_ids),
-            prediction=prediction,
+            stop_ids=(frozenset() if sampling.ignore_eos else self._stop_ids) | set(sampling.stop_token_ids),
+            prediction=None if request.prediction is None else self._codec.encode(request.prediction),
             deliver=lambda item: None,
         )
+        jobs = [replace(job, rules=rules) for rules in form.rules(sampling.n)]
+        jobs[0].shares_prompt = len(jobs) > 1
+        return jobs, form.reading
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as a completion prompt."""

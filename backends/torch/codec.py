@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
-import jinja2
-
-from agentspec.errors import InvalidRequestError
+from agentspec.backends.torch.chat_template import render
+from agentspec.backends.torch.detokenizer import Decode
 from agentspec.types import GenerateRequest, Message
 
 
@@ -26,12 +27,17 @@ class Codec:
 
     def prompt(self, request: GenerateRequest) -> list[int]:
         """The prompt's token ids. Raises `InvalidRequestError` for messages that the chat template refuses."""
+        return self.read(request)[1]
+
+    def read(self, request: GenerateRequest) -> tuple[str, list[int]]:
+        """The prompt as text (empty where it was given in tokens) and its token ids. Raises `InvalidRequestError`."""
         if request.token_ids is not None:
-            return [int(token) for token in request.token_ids]
+            return "", [int(token) for token in request.token_ids]
         if request.text is not None:
-            return self.encode(request.text, special=True)
-        assert request.messages is not None
-        return self.encode_chat(request.messages, continue_final=request.continue_final)
+            return request.text, self.encode(request.text, special=True)
+        start = request.start_answer and not request.continue_final
+        text = render(self.tokenizer, request, start=start, continue_final=request.continue_final)
+        return text, self.encode(text)
 
     def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
         """Token ids of `render`."""
@@ -41,21 +47,9 @@ class Codec:
         """Messages through the model's own chat template (sandboxed): `start` opens an answer, `continue_final` leaves
         the last message open. Raises `InvalidRequestError` for what the template refuses.
         """
-        if not getattr(self.tokenizer, "chat_template", None):
-            message = "this model has no chat template: use completions with a plain prompt instead of messages"
-            raise InvalidRequestError(message, param="messages")
-        if not messages:
-            raise InvalidRequestError("messages must not be empty", param="messages")
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                [_plain(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=start,
-                continue_final_message=continue_final,
-            )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-            raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return text
+        return render(
+            self.tokenizer, GenerateRequest("", messages=messages), start=start, continue_final=continue_final
+        )
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a prompt (a beginning-of-text token)."""
@@ -71,6 +65,21 @@ class Codec:
         with self._lock:
             return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def decoder(self, shown: frozenset[int]) -> Decode:
+        """`decode`, but with the special tokens in `shown` written out."""
+        if not shown:
+            return self.decode
+
+        def decode(token_ids: Sequence[int]) -> str:
+            parts = [(token in shown, token) for token in token_ids]
+            runs = groupby(parts, key=itemgetter(0))
+            return "".join(
+                "".join(self.spell(token) for _, token in run) if marked else self.decode([token for _, token in run])
+                for marked, run in runs
+            )
+
+        return decode
+
     def spell(self, token_id: int) -> str:
         """One token as text, special ones included."""
         if self._fast is not None:
@@ -84,14 +93,3 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     marks = (token for token, added_token in added.items() if getattr(added_token, "special", False))
     return frozenset([*getattr(tokenizer, "all_special_ids", ()), *marks])
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """The message with a list of text parts joined to one string. Raises for parts that are not text."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    if any(not isinstance(text, str) for text in texts):
-        raise InvalidRequestError("message content may hold text parts only", param="messages")
-    return {**message, "content": "".join(str(text) for text in texts)}

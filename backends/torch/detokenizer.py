@@ -68,7 +68,7 @@ class StopScanner:
         if found:
             self.stopped, self.held = True, ""
             return text[: min(found)[1]]
-        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
+        keep = max((partial_end(text, stop) for stop in self.stops), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -78,7 +78,7 @@ class StopScanner:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def partial_end(text: str, stop: str) -> int:
     """Length of the longest proper beginning of `stop` that `text` ends with."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -197,6 +197,8 @@ class Engine:
             return
         with self._lock:
             self._waiting.charge(generation.job, generation.charged())
+        if outcome is not None and generation.job.shares_prompt:
+            self._share(generation)
         if generation.finish is not None:
             self._leave(generation, clean=True)
         if outcome is not None:
@@ -213,12 +215,19 @@ class Engine:
             self._keep(generation)
             self._answer_seconds += 0.2 * (perf_counter() - generation.started - self._answer_seconds)
 
-    def _keep(self, generation: Generation) -> None:
+    def _share(self, generation: Generation) -> None:
+        """Leave the rows of the prompt for the other choices of the same request."""
+        generation.job.shares_prompt = False
+        length = len(generation.job.prompt)
+        self._keep(generation, lambda rows: rows.copy(length, length))
+
+    def _keep(self, generation: Generation, part: Callable[[SequenceCache], SequenceCache] = lambda rows: rows) -> None:
         rows, request = generation.rows, generation.job.request
         if not (request.store and isinstance(rows, SequenceCache)):
             return
         try:
-            self.prefixes.keep(request.tenant, generation.tokens[: rows.length], rows)
+            kept = part(rows)
+            self.prefixes.keep(request.tenant, generation.tokens[: kept.length], kept)
         except (MemoryError, RuntimeError) as error:  # no room to copy them: the answer is whole all the same
             logger.warning("the rows of an answer are not kept for the next call: %s", error)
             self.prefixes.clear()

@@ -12,8 +12,11 @@ from torch import Tensor
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.detokenizer import Detokenizer, StopScanner
 from agentspec.backends.torch.drafters import Drafter, Drafting, PredictionDrafter
+from agentspec.backends.torch.drafters.coupled import CoupledSampler
+from agentspec.backends.torch.drafters.guided import GuidedDrafter
 from agentspec.backends.torch.kv_cache import Rows
-from agentspec.backends.torch.logprobs import token_logprob
+from agentspec.backends.torch.limits import Rules
+from agentspec.backends.torch.logprobs import PromptScorer, token_logprob
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.proposal import Bill, Proposal, Proposer
@@ -21,7 +24,7 @@ from agentspec.backends.torch.sampler import Sampler
 from agentspec.backends.torch.stats import Counters
 from agentspec.backends.torch.verify import walk
 from agentspec.governor import Governor
-from agentspec.types import Delta, FinishReason, GenerateRequest, SamplingParams, TokenLogprob, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, SamplingParams, TokenLogprob, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +38,8 @@ class Job:
     prediction: list[int] | None
     deliver: Callable[[Delta | Exception], None]
     cancelled: bool = False
+    rules: Rules = field(default_factory=Rules)
+    shares_prompt: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
@@ -73,14 +78,18 @@ class Generation:
         self._shared = shared
         self._memory = memory
         self._reused = self._charged = rows.length
-        self._sampler = Sampler(job.sampling, shared.target.vocab_size, job.prompt, shared.target.device)
-        self._detokenizer = Detokenizer(shared.codec.decode, job.prompt)
+        target = shared.target
+        limits = job.rules.limits(job.sampling.min_tokens, job.stop_ids, target.vocab_size)
+        self._sampler = Sampler(
+            job.sampling, target.vocab_size, job.prompt, target.device, choice=job.rules.choice, limits=limits
+        )
+        self._detokenizer = Detokenizer(shared.codec.decoder(job.rules.shown), job.prompt)
         self._scanner = StopScanner(job.sampling.stop)
         self._prediction = None if job.prediction is None else PredictionDrafter(job.prediction, len(job.prompt))
         self._drafter = self._open_drafter() if shared.speculates(job.request) else None
-        self._proposer = Proposer(
-            self._drafter, shared.governor, shared.counters, shared.target.vocab_size, _step_name(job)
-        )
+        self._proposer = Proposer(self._drafter, shared.governor, shared.counters, target.vocab_size, _step_name(job))
+        self._scorer = self._prompt_scorer()
+        self._prompt_due = job.request.return_prompt or self._scorer is not None
         self._logits = torch.empty(0)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -91,8 +100,22 @@ class Generation:
         return self._sampler.seed
 
     def _open_drafter(self) -> Drafter:
-        shared, sampling = self._shared, self.job.sampling
-        return shared.drafting.open(self._memory, self._prediction, sampling, self.seed, shared.governor.cost)
+        shared, job, constraint = self._shared, self.job, self._sampler.limits.constraint
+        noise = CoupledSampler(job.sampling, self.seed, job.rules.choice)
+        drafter = shared.drafting.open(self._memory, self._prediction, noise, shared.governor.cost)
+        return drafter if constraint is None else GuidedDrafter(drafter, constraint)
+
+    def _prompt_scorer(self) -> PromptScorer | None:
+        """For the first choice of a request that asks for it."""
+        top, shared = self.job.sampling.prompt_logprobs, self._shared
+        if top is None or self.job.rules.choice:
+            return None
+        return PromptScorer(shared.target, self.job.prompt, top, shared.codec.spell)
+
+    @property
+    def scorer(self) -> PromptScorer | None:
+        """What has to score the prompt before it is read; None where nothing is left to score."""
+        return None if self._scorer is None or self._scorer.done else self._scorer
 
     @property
     def unread(self) -> int:
@@ -153,7 +176,8 @@ class Generation:
         if token in self.job.stop_ids:
             self.finish = "stop"
         else:
-            self._text.append(self._scanner.feed(self._detokenizer.feed(token)))
+            piece = self._detokenizer.feed(token)
+            self._text.append(self._scanner.feed(piece) if self._emitted > self.job.sampling.min_tokens else piece)
             if self._scanner.stopped:
                 self.finish = "stop"
             elif self._emitted >= self.job.max_tokens:
@@ -175,9 +199,16 @@ class Generation:
             finish_reason=self.finish,
             usage=self._usage() if self.finish else None,
             speculation=self._proposer.speculation if self.finish else None,
+            prompt=self._prompt() if self._prompt_due else None,
         )
+        self._prompt_due = False
         self._text, self._logprobs = [], []
         return delta
+
+    def _prompt(self) -> Prompt:
+        request, ids = self.job.request, tuple(self.job.prompt)
+        text = self._shared.codec.decode(ids) if request.text is None else request.text
+        return Prompt(text, ids, None if self._scorer is None else self._scorer.finish())
 
     def _tail(self) -> list[str]:
         """What detokenizer and scanner still hold back, once nothing more will come."""

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from agentspec.backends.torch.limits import Limits
 from agentspec.types import SamplingParams
 
 GREEDY_BELOW: Final = 1e-5  # colder than this, scaling would overflow before it changed anything
@@ -54,12 +55,24 @@ def gumbel_noise(key: int, token_ids: Tensor) -> Tensor:
 class Sampler:
     """Chooses the tokens of one answer. Its history is the prompt and every token it was told to `observe`.
 
-    Processors run in the documented order of vLLM: logit_bias; repetition (prompt and answer), frequency and presence
-    penalties (answer); temperature; min_p; top_k; top_p. A choice depends on the logits, the history, the seed and
-    the absolute position, and on nothing else, so that it is the same however the logits came about.
+    Processors run in the documented order of vLLM: what `limits` bars; logit_bias; repetition (prompt and answer),
+    frequency and presence penalties (answer); temperature; min_p; top_k; top_p. A choice depends on the logits, the
+    history, the seed, the index of the answer and the absolute position, and on nothing else, so that it is the same
+    however the logits came about.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt: Sequence[int],
+        device: torch.device,
+        *,
+        choice: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        self.limits = limits or Limits()
+        self._choice = choice
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.greedy = params.temperature < GREEDY_BELOW
         self._params = params
@@ -82,18 +95,19 @@ class Sampler:
 
     def choose(self, row: int) -> int:
         """The token that follows the history, drawn from row `row`; the lowest id where greedy scores are equal."""
-        if self._best is not None:
+        if self._best is not None and (self.limits.idle or self.limits.allow(self._best[row])):
             return self._best[row]
-        scores = self._penalties(self._logits[row])
+        scores = self._penalties(self.limits.apply(self._logits[row]))
         if self.greedy:
             return int(scores.argmax())
         ids, scores = self._truncated(scores / self._params.temperature)
-        noise = gumbel_noise(position_key(self.seed, 0, self._position), ids)
+        noise = gumbel_noise(position_key(self.seed, self._choice, self._position), ids)
         return int(ids[(scores + noise).argmax()])
 
     def observe(self, token: int) -> None:
         """The answer now ends in `token`."""
         self._position += 1
+        self.limits.observe(token)
         if self._penalised:
             self._counts[token] += 1
             self._seen[token] = True

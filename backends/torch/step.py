@@ -57,7 +57,10 @@ class Turn:
 
 def play(generations: Sequence[Generation], shared: Shared) -> list[tuple[Generation, Outcome]]:
     """Give every generation its part of one forward and tell what each gained: a delta, nothing, or its own error."""
-    turns = schedule(generations, shared)
+    scored: list[tuple[Generation, Outcome]] = [(each, score(each)) for each in generations if each.scorer]
+    turns = schedule([each for each in generations if not each.scorer], shared)
+    if not turns:
+        return scored
     for turn in turns:
         if turn.draws:
             attempt(turn, turn.propose)
@@ -69,7 +72,17 @@ def play(generations: Sequence[Generation], shared: Shared) -> list[tuple[Genera
     outcomes = [attempt(turn, partial(turn.commit, bill)) for turn in turns]
     if together:  # sampling included: on a CUDA device it is what waits for the forward
         shared.governor.cost.observe(tokens, context, perf_counter() - started, len(turns))
-    return [(turn.generation, turn.error or outcome) for turn, outcome in zip(turns, outcomes, strict=True)]
+    return [*scored, *((turn.generation, turn.error or outcome) for turn, outcome in zip(turns, outcomes, strict=True))]
+
+
+def score(generation: Generation) -> Exception | None:
+    """Some of a prompt's tokens are scored, in a forward of their own: the logits of all of them are needed."""
+    try:
+        if generation.scorer:
+            generation.scorer.step()
+    except Exception as error:
+        return error
+    return None
 
 
 def schedule(generations: Sequence[Generation], shared: Shared) -> list[Turn]:

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from agentspec.backends.openai.wire import label_headers, payload, to_delta
 from agentspec.errors import InvalidRequestError, UpstreamError
-from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, Speculation, TokenLogprob, Usage
+from agentspec.types import (
+    Delta,
+    GenerateRequest,
+    Labels,
+    SamplingParams,
+    Speculation,
+    StructuredOutputs,
+    TokenLogprob,
+    Usage,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 JSON = st.recursive(
@@ -52,9 +61,14 @@ def test_every_sampling_field_travels() -> None:
         max_tokens=9,
         logprobs=True,
         top_logprobs=2,
+        min_tokens=4,
+        ignore_eos=True,
+        bad_words=("x",),
+        prompt_logprobs=0,
+        structured_outputs=StructuredOutputs(regex="a"),
     )
     _, body = payload(request(sampling=sampling), "m")
-    sent = {name: body[name] for name in SamplingParams.__dataclass_fields__}
+    sent = {name: body[name] for name in SamplingParams.__dataclass_fields__ if name != "n"}
     assert sent == {
         "temperature": 0.0,
         "top_p": 0.5,
@@ -70,6 +84,11 @@ def test_every_sampling_field_travels() -> None:
         "max_tokens": 9,
         "logprobs": True,
         "top_logprobs": 2,
+        "min_tokens": 4,
+        "ignore_eos": True,
+        "bad_words": ["x"],
+        "prompt_logprobs": 0,
+        "structured_outputs": {"regex": "a"},
     }
     json.dumps(body)
     _, body = payload(request(messages=None, text="p", sampling=sampling), "m")
@@ -101,9 +120,51 @@ def test_prediction_is_forwarded_only_through_extra() -> None:
 
 
 def test_more_choices_than_one_are_refused() -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        payload(request(extra={"n": 2}), "m")
-    assert caught.value.param == "n"
+    for asked in (request(extra={"n": 2}), request(sampling=SamplingParams(n=2))):
+        with pytest.raises(InvalidRequestError) as caught:
+            payload(asked, "m")
+        assert caught.value.param == "n"
+
+
+@pytest.mark.parametrize(
+    ("form", "sent"),
+    [
+        (StructuredOutputs(json_object=True), {"response_format": {"type": "json_object"}}),
+        (
+            StructuredOutputs(json={"type": "object"}),
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": {"type": "object"}},
+                }
+            },
+        ),
+        (StructuredOutputs(choice=("a", "b")), {"structured_outputs": {"choice": ("a", "b")}}),
+    ],
+)
+def test_forms_travel_as_openai_has_them_where_it_has_them(form: StructuredOutputs, sent: dict[str, Any]) -> None:
+    _, body = payload(request(sampling=SamplingParams(structured_outputs=form)), "m")
+    assert sent.items() <= body.items()
+    json.dumps(body)
+
+
+def test_tools_travel() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = request(
+        tools=(tool,),
+        tool_choice="f",
+        parallel_tool_calls=False,
+        start_answer=False,
+        return_prompt=True,
+        split_reasoning=False,
+        template_arguments={"a": 1},
+    )
+    _, body = payload(asked, "m")
+    named = {"type": "function", "function": {"name": "f"}}
+    assert body["tools"] == [tool] and body["tool_choice"] == named and body["parallel_tool_calls"] is False
+    assert body["add_generation_prompt"] is False and body["return_token_ids"] is True
+    assert body["chat_template_kwargs"] == {"a": 1} and body["include_reasoning"] is False
+    assert payload(request(tools=(tool,)), "m")[1]["tool_choice"] == "auto"
 
 
 @given(st.text(min_size=1, max_size=20))

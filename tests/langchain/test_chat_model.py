@@ -128,13 +128,13 @@ def test_unknown_and_wrong_options_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"tools": [{"type": "function"}]}, {"response_format": {}}, {"n": 2}, {"best_of": 2}]
+    "option", [{"tools": [{"type": "function"}]}, {"response_format": {}}, {"n": 0}, {"best_of": 2}, {"functions": [1]}]
 )
 def test_the_local_engine_refuses_what_it_cannot_do(option: dict[str, Any]) -> None:
     model = ChatAgentSpec(runtime=Runtime(Settings(), backends={"local": FakeBackend()}))
-    with pytest.raises(InvalidRequestError, match="local engine") as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         model.invoke("hi", **option)
-    assert caught.value.param in option
+    assert str(caught.value.param).partition(".")[0].partition("[")[0] in option
     assert model.invoke("hi", user="me", n=1).content == "ok"
 
 

@@ -52,7 +52,7 @@ class TestInProcess(ChatModelIntegrationTests):
 
     @property
     def has_tool_calling(self) -> bool:
-        return False  # the local engine refuses tools
+        return False  # the script says what it says
 
     @property
     def has_structured_output(self) -> bool:

@@ -10,10 +10,21 @@ from agentspec.errors import InvalidRequestError
 from agentspec.proxy.answer import Gathered, encode
 from agentspec.proxy.chat import ChatWriter, parse
 from agentspec.proxy.labels import Caller
-from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, Speculation, TokenLogprob, Usage
+from agentspec.types import (
+    Delta,
+    GenerateRequest,
+    Labels,
+    Prompt,
+    SamplingParams,
+    Speculation,
+    StructuredOutputs,
+    TokenLogprob,
+    Usage,
+)
 
 CALLER = Caller("t", Labels(step="s"), speculation=False, store=True)
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
@@ -97,6 +108,12 @@ def test_every_field_that_is_acted_on() -> None:
         ("n", 1),
         ("tools", []),
         ("tool_choice", "auto"),
+        ("tool_choice", "none"),
+        ("response_format", None),
+        ("echo", False),
+        ("skip_special_tokens", True),
+        ("length_penalty", 1.0),
+        ("min_tokens", 0),
         ("parallel_tool_calls", False),
         ("response_format", {"type": "text"}),
         ("modalities", ["text"]),
@@ -115,22 +132,55 @@ def test_inert_fields_change_nothing(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
         ({"n": True}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "auto"}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"function": {}}, "tools": [TOOL]}, "tool_choice.function.name"),
         ({"functions": [{}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
+        ({"guided_choice": [1]}, "guided_choice"),
+        ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"min_tokens": 3}, "min_tokens"),
-        ({"ignore_eos": True}, "ignore_eos"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["x"] * 100}, "bad_words"),
+        ({"return_token_ids": 1}, "return_token_ids"),
+        ({"include_reasoning": "no"}, "include_reasoning"),
         ({"best_of": 2}, "best_of"),
         ({"unheard_of": 0}, "unheard_of"),
         ({"api_base": "http://evil"}, "api_base"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": 3}, "temperature"),
@@ -166,7 +216,6 @@ def test_inert_fields_change_nothing(field: str, value: Any) -> None:
         ({"prediction": {"type": "image", "content": "x"}}, "prediction.type"),
         ({"prediction": {"type": "content"}}, "prediction.content"),
         ({"prediction": {"type": "content", "content": "x", "more": 1}}, "prediction"),
-        ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"messages": []}, "messages"),
@@ -177,14 +226,20 @@ def test_inert_fields_change_nothing(field: str, value: Any) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
@@ -194,10 +249,73 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
     encode(caught.value.body())
 
 
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {}}}},
+            StructuredOutputs(json={}),
+        ),
+        ({"structured_outputs": {"json": {"type": "object"}}}, StructuredOutputs(json={"type": "object"})),
+        ({"structured_outputs": {"regex": "a", "choice": None}}, StructuredOutputs(regex="a")),
+        ({"structured_outputs": {"grammar": "start: x"}}, StructuredOutputs(grammar="start: x")),
+        ({"guided_json": '{"type": "object"}'}, StructuredOutputs(json={"type": "object"})),
+        ({"guided_choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
+        ({"guided_regex": "a+"}, StructuredOutputs(regex="a+")),
+        ({"guided_grammar": "root ::= x"}, StructuredOutputs(grammar="root ::= x")),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+)
+def test_forms_by_every_name(fields: dict[str, Any], form: StructuredOutputs | None) -> None:
+    assert ask(**fields).sampling.structured_outputs == form
+
+
+def test_the_fields_of_vllm() -> None:
+    request = ask(
+        n=3,
+        min_tokens=2,
+        max_tokens=4,
+        ignore_eos=True,
+        bad_words=["x"],
+        prompt_logprobs=2,
+        return_token_ids=True,
+        chat_template_kwargs={"enable_thinking": False},
+        include_reasoning=False,
+        add_generation_prompt=False,
+    )
+    sampling = request.sampling
+    assert (sampling.n, sampling.min_tokens, sampling.ignore_eos, sampling.bad_words) == (3, 2, True, ("x",))
+    assert sampling.prompt_logprobs == 2 and request.return_prompt and not request.split_reasoning
+    assert request.template_arguments == {"enable_thinking": False} and not request.start_answer
+
+
+def test_tools_and_what_came_of_them() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": [{"type": "text", "text": "y"}], "tool_call_id": "1", "name": "f"},
+    ]
+    for choice, read in (
+        ("required", "required"),
+        ({"type": "function", "function": {"name": "f"}}, "f"),
+        ("none", "none"),
+    ):
+        request = ask(messages=messages, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)
+        assert request.tools == (TOOL,) and request.tool_choice == read and not request.parallel_tool_calls
+        assert request.messages == [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},
+            {"role": "tool", "content": "y", "tool_call_id": "1", "name": "f"},
+        ]
+
+
 NAMES = [
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens", "logit_bias",
     "logprobs", "top_logprobs", "stream", "stream_options", "prediction", "messages", "model", "n", "tools",
-    "stop_token_ids", "continue_final_message", "user", "other",
+    "stop_token_ids", "continue_final_message", "user", "other", "tool_choice", "response_format", "structured_outputs",
+    "guided_json", "bad_words", "chat_template_kwargs",
 ]  # fmt: skip
 
 
@@ -267,5 +385,58 @@ def test_the_whole_answer_is_the_sum_of_its_chunks() -> None:
             "bytes": [97],
             "top_logprobs": [{"token": "é", "logprob": -9999.0, "bytes": [195, 169]}],
         }
+    ]
+    encode(body)
+
+
+def call(index: int, **more: Any) -> dict[str, Any]:
+    return {"index": index, **more}
+
+
+SEVERAL = [
+    Delta(
+        text="a",
+        token_ids=(5,),
+        prompt=Prompt("p", (1, 2), (TokenLogprob(2, "p", -1.0, (TokenLogprob(3, "q", -0.5, (), 1),), 2),)),
+    ),
+    Delta(index=1, extra={"reasoning": "h", "reasoning_content": "h"}),
+    Delta(index=1, extra={"reasoning": "m", "reasoning_content": "m"}),
+    Delta(index=1, extra={"tool_calls": [call(0, id="c", type="function", function={"name": "f", "arguments": "{"})]}),
+    Delta(text="b", token_ids=(6,), finish_reason="stop"),
+    Delta(index=1, extra={"tool_calls": [call(0, function={"arguments": "}"})]}),
+    Delta(index=1, finish_reason="tool_calls", usage=Usage(2, 7)),
+]
+
+
+def test_several_choices_end_one_by_one_and_are_counted_at_the_last_end() -> None:
+    writer = ChatWriter("m", True, True, False, token_ids=True, choices=2)
+    written = [chunk for delta in SEVERAL for chunk in writer.chunks(delta)]
+    choices = [chunk["choices"][0] for chunk in written if chunk["choices"]]
+    assert [choice["index"] for choice in choices] == [0, 1, 1, 1, 0, 1, 1]
+    assert [choice["delta"].get("role") for choice in choices] == ["assistant", "assistant", *[None] * 5]
+    assert written[0]["prompt_token_ids"] == [1, 2] and choices[0]["token_ids"] == [5]
+    assert "prompt_token_ids" not in written[1]
+    assert [chunk["usage"] is not None for chunk in written] == [*[False] * 7, True]
+
+
+def test_a_whole_answer_of_several_choices() -> None:
+    answer = Gathered()
+    for delta in SEVERAL:
+        answer.add(delta)
+    body = ChatWriter("m", False, True, False, token_ids=True, choices=2).body(answer)
+    first, second = body["choices"]
+    assert first["message"]["content"] == "ab" and first["token_ids"] == [5, 6]
+    assert second["message"]["content"] is None and second["finish_reason"] == "tool_calls"
+    assert second["message"]["reasoning"] == second["message"]["reasoning_content"] == "hm"
+    assert second["message"]["tool_calls"] == [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    ]
+    assert body["prompt_token_ids"] == [1, 2]
+    assert body["prompt_logprobs"] == [
+        None,
+        {
+            "3": {"logprob": -0.5, "rank": 1, "decoded_token": "q"},
+            "2": {"logprob": -1.0, "rank": 2, "decoded_token": "p"},
+        },
     ]
     encode(body)

@@ -10,7 +10,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.proxy.answer import Gathered, encode
 from agentspec.proxy.completions import CompletionWriter, parse
 from agentspec.proxy.labels import Caller
-from agentspec.types import Delta, GenerateRequest, Labels, TokenLogprob, Usage
+from agentspec.types import Delta, GenerateRequest, Labels, Prompt, TokenLogprob, Usage
 
 CALLER = Caller("t", Labels(), speculation=True, store=False)
 
@@ -47,10 +47,12 @@ def test_logprobs_are_a_number_here() -> None:
         ({"prompt": [1, True]}, "prompt"),
         ({"prompt": [2**31]}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
-        ({"n": 3}, "n"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"n": 0}, "n"),
+        ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"tools": []}, "tools"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"messages": []}, "messages"),
@@ -62,6 +64,49 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         ask(**fields)
     assert caught.value.param == param
+
+
+def test_echo_wants_the_prompt_scored_as_the_answer_is() -> None:
+    assert ask(echo=True).return_prompt and ask(echo=True).sampling.prompt_logprobs is None
+    assert ask(echo=True, logprobs=2).sampling.prompt_logprobs == 2
+    assert ask(return_token_ids=True).return_prompt
+    assert ask(n=2, best_of=2, guided_choice=["a"]).sampling.n == 2
+
+
+ECHOED = Prompt("a bc", (1, 2, 3), (TokenLogprob(2, " b", -1.0), TokenLogprob(3, "c", -2.0)))
+DELTAS = [
+    Delta(text="x", token_ids=(7,), logprobs=(TokenLogprob(7, "x", -0.5),), prompt=ECHOED),
+    Delta(text="y", token_ids=(8,), logprobs=(TokenLogprob(8, "y", -0.5),), index=1, finish_reason="length"),
+    Delta(text="z", token_ids=(9,), logprobs=(TokenLogprob(9, "z", -0.5),), finish_reason="stop", usage=Usage(3, 3)),
+]
+
+
+def test_an_echoed_prompt_stands_before_every_choice() -> None:
+    def writer() -> CompletionWriter:
+        return CompletionWriter("m", True, True, True, token_ids=True, echo=True, choices=2)
+
+    answer, streaming = Gathered(), writer()
+    for delta in DELTAS:
+        answer.add(delta)
+    whole = writer().body(answer)["choices"]
+    streamed = [chunk["choices"][0] for delta in DELTAS for chunk in streaming.chunks(delta) if chunk["choices"]]
+    assert [choice["text"] for choice in whole] == ["a bcxz", "a bcy"]
+    assert [choice["text"] for choice in streamed] == ["a bcx", "a bcy", "z"]
+    assert whole[0]["logprobs"]["tokens"] == ["a", " b", "c", "x", "z"]
+    assert whole[0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0, -0.5, -0.5]
+    assert whole[0]["logprobs"]["text_offset"] == [0, 1, 3, 4, 5]
+    assert streamed[2]["logprobs"]["text_offset"] == [5] and streamed[1]["logprobs"]["text_offset"] == [0, 1, 3, 4]
+    assert whole[0]["token_ids"] == [7, 9] and whole[1]["prompt_token_ids"] == [1, 2, 3]
+    encode(whole)
+
+
+def test_prompt_logprobs_stand_on_the_choice() -> None:
+    answer = Gathered()
+    for delta in DELTAS[:1]:
+        answer.add(delta)
+    [choice] = CompletionWriter("m", True, True, False, prompt_logprobs=True).body(answer)["choices"]
+    assert choice["text"] == "x" and choice["logprobs"] is None
+    assert [entry and list(entry) for entry in choice["prompt_logprobs"]] == [None, ["2"], ["3"]]
 
 
 def test_harmless_values_are_accepted() -> None:

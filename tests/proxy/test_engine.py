@@ -108,7 +108,7 @@ def test_a_continued_message_is_not_a_new_one(client: openai.OpenAI) -> None:
 
 def test_the_context_length(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, "x" * 600)
+        ask(client, "x" * 2100)
     assert caught.value.code == "context_length_exceeded"
 
 

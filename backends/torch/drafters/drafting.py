@@ -29,14 +29,14 @@ class SmallModel:
     model: TargetModel
     codecs: tuple[Codec, Codec] | None = None
 
-    def drafter(self, sampling: SamplingParams, seed: int, cost: CostModel) -> Drafter:
+    def drafter(self, noise: CoupledSampler, cost: CostModel) -> Drafter:
         """A drafter for one answer that draws with its noise; greedily where tokens have to be translated."""
 
         def least(seconds: float, context: int) -> float:
             return seconds / cost.seconds(1, context)
 
         if self.codecs is None:
-            return ModelDrafter(self.model, CoupledSampler(sampling, seed), least)
+            return ModelDrafter(self.model, noise, least)
         greedy = CoupledSampler(SamplingParams(temperature=0), 0)
         return BridgeDrafter(ModelDrafter(self.model, greedy, least, width=1), *self.codecs)
 
@@ -52,8 +52,7 @@ class Drafting:
         self,
         memory: DraftingRequest,
         prediction: PredictionDrafter | None,
-        sampling: SamplingParams,
-        seed: int,
+        noise: CoupledSampler,
         cost: CostModel,
     ) -> Drafter:
         """One answer's drafter: the cheap ones' trees merged, and the draft model where it pays."""
@@ -67,4 +66,4 @@ class Drafting:
         cheap = MergedDrafter(found)
         if "model" not in self.names or self.small is None:
             return cheap
-        return HybridDrafter(cheap, self.small.drafter(sampling, seed, cost), lambda rows: cost.seconds(1, rows))
+        return HybridDrafter(cheap, self.small.drafter(noise, cost), lambda rows: cost.seconds(1, rows))

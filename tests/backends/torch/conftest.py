@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,14 @@ from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.drafters import Drafting, make_draft
 from agentspec.backends.torch.generation import Generation, Job, Shared
 from agentspec.backends.torch.kv_cache import Rows
+from agentspec.backends.torch.limits import Rules
 from agentspec.backends.torch.loader import Loaded, prepare
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.step import play
 from agentspec.governor import Governor, Pace
 from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
+
+Allowed = Callable[[Sequence[int]], Collection[int]]  # from an answer to the tokens that may follow it
 
 EOS, USER, ASSISTANT = 256, 257, 258
 VOCAB = 259
@@ -189,6 +192,7 @@ class Ask:
     stop_ids: Sequence[int] = (EOS,)
     prediction: Sequence[int] | None = None
     speculates: bool = False  # without a script too
+    rules: Rules = field(default_factory=Rules)
     request: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, shared: Shared, rows: Rows | None) -> Generation:
@@ -198,7 +202,9 @@ class Ask:
             "tiny", token_ids=prompt, sampling=self.sampling, speculation=speculation, **self.request
         )
         predicted = None if self.prediction is None else list(self.prediction)
-        job = Job(request, prompt, self.max_tokens, frozenset(self.stop_ids), predicted, lambda item: None)
+        job = Job(
+            request, prompt, self.max_tokens, frozenset(self.stop_ids), predicted, lambda item: None, rules=self.rules
+        )
         memory = ScriptedMemory(self.script or (lambda text, budget: None), prompt)
         return Generation(job, shared, rows or shared.target.new_rows(1), memory)
 
@@ -287,15 +293,27 @@ class Lab:
         *,
         max_tokens: int = 24,
         stop_ids: Sequence[int] = (EOS,),
+        allowed: Allowed | None = None,
+        choice: int = 0,
     ) -> list[int]:
         answer: list[int] = []
         while len(answer) < max_tokens and (not answer or answer[-1] not in stop_ids):
-            answer.append(int(np.argmax(self.scores(prompt, answer, sampling))))
+            answer.append(int(np.argmax(self.scores(prompt, answer, sampling, allowed, choice))))
         return answer
 
-    def scores(self, prompt: Sequence[int], answer: Sequence[int], sampling: SamplingParams) -> np.ndarray:
+    def scores(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        sampling: SamplingParams,
+        allowed: Allowed | None = None,
+        choice: int = 0,
+    ) -> np.ndarray:
         """The perturbed scores [vocab] whose argmax is the next token; -inf where the rule excludes one."""
-        return plain_rule(self.logits([*prompt, *answer]), prompt, answer, sampling)
+        logits = self.logits([*prompt, *answer])
+        if allowed is not None:
+            logits = np.where(np.isin(np.arange(len(logits)), list(allowed(answer))), logits, -np.inf)
+        return plain_rule(logits, prompt, answer, sampling, choice)
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -304,12 +322,17 @@ class Lab:
         return out.logits[0, -1].float().numpy()
 
     def require_same(
-        self, prompt: Sequence[int], sampling: SamplingParams, got: Sequence[int], want: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        got: Sequence[int],
+        want: Sequence[int],
+        allowed: Allowed | None = None,
     ) -> None:
         """Equal up to the first divergence, which must be a near-tie; each one is counted and printed."""
         for i, (left, right) in enumerate(zip(got, want, strict=False)):
             if left != right:
-                scores = self.scores(prompt, list(want[:i]), sampling)
+                scores = self.scores(prompt, list(want[:i]), sampling, allowed)
                 gap = abs(float(scores[left] - scores[right]))
                 self.divergences.append(f"token {i}: {left} for {right}, gap {gap:.2e}")
                 print("near-tie divergence:", self.divergences[-1])
@@ -319,7 +342,7 @@ class Lab:
 
 
 def plain_rule(
-    logits: np.ndarray, prompt: Sequence[int], answer: Sequence[int], sampling: SamplingParams
+    logits: np.ndarray, prompt: Sequence[int], answer: Sequence[int], sampling: SamplingParams, choice: int = 0
 ) -> np.ndarray:
     """The sampling rule, written out plainly."""
     scores = logits.astype(np.float64)
@@ -343,7 +366,8 @@ def plain_rule(
         before = np.cumsum(weights / weights.sum()) - weights / weights.sum()
         scores[order[before >= sampling.top_p]] = -np.inf
     position = len(prompt) + len(answer)
-    return scores + np.array([plain_gumbel(sampling.seed or 0, position, token) for token in range(len(scores))])
+    seed = sampling.seed or 0
+    return scores + np.array([plain_gumbel(seed, position, token, choice) for token in range(len(scores))])
 
 
 def _splitmix(word: int) -> int:
@@ -353,9 +377,9 @@ def _splitmix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def plain_gumbel(seed: int, position: int, token: int) -> float:
+def plain_gumbel(seed: int, position: int, token: int, choice: int = 0) -> float:
     golden = 0x9E3779B97F4A7C15
-    key = _splitmix(_splitmix(_splitmix(seed + golden)) + golden * (position + 1))
+    key = _splitmix(_splitmix(_splitmix(seed + golden) ^ choice) + golden * (position + 1))
     bits = _splitmix(token * golden + key) >> 32
     return -math.log(-math.log1p(-min((bits + 0.5) / 2**32, 1 - 2**-25)))
 
@@ -431,8 +455,3 @@ def rule() -> Callable[..., np.ndarray]:
 @pytest.fixture(scope="session")
 def ask_of() -> type[Ask]:
     return Ask
-
-
-@pytest.fixture(scope="session")
-def eager_governor() -> type[EagerGovernor]:
-    return EagerGovernor

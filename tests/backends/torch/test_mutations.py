@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +21,9 @@ from transformers import AttentionInterface
 from agentspec.backends.torch import (
     attention,
     generation,
+    grammar,
     kv_cache,
+    limits,
     model,
     packed,
     proposal,
@@ -28,10 +32,12 @@ from agentspec.backends.torch import (
     tree_mask,
     verify,
 )
+from agentspec.errors import EngineError
 from agentspec.types import SamplingParams
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100]
 LENGTH = 36
+END = 256
 SAMPLINGS = (
     SamplingParams(temperature=0),
     SamplingParams(temperature=1.5, seed=3),
@@ -66,11 +72,16 @@ MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     "history not kept": (sampler, "self._counts[token] += 1", "pass", (sampler.Sampler, "observe")),
     "noise by row": (
         sampler,
-        "position_key(self.seed, 0, self._position)",
-        "position_key(self.seed, 0, row)",
+        "position_key(self.seed, self._choice, self._position)",
+        "position_key(self.seed, self._choice, row)",
         (sampler.Sampler, "choose"),
     ),
-    "seed ignored": (sampler, "position_key(self.seed, 0,", "position_key(0, 0,", (sampler.Sampler, "choose")),
+    "seed ignored": (
+        sampler,
+        "position_key(self.seed, self._choice,",
+        "position_key(0, self._choice,",
+        (sampler.Sampler, "choose"),
+    ),
     "child of any parent": (
         verify,
         "children.get((node, token))",
@@ -147,6 +158,46 @@ BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         (generation.Generation, "read"),
     ),
 }  # fmt: skip
+# The same for what a request's rules bar.
+RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
+    "grammar not advanced": (
+        grammar,
+        "self._matcher.consume_token(token)",
+        "pass",
+        (grammar.Constraint, "advance"),
+    ),
+    "mask not applied": (
+        sampler,
+        "self.limits.apply(self._logits[row])",
+        "self._logits[row]",
+        (sampler.Sampler, "choose"),
+    ),
+    "best token taken unasked": (
+        sampler,
+        " and (self.limits.idle or self.limits.allow(self._best[row]))",
+        "",
+        (sampler.Sampler, "choose"),
+    ),
+    "rules do not hear of tokens": (sampler, "self.limits.observe(token)", "pass", (sampler.Sampler, "observe")),
+    "end allowed one token early": (
+        limits,
+        "self._count < self._early",
+        "self._count + 1 < self._early",
+        (limits.Limits, "_barred"),
+    ),
+    "history of bad words not kept": (
+        limits,
+        "self._said = [*self._said, token][-self._longest :]",
+        "pass",
+        (limits.Limits, "observe"),
+    ),
+    "choices share their noise": (
+        sampler,
+        "position_key(self.seed, self._choice,",
+        "position_key(self.seed, 0,",
+        (sampler.Sampler, "choose"),
+    ),
+}
 
 
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
@@ -264,6 +315,46 @@ def test_a_broken_guard_of_batching_is_caught(
         monkeypatch.setitem(AttentionInterface._global_mapping, attention.ATTENTION_NAME, attention.packed_attention)
     with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
         batch_battery(labs, ask_of, tree_of, governor)
+
+
+def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
+    """A short version of the tests with rules: a grammar, a bad word, a shortest length, a second choice."""
+    words = grammars.compile("start: /[a-c]{12,30}/", param="p")
+    letters = [grammars._tokenizer.encode(letter)[0] for letter in "abc"]
+    bad = (letters[0], letters[1])
+
+    def allowed(answer: Sequence[int]) -> list[int]:
+        free = [token for token in letters if (*answer[-1:], token) != bad]
+        return free if len(answer) < 15 else [*free, END]
+
+    for sampling in SAMPLINGS:
+        shortest = replace(sampling, min_tokens=15)
+        want = lab.oracle(PROMPT, shortest, max_tokens=20, allowed=allowed, choice=1)
+        for script in scripts(want, tree_of)[:2]:
+            rules = limits.Rules(words, (bad,), choice=1)
+            got = lab.run(PROMPT, shortest, script, max_tokens=20, rules=rules)
+            assert got.tokens == want
+        eager = replace(sampling, min_tokens=5, logit_bias={END: 100.0})
+        assert len(lab.run(PROMPT, eager, scripts(want, tree_of)[0], max_tokens=20).tokens) == 6
+
+
+@pytest.fixture(scope="module")
+def grammars(byte_tokens: Any) -> Any:
+    return grammar.Grammars(byte_tokens, 259, [END])
+
+
+def test_the_battery_of_rules_passes_without_a_mutation(lab: Any, tree_of: Any, grammars: Any) -> None:
+    rule_battery(lab, tree_of, grammars)
+
+
+@pytest.mark.parametrize("name", RULE_MUTATIONS)
+def test_a_broken_rule_is_caught(
+    lab: Any, tree_of: Any, grammars: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, old, new, (owner, attribute) = RULE_MUTATIONS[name]
+    place(owner, attribute, mutated(module, old, new), monkeypatch)
+    with pytest.raises((AssertionError, EngineError)):
+        rule_battery(lab, tree_of, grammars)
 
 
 def test_modules_are_whole_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.benchmarks.prompt_sets import load_prompts
 from agentspec.cache import SuffixCache
-from agentspec.types import Delta, GenerateRequest, SamplingParams
+from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
 
 pytestmark = [pytest.mark.anyio, pytest.mark.model]
 
@@ -101,3 +102,63 @@ async def test_a_conversation_reuses_its_rows(backend: TorchBackend) -> None:
     assert last.usage.cached_tokens > 0.5 * last.usage.prompt_tokens
     fresh = await answer(backend, GenerateRequest("m", messages=messages, sampling=sampling, tenant="fresh"))
     assert fresh[2].usage.cached_tokens == 0 and fresh[0] == again
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "city": {"type": "string", "maxLength": 20},
+        "married": {"type": "boolean"},
+    },
+    "required": ["name", "age", "city", "married"],
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_json_schema_holds_on_and_off(backend: TorchBackend, temperature: float) -> None:
+    sampling = SamplingParams(
+        temperature=temperature, seed=3, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON)
+    )
+    messages = [{"role": "user", "content": "Describe Ann from Rome, 31 years old, as JSON."}]
+    off = await answer(
+        backend, GenerateRequest("m", messages=messages, sampling=sampling, speculation=False, store=False)
+    )
+    for _ in range(2):
+        on = await answer(backend, GenerateRequest("m", messages=messages, sampling=sampling))
+        assert on[:2] == off[:2] and on[2].finish_reason == "stop"
+    person = json.loads(on[1])
+    assert list(person) == list(PERSON["properties"]) and 0 <= person["age"] <= 150
+    assert on[2].speculation.steps < len(on[0]) / 2 and backend.stats().accepted_by_source["grammar"] > 0
+
+
+@pytest.mark.parametrize("choice", ["required", "get_weather"])
+async def test_a_tool_is_called(backend: TorchBackend, choice: str) -> None:
+    request = GenerateRequest(
+        "m",
+        messages=[{"role": "user", "content": "What will the weather be in Paris in the next 3 days?"}],
+        tools=(WEATHER,),
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        sampling=SamplingParams(temperature=0, max_tokens=80),
+    )
+    calls: list[Any] = []
+    async for delta in backend.generate(request):
+        calls += delta.extra.get("tool_calls", [])
+        assert delta.text == ""
+    assert calls[0]["function"]["name"] == "get_weather"
+    given = json.loads("".join(call["function"]["arguments"] for call in calls))
+    assert given["city"] == "Paris" and isinstance(given["days"], int)

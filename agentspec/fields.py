@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from agentspec.errors import InvalidRequestError
-from agentspec.types import SamplingParams
+from agentspec.types import SamplingParams, StructuredOutputs
 
 T = TypeVar("T")
 
 MAX_STOPS = 64
 MAX_BIASES = 1024
+MAX_CHOICES_OF_TEXT = 4096
 MAX_TOKEN_ID = 2**31 - 1
 _SEEDS = range(-(2**63), 2**63)
 
@@ -20,6 +23,15 @@ _SEEDS = range(-(2**63), 2**63)
 INERT = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
 )
+
+# Fields of vLLM's that are taken where they say what is done anyway.
+USUAL = {
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+}
 
 
 class Fields:
@@ -128,7 +140,81 @@ def take_sampling(fields: Fields, *, max_tokens: int | None, logprobs: bool, top
         max_tokens=max_tokens,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        **take_rules(fields, SamplingParams()),
     )
+
+
+def take_rules(fields: Fields, given: SamplingParams) -> dict[str, Any]:
+    """How many answers, how long and of what form at least, as parameters; those of `given` where nothing is said."""
+    for name, usual in USUAL.items():
+        fields.take_only(name, usual)
+    return {
+        "n": fields.take("n", count, given.n),
+        "min_tokens": fields.take("min_tokens", count, given.min_tokens),
+        "ignore_eos": fields.take("ignore_eos", boolean, given.ignore_eos),
+        "bad_words": fields.take("bad_words", _bad_words, given.bad_words),
+        "structured_outputs": take_structured_outputs(fields) or given.structured_outputs,
+        "prompt_logprobs": fields.take("prompt_logprobs", count, given.prompt_logprobs),
+    }
+
+
+def take_structured_outputs(fields: Fields) -> StructuredOutputs | None:
+    """The form of the answer, by OpenAI's `response_format`, vLLM's `structured_outputs` or its older `guided_*`."""
+    older = ((f"guided_{name}", name) for name in ("json", "regex", "choice", "grammar"))
+    found = {
+        "response_format": fields.take("response_format", _response_format, None),
+        "structured_outputs": fields.take("structured_outputs", _structured_outputs, None),
+        **{name: fields.take(name, partial(_structured, kind), None) for name, kind in older},
+    }
+    given = {name: form for name, form in found.items() if form is not None}
+    if len(given) > 1:
+        raise InvalidRequestError(f"send one of {', '.join(given)}, not all", param=next(iter(given)))
+    return next(iter(given.values()), None)
+
+
+def _response_format(name: str, value: Any) -> StructuredOutputs | None:
+    wanted = mapping(name, value)
+    kind = wanted.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    if kind != "json_schema":
+        raise InvalidRequestError(f"{name}.type must be text, json_object or json_schema", param=f"{name}.type")
+    described = mapping(f"{name}.json_schema", wanted.get("json_schema"))
+    return _structured("json", f"{name}.json_schema.schema", described.get("schema"))
+
+
+def _structured_outputs(name: str, value: Any) -> StructuredOutputs:
+    given = {kind: one for kind, one in mapping(name, value).items() if one is not None}
+    if len(given) != 1:
+        raise InvalidRequestError(f"{name} must hold exactly one kind of form, not {len(given)}", param=name)
+    [(kind, one)] = given.items()
+    return _structured(kind, f"{name}.{kind}"[:80].encode("ascii", "replace").decode(), one)
+
+
+def _structured(kind: str, name: str, value: Any) -> StructuredOutputs:
+    if kind == "json":
+        return StructuredOutputs(json=_schema(name, value))
+    if kind == "json_object":
+        return StructuredOutputs(json_object=boolean(name, value))
+    if kind == "choice":
+        _at_most(name, len(array(name, value)), MAX_CHOICES_OF_TEXT)
+        return StructuredOutputs(choice=tuple(string(name, choice) for choice in value))
+    if kind == "regex":
+        return StructuredOutputs(regex=string(name, value))
+    if kind == "grammar":
+        return StructuredOutputs(grammar=string(name, value))
+    raise InvalidRequestError(f"{name} is not supported by this model", param=name)
+
+
+def _schema(name: str, value: Any) -> dict[str, Any] | bool:
+    if isinstance(value, str):  # vLLM takes a schema written out as well
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InvalidRequestError(f"{name} is a string that is not JSON", param=name) from None
+    return value if isinstance(value, bool) else mapping(name, value)
 
 
 def take_stream(fields: Fields) -> tuple[bool, bool]:
@@ -174,6 +260,11 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
 def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
     _at_most(name, len(array(name, value)), MAX_STOPS)
     return token_ids(name, value)
+
+
+def _bad_words(name: str, value: Any) -> tuple[str, ...]:
+    _at_most(name, len(array(name, value)), MAX_STOPS)
+    return tuple(string(name, word) for word in value)
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:

@@ -1,0 +1,61 @@
+"""Several answers to one request: whose delta it is, and one total for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from agentspec.types import Delta, Speculation, Usage
+
+
+@dataclass(slots=True)
+class Choices:
+    """Counts the ends of `total` answers, of which `running` have been begun. The prompt is counted once."""
+
+    total: int
+    running: int = 1
+    begun: bool = False
+    _usages: list[Usage] = field(default_factory=list)
+    _speculations: list[Speculation] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return len(self._usages) == self.total
+
+    def add(self, delta: Delta, index: int) -> Delta:
+        """The delta of choice `index`; the totals stand on the last end alone."""
+        self.begun = True
+        if delta.finish_reason is None:
+            return replace(delta, index=index)
+        self.running -= 1
+        self._usages.append(delta.usage or Usage())
+        self._speculations += [delta.speculation] if delta.speculation else []
+        usage = _usage(self._usages) if self.done else None
+        speculation = _speculation(self._speculations) if self.done else None
+        return replace(delta, index=index, usage=usage, speculation=speculation)
+
+
+def _usage(all: list[Usage]) -> Usage:
+    first = all[0]
+    return Usage(
+        prompt_tokens=first.prompt_tokens,
+        completion_tokens=sum(one.completion_tokens for one in all),
+        cached_tokens=min(one.cached_tokens for one in all),
+        accepted_prediction_tokens=_sum([one.accepted_prediction_tokens for one in all]),
+        rejected_prediction_tokens=_sum([one.rejected_prediction_tokens for one in all]),
+    )
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _speculation(all: list[Speculation]) -> Speculation | None:
+    if not all:
+        return None
+    return Speculation(
+        drafted=sum(one.drafted for one in all),
+        accepted=sum(one.accepted for one in all),
+        steps=sum(one.steps for one in all),
+        estimated_seconds_saved=sum(one.estimated_seconds_saved for one in all),
+    )

@@ -1,0 +1,160 @@
+"""The form an answer must have: a grammar compiled for a model's tokens, and its state along one answer.
+
+Masks, advancing and rolling back are llguidance's. A state is a function of the answer's tokens alone, so that the
+processed distribution at a node of a draft tree is the one that the grammar leaves after the drafted ancestors, and a
+draft that violates it is never accepted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import llguidance
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentspec.errors import EngineError, InvalidRequestError
+
+KEPT = 64  # compiled grammars: agents send the same schema again and again
+
+
+class Grammars:
+    """Compiles grammars for one model. Thread-safe. The tokenizer's tables are built on first use (about a second)."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) -> None:
+        self.vocab_size = vocab_size
+        self.end_ids = tuple(sorted(end_ids))
+        self._tokenizer = tokenizer
+        self._tables: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._compile = lru_cache(KEPT)(self._compiled)
+
+    @property
+    def tables(self) -> llguidance.LLTokenizer:
+        """Raises `InvalidRequestError` for a model whose tokens cannot be constrained."""
+        with self._lock:
+            if self._tables is None:
+                self._tables = self._built()
+            return self._tables
+
+    def compile(self, source: str, *, param: str) -> Grammar:
+        """`source` in llguidance's notation. Raises `InvalidRequestError`, naming `param`, for one that is wrong."""
+        try:
+            return self._compile(source)
+        except ValueError as error:
+            raise InvalidRequestError(f"the grammar of this request is refused: {error}", param=param) from None
+
+    def symbol(self, text: str) -> str:
+        """`text`, which may be one special token, as a grammar has to write it."""
+        token = self._tokenizer.get_vocab().get(text)
+        special = token is not None and self.tables.is_special_token(token)
+        return f"<[{token}]>" if special else lark_string(text)
+
+    def _compiled(self, source: str) -> Grammar:
+        matcher = llguidance.LLMatcher(self.tables, source, log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error().partition("\n<state>")[0][:2000])
+        return Grammar(self, matcher)
+
+    def _built(self) -> llguidance.LLTokenizer:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or not self.end_ids:
+            raise InvalidRequestError(
+                "this model's answers cannot be constrained: that needs a fast tokenizer and an end token",
+                param="response_format",
+            )
+        size = max(self.vocab_size, len(self._tokenizer))
+        return llguidance.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=list(self.end_ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A compiled grammar, shared by the answers that follow it."""
+
+    owner: Grammars
+    _matcher: llguidance.LLMatcher
+
+    def start(self) -> Constraint:
+        """The state of an answer that has no token yet."""
+        return Constraint(self.owner, self._matcher.deep_copy())
+
+
+class Constraint:
+    """What may follow the answer so far. Not thread-safe.
+
+    An end token may come once the grammar is satisfied, and must come when nothing else can.
+    """
+
+    def __init__(self, owner: Grammars, matcher: llguidance.LLMatcher) -> None:
+        self._owner = owner
+        self._matcher = matcher
+        self._bits = np.zeros((max(owner.vocab_size, owner.tables.vocab_size) + 31) // 32, dtype=np.int32)
+
+    def allows(self, token: int) -> bool:
+        """Whether `token` may come next; far cheaper than the mask."""
+        return self._follows(self._matcher, token)
+
+    def mask(self) -> Tensor:
+        """Which tokens may come next: bool [vocab], of which at least one is true."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._check()
+        bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._owner.vocab_size]
+        return torch.from_numpy(bits.view(np.bool_))
+
+    def advance(self, token: int) -> None:
+        """The answer now ends in `token`, which was allowed."""
+        if token not in self._owner.end_ids:
+            self._matcher.consume_token(token)
+            self._check()
+
+    def forced(self) -> list[int]:
+        """The likeliest tokens of what must follow, where the grammar leaves no choice; an end where only that can."""
+        if self._matcher.is_stopped():
+            return [self._owner.end_ids[-1]]
+        return list(self._matcher.compute_ff_tokens())
+
+    def admitted(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """The nodes of a draft tree, ascending, that may follow with their ancestors. The state stays as it is."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            children.setdefault(parent, []).append(node)
+        admitted: list[int] = []
+        self._visit(self._matcher.deep_copy(), -1, children, tokens, admitted)
+        return sorted(admitted)
+
+    def _visit(
+        self,
+        matcher: llguidance.LLMatcher,
+        above: int,
+        children: dict[int, list[int]],
+        tokens: Sequence[int],
+        admitted: list[int],
+    ) -> None:
+        for node in children.get(above, ()):
+            token = tokens[node]
+            if not (0 <= token < self._owner.vocab_size and self._follows(matcher, token)):
+                continue
+            admitted.append(node)
+            if node in children and token not in self._owner.end_ids and matcher.consume_token(token):
+                self._visit(matcher, node, children, tokens, admitted)
+                matcher.rollback(1)
+
+    def _follows(self, matcher: llguidance.LLMatcher, token: int) -> bool:
+        if token in self._owner.end_ids:
+            return matcher.is_accepting()
+        return not matcher.is_stopped() and matcher.validate_tokens([token]) == 1
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise EngineError(f"the grammar cannot follow this answer: {self._matcher.get_error()[:200]}")
+
+
+def lark_string(text: str) -> str:
+    """`text` as a literal of a grammar in Lark's notation."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    return f'"{escaped}"'

@@ -1,0 +1,105 @@
+"""A JSON object read while it is being written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class ObjectReader:
+    """Follows one object character by character and knows where the values of its own keys begin and end.
+
+    It does not judge what is inside the values. `broken` is an object whose braces cannot become one.
+    """
+
+    text: str = ""
+    complete: bool = False
+    broken: bool = False
+    _stack: list[str] = field(default_factory=list)
+    _quoted: bool = False
+    _escaped: bool = False
+    _string_at: int = 0
+    _key: str | None = None
+    _expects_value: bool = False
+    _spans: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+
+    def feed(self, text: str) -> int:
+        """Take what belongs to the object; returns how many characters that were."""
+        for count, character in enumerate(text):
+            if self.complete or self.broken:
+                return count
+            self._take(character)
+        return len(text)
+
+    @property
+    def keys(self) -> list[str]:
+        """The object's own keys whose values have begun, in order."""
+        return list(self._spans)
+
+    def value(self, key: str) -> str:
+        """What is known of the value of `key`, as it is written; empty for none yet."""
+        begin, end = self._spans.get(key, (0, 0))
+        return self.text[begin:end].strip() if end is not None else self.text[begin:].lstrip()
+
+    def string(self, key: str) -> str | None:
+        """The value of `key` if it is a whole string by now."""
+        begin, end = self._spans.get(key, (0, None))
+        return _string(self.text[begin:end].strip()) if end is not None else None
+
+    def _take(self, character: str) -> None:
+        self.text += character
+        if self._quoted:
+            self._inside_string(character)
+        elif character == '"':
+            self._quoted, self._string_at = True, len(self.text) - 1
+        elif character in "{[":
+            self._stack.append("}" if character == "{" else "]")
+        elif character in "}]":
+            self._close(character)
+        elif len(self._stack) == 1:
+            self._separate(character)
+
+    def _inside_string(self, character: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._quoted = False
+            if len(self._stack) == 1 and not self._expects_value:
+                self._key = _string(self.text[self._string_at :])
+            self._maybe_end_value()
+
+    def _separate(self, character: str) -> None:
+        if character == ":" and not self._expects_value and self._key is not None:
+            self._expects_value = True
+            self._spans[self._key] = (len(self.text), None)
+        elif character == ",":
+            if self._key is not None and self._expects_value:
+                begin, end = self._spans[self._key]
+                self._spans[self._key] = (begin, end or len(self.text) - 1)
+            self._key, self._expects_value = None, False
+
+    def _close(self, character: str) -> None:
+        if not self._stack or self._stack.pop() != character:
+            self.broken = True
+        elif self._stack:
+            self._maybe_end_value()
+        else:
+            self._separate(",")
+            self.complete = True
+
+    def _maybe_end_value(self) -> None:
+        """A value that is an object, an array or a string ends with its last character, whatever blanks follow."""
+        if len(self._stack) == 1 and self._expects_value and self._key is not None:
+            begin, end = self._spans[self._key]
+            self._spans[self._key] = (begin, end or len(self.text))
+
+
+def _string(written: str) -> str | None:
+    try:
+        value = json.loads(written)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None

@@ -1,0 +1,310 @@
+"""What a request may ask of its answer, through the gateway: forms, tool calls, several choices, tokens and scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.config import ModelSettings, ServerSettings, Settings
+from agentspec.langchain import ChatAgentSpec
+
+pytest.importorskip("torch")
+MODEL = "tiny"
+OFF = {"x-agentspec-speculation": "off"}
+
+
+class Animal(BaseModel):
+    """An animal."""
+
+    kind: Literal["ox", "owl"]
+    ages: Literal["young", "old"]
+    tame: bool
+
+
+SCHEMA = Animal.model_json_schema()
+PLACE = {"type": "string", "enum": ["Rome", "Oslo"]}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather somewhere.",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": PLACE, "hourly": {"type": "boolean"}},
+                "required": ["place", "hourly"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "The time."}},
+]
+
+
+@pytest.fixture(scope="module")
+def running(shared_gateway: Any, tiny_model: Path) -> Any:
+    settings = Settings(
+        server=ServerSettings(request_timeout=120),
+        backends={"local": TorchSettings(model=str(tiny_model), device="cpu", max_active=2, max_queue=4)},
+        models={MODEL: ModelSettings(backend="local")},
+    )
+    return shared_gateway({}, settings)
+
+
+@pytest.fixture(scope="module")
+def client(running: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, content: str = "hello", **fields: Any) -> Any:
+    defaults: dict[str, Any] = {"max_tokens": 200, "seed": 1, "model": MODEL}
+    messages: list[Any] = [{"role": "user", "content": content}]
+    return client.chat.completions.create(messages=messages, **{**defaults, **fields})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_json_schema(client: openai.OpenAI, temperature: float) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+    for _ in range(2):
+        answers = [
+            ask(client, response_format=form, temperature=temperature, extra_headers=headers) for headers in ({}, OFF)
+        ]
+        contents = [answer.choices[0].message.content for answer in answers]
+        assert contents[0] == contents[1] and answers[0].choices[0].finish_reason == "stop"
+        assert list(Animal.model_validate_json(contents[0]).model_dump()) == list(SCHEMA["properties"])
+    parsed = client.chat.completions.parse(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], response_format=Animal, max_tokens=200
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Animal)
+
+
+@pytest.mark.parametrize(
+    ("extra", "answers"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no")),
+        ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+        ({"guided_regex": "(ab){2}"}, ("abab",)),
+        ({"structured_outputs": {"regex": "a/b|[0-9]{2}c"}}, ("a/b", *(f"{n:02}c" for n in range(100)))),
+        ({"guided_grammar": 'root ::= "x" | "(" root ")"'}, tuple("(" * n + "x" + ")" * n for n in range(60))),
+        ({"structured_outputs": {"grammar": 'start: "1" | "2"'}}, ("1", "2")),
+        ({"guided_json": {"enum": [1, 22]}}, ("1", "22")),
+    ],
+)
+def test_other_forms_on_both_routes(client: openai.OpenAI, extra: dict[str, Any], answers: tuple[str, ...]) -> None:
+    chat = ask(client, extra_body=extra)
+    assert chat.choices[0].message.content in answers
+    plain = client.completions.create(model=MODEL, prompt="x", max_tokens=200, seed=3, extra_body=extra)
+    assert plain.choices[0].text in answers
+
+
+def test_any_json_object(client: openai.OpenAI) -> None:
+    content = ask(client, response_format={"type": "json_object"}, max_tokens=40).choices[0].message.content
+    assert content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"guided_regex": "(a"}, "structured_outputs"),
+        ({"guided_grammar": "start: nothing"}, "structured_outputs"),
+        ({"guided_json": {"type": "nothing"}}, "structured_outputs"),
+        ({"guided_json": {"$ref": "http://elsewhere/x"}}, "structured_outputs"),
+    ],
+)
+def test_a_wrong_form_is_refused(client: openai.OpenAI, extra: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, extra_body=extra)
+    assert caught.value.param == param
+
+
+def streamed(chunks: Any) -> tuple[str, list[list[str]], list[Any]]:
+    """Text, calls as [id, name, arguments], and the reasons of every end."""
+    text, calls, ends = "", [], []
+    for chunk in chunks:
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            for piece in choice.delta.tool_calls or []:
+                if piece.id:
+                    assert piece.index == len(calls) and piece.type == "function"
+                    calls.append([piece.id, piece.function.name, ""])
+                calls[piece.index][2] += piece.function.arguments or ""
+            ends += [choice.finish_reason] if choice.finish_reason else []
+    return text, calls, ends
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "end"),
+    [
+        ("required", {"weather", "now"}, "tool_calls"),
+        ({"type": "function", "function": {"name": "weather"}}, {"weather"}, "stop"),
+        ({"type": "function", "function": {"name": "now"}}, {"now"}, "stop"),
+    ],
+)
+def test_tool_calls_streamed_and_whole(client: openai.OpenAI, choice: Any, names: set[str], end: str) -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    text, calls, ends = streamed(ask(client, stream=True, **fields))
+    whole = ask(client, **fields).choices[0]
+    off = ask(client, extra_headers=OFF, **fields).choices[0]
+    [[_, name, arguments]] = calls
+    for message in (whole.message, off.message):
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [(name, arguments)]
+        assert message.content is None
+    assert text == "" and ends == [whole.finish_reason] == [end] and name in names
+    given = json.loads(arguments)
+    assert given == {} if name == "now" else set(given) == {"place", "hourly"} and given["place"] in PLACE["enum"]
+
+
+def test_several_calls_at_once(client: openai.OpenAI) -> None:
+    for seed in range(12):
+        answer = ask(client, tools=TOOLS, tool_choice="required", seed=seed, temperature=1.5).choices[0].message
+        if len(answer.tool_calls) > 1:
+            assert len({call.id for call in answer.tool_calls}) == len(answer.tool_calls)
+            return
+    pytest.fail("no seed of twelve calls twice")
+
+
+def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
+    answer = ask(client, tools=TOOLS, tool_choice="required").choices[0].message
+    messages: list[Any] = [
+        {"role": "user", "content": "hello"},
+        answer.model_dump(exclude_none=True),
+        *({"role": "tool", "tool_call_id": call.id, "content": "done"} for call in answer.tool_calls),
+    ]
+    again = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=5)
+    assert again.usage and again.usage.completion_tokens <= 5
+    plain = ask(client, tools=TOOLS, tool_choice="none", max_tokens=5).choices[0].message
+    assert plain.tool_calls is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_several_choices(client: openai.OpenAI, temperature: float) -> None:
+    one = ask(client, temperature=temperature, max_tokens=12)
+    several = ask(client, temperature=temperature, max_tokens=12, n=6)
+    texts = [choice.message.content for choice in several.choices]
+    assert [choice.index for choice in several.choices] == list(range(6))
+    assert texts[0] == one.choices[0].message.content
+    assert len(set(texts)) == (1 if temperature == 0 else 6)
+    assert several.usage.prompt_tokens == one.usage.prompt_tokens
+    chunks = list(
+        ask(client, temperature=temperature, max_tokens=12, n=6, stream=True, stream_options={"include_usage": True})
+    )
+    said = dict.fromkeys(range(6), "")
+    for chunk in chunks:
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+    assert list(said.values()) == texts
+    assert chunks[-1].usage == several.usage
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    plain = client.completions.create(model=MODEL, prompt="abcdefghijklmnop", n=3, max_tokens=8, seed=2)
+    assert [choice.index for choice in plain.choices] == [0, 1, 2] and len(
+        {choice.text for choice in plain.choices}
+    ) == 3
+
+
+def test_the_prompt_of_several_choices_is_read_once(running: Any, client: openai.OpenAI) -> None:
+    engine = running.runtime.backends()["local"]
+    before = engine.stats()
+    ask(client, "a prompt of its own, and long enough to be worth keeping", n=4, max_tokens=4)
+    after = engine.stats()
+    prompt = len("a prompt of its own, and long enough to be worth keeping") + 2
+    assert after.prefill_tokens - before.prefill_tokens < 1.2 * prompt
+    assert after.reused_tokens - before.reused_tokens >= 3 * (prompt - 2)
+
+
+def test_lengths(client: openai.OpenAI) -> None:
+    ended = {"logit_bias": {"256": 100}}
+    assert ask(client, **ended).usage.completion_tokens == 1
+    assert ask(client, **ended, extra_body={"min_tokens": 5}).usage.completion_tokens == 6
+    ignored = ask(client, **ended, max_tokens=7, extra_body={"ignore_eos": True})
+    assert ignored.usage.completion_tokens == 7 and ignored.choices[0].finish_reason == "length"
+
+
+def test_bad_words(client: openai.OpenAI) -> None:
+    free = ask(client, temperature=0, max_tokens=30, extra_body={"guided_regex": "[a-d]{20}"})
+    word = free.choices[0].message.content[3:5]
+    barred = ask(client, temperature=0, max_tokens=30, extra_body={"guided_regex": "[a-d]{20}", "bad_words": [word]})
+    assert word not in barred.choices[0].message.content
+
+
+def test_token_ids_go_in_and_out(running: Any, client: openai.OpenAI) -> None:
+    engine = running.runtime.backends()["local"]
+    asked = {"return_token_ids": True}
+    whole = ask(client, max_tokens=8, extra_body=asked).to_dict()
+    assert whole["prompt_token_ids"] == engine.encode_chat([{"role": "user", "content": "hello"}])
+    ids = whole["choices"][0]["token_ids"]
+    assert len(ids) == whole["usage"]["completion_tokens"]
+    chunks = [chunk.to_dict() for chunk in ask(client, max_tokens=8, extra_body=asked, stream=True)]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == ids
+    plain = client.completions.create(
+        model=MODEL, prompt=whole["prompt_token_ids"], max_tokens=8, seed=1, extra_body=asked
+    ).to_dict()
+    assert plain["choices"][0]["token_ids"] == ids
+    assert plain["choices"][0]["prompt_token_ids"] == whole["prompt_token_ids"]
+
+
+def test_a_prompt_is_scored_as_an_answer_is(client: openai.OpenAI) -> None:
+    text = "the quick brown fox jumps over the lazy dog, and again over the lazy dog, and so on and on"
+    first = client.completions.create(model=MODEL, prompt=text[:60], max_tokens=1, temperature=0, logprobs=2)
+    echoed = client.completions.create(
+        model=MODEL, prompt=text[:60] + first.choices[0].text, echo=True, max_tokens=1, logprobs=2, temperature=0
+    ).choices[0]
+    logprobs: Any = echoed.logprobs
+    assert echoed.text.startswith(text[:60]) and "".join(logprobs.tokens) == echoed.text
+    assert logprobs.token_logprobs[0] is None and len(logprobs.tokens) == len(text[:60]) + 2
+    wanted: Any = first.choices[0].logprobs
+    assert logprobs.token_logprobs[60] == pytest.approx(wanted.token_logprobs[0], abs=1e-3)
+    assert logprobs.text_offset == [sum(map(len, logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
+    scored = ask(client, text, max_tokens=1, extra_body={"prompt_logprobs": 1}).to_dict()["prompt_logprobs"]
+    assert scored[0] is None and len(scored) == len(text) + 2
+    assert all(min(entry["rank"] for entry in one.values()) == 1 and len(one) <= 2 for one in scored[1:])
+
+
+def chat_models(running: Any) -> list[ChatAgentSpec]:
+    """Through the gateway, and in this process."""
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "seed": 4}
+    return [ChatAgentSpec(base_url=f"{running.url}/v1", **options), ChatAgentSpec(runtime=running.runtime, **options)]
+
+
+@tool
+def owls(place: Literal["barn", "wood"], count: Literal[1, 2]) -> str:
+    """Where the owls are."""
+    return f"{count} in the {place}"
+
+
+def test_langchain_gets_structured_output_and_tool_calls(running: Any) -> None:
+    results = []
+    for model in chat_models(running):
+        methods: tuple[Any, ...] = ("function_calling", "json_schema")
+        found = [model.with_structured_output(Animal, method=method).invoke("an animal") for method in methods]
+        assert all(isinstance(one, Animal) for one in found)
+        called = model.bind_tools([owls], tool_choice="any", parallel_tool_calls=False).invoke("owls?")
+        [call] = called.tool_calls
+        chunks = list(model.bind_tools([owls], tool_choice="owls").stream("owls?"))
+        whole = chunks[0]
+        for chunk in chunks[1:]:
+            whole += chunk
+        assert [one["name"] for one in whole.tool_calls] == ["owls"] and sum(
+            bool(c.tool_call_chunks) for c in chunks
+        ) > 1
+        result = owls.invoke(call)
+        assert isinstance(result, ToolMessage)
+        answer = model.bind_tools([owls]).invoke([("user", "owls?"), called, result], max_tokens=5)
+        results.append((found, call["args"], answer.content))
+    assert results[0] == results[1]
+
+
+def test_langchain_gets_several_answers(running: Any) -> None:
+    for model in chat_models(running)[1:]:
+        [several] = model.generate([[HumanMessage("hi")]], n=3, max_tokens=6).generations
+        assert len({generation.text for generation in several}) == 3
