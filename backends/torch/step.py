@@ -131,6 +131,8 @@ def choose(turns: Sequence[Turn], governor: Governor) -> Bill:
 def run(turns: Sequence[Turn], shared: Shared) -> bool:
     """The forward; whether it was one for all. If it fails, each sequence goes by itself: whose fault is it?"""
     sound = [turn for turn in turns if turn.error is None]
+    if not sound:
+        return False
     try:
         outputs = shared.target.forward_batch([turn.piece for turn in sound])
     except Exception as error:

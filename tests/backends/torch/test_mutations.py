@@ -243,7 +243,7 @@ def batch_battery(labs: list[Any], ask_of: Any, tree_of: Any, governor: Any) -> 
             prompt = [*PROMPT[index:], *range(index * 4)]
             want = lab.oracle(prompt, sampling, max_tokens=10 + index, stop_ids=())
             winding, *_, next_one = scripts(want, tree_of, prompt)
-            script = (None, winding, next_one)[index % 3]
+            script = (winding, None, next_one)[index % 3]
             asks.append(ask_of(prompt, sampling, script, max_tokens=10 + index, stop_ids=()))
             wants.append(want)
         for ask, outcome, want in zip(asks, lab.run_batch(asks, governor=governor), wants, strict=True):
