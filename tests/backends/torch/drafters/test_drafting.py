@@ -39,10 +39,10 @@ def near(module: Any, noise: float) -> Any:
 class SlowTarget(CostModel):
     """A target beside which any small model is fast, whatever is measured."""
 
-    def observe(self, tokens: int, context: int, seconds: float) -> None:
+    def observe(self, tokens: int, context: int, seconds: float, batch: int = 1) -> None:
         pass
 
-    def seconds(self, tokens: int, context: int = 0) -> float:
+    def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
         return 1.0
 
 
