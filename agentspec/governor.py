@@ -25,8 +25,8 @@ SHAPE_RATE = 0.03  # how fast the curve itself is, once there is evidence
 CALIBRATION_WEIGHT = 6  # measured rounds that a calibrated size counts for
 EACH_RATE = 0.015  # how fast what one more sequence costs is: most of what is off is the curve or noise
 SHAPE_CLIP = 0.5  # one round tells at most this share
-STALL = 4.0  # a prompt's chunk may make running answers wait this many times as long as without it
-CHUNKS = (256, 128, 64, 32)  # tokens of prompts that a step may read beside running answers
+STALL = 8.0  # a chunk of a prompt may make running answers wait this many times as long as without it
+CHUNKS = (256, 192, 128, 96, 64, 48, 32)  # tokens of prompts that a step may read; smaller ones waste its fixed cost
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
 PRIOR = 6.0  # observations that a drafter's own probability counts for
