@@ -224,3 +224,24 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model:
     assert not TargetModel(module, rewindable=True).batched
     module.config.rope_parameters = {"full_attention": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}
     assert not TargetModel(module, rewindable=True).batched
+
+
+@pytest.mark.parametrize(
+    ("sampling", "count"),
+    [
+        (SamplingParams(temperature=0), 1000),
+        (SamplingParams(temperature=0.3, top_p=0.9, seed=1), 300),
+        (SamplingParams(temperature=1.0, top_p=0.9, seed=2), 300),
+    ],
+)
+def test_a_thousand_prompts(lab: Any, ask_of: Any, tree_of: Any, sampling: SamplingParams, count: int) -> None:
+    """All of them identical to the oracle, in batches of 16, end tokens and padding tokens in the prompts included."""
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 259, size=int(rng.integers(1, 20))).tolist() for _ in range(count)]
+    for start in range(0, count, 16):
+        wants = [lab.oracle(prompt, sampling, max_tokens=4) for prompt in prompts[start : start + 16]]
+        asks = [
+            ask_of(prompt, sampling, winding([*prompt, *want], tree_of, rng), max_tokens=4)
+            for prompt, want in zip(prompts[start : start + 16], wants, strict=True)
+        ]
+        assert [outcome.tokens for outcome in lab.run_batch(asks)] == wants
