@@ -176,8 +176,8 @@ def test_unknown_models(client: openai.OpenAI) -> None:
     ("fields", "param"),
     [
         ({"temperature": 9}, "temperature"),
-        ({"n": 2}, "n"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"n": 0}, "n"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
     ],
 )
