@@ -42,7 +42,16 @@ if TYPE_CHECKING:
     )
     from agentspec.langchain import ChatAgentSpec
     from agentspec.runtime import Runtime
-    from agentspec.step import async_httpx_hooks, current_labels, headers, httpx_hooks, report, step, workflow
+    from agentspec.step import (
+        async_httpx_hooks,
+        current_labels,
+        current_model,
+        headers,
+        httpx_hooks,
+        report,
+        step,
+        workflow,
+    )
     from agentspec.types import (
         Delta,
         Draft,
@@ -93,7 +102,16 @@ _MODULES = {
     ),
     "langchain": ("ChatAgentSpec",),
     "runtime": ("Runtime",),
-    "step": ("async_httpx_hooks", "current_labels", "headers", "httpx_hooks", "report", "step", "workflow"),
+    "step": (
+        "async_httpx_hooks",
+        "current_labels",
+        "current_model",
+        "headers",
+        "httpx_hooks",
+        "report",
+        "step",
+        "workflow",
+    ),
     "types": (
         "Delta",
         "Draft",
@@ -158,6 +176,7 @@ __all__ = [
     "__version__",
     "async_httpx_hooks",
     "current_labels",
+    "current_model",
     "headers",
     "httpx_hooks",
     "load_settings",

@@ -14,16 +14,18 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
     ByteSize,
     ConfigDict,
+    Discriminator,
     Field,
     PrivateAttr,
     SecretStr,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -33,6 +35,14 @@ from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSe
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError
 from agentspec.keys import ApiKey
+from agentspec.reasoning.settings import (
+    STRATEGIES,
+    LookaheadSettings,
+    SpecReasonSettings,
+    SpeculativeThinkingSettings,
+    StrategySettings,
+)
+from agentspec.reasoning.trace_settings import TraceSettings
 
 PREFIX = "AGENTSPEC_"
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
@@ -67,6 +77,21 @@ class ModelSettings(BaseModel):
     upstream_model: str | None = Field(default=None, description="Model name sent to the backend; unset sends its own")
 
 
+def _strategy_of(table: Any) -> str:
+    """Which settings a [models.NAME] table is read as."""
+    found = table.get("strategy") if isinstance(table, Mapping) else getattr(table, "strategy", None)
+    return "plain" if found is None else str(found)
+
+
+AnyModel = Annotated[
+    Annotated[ModelSettings, Tag("plain")]
+    | Annotated[SpecReasonSettings, Tag("specreason")]
+    | Annotated[SpeculativeThinkingSettings, Tag("speculative_thinking")]
+    | Annotated[LookaheadSettings, Tag("lookahead")],
+    Discriminator(_strategy_of),
+]
+
+
 def _default_backends() -> dict[str, BackendSettings]:
     return {"local": TorchSettings()}
 
@@ -83,7 +108,8 @@ class Settings(BaseSettings):
     server: ServerSettings = Field(default_factory=ServerSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
     backends: dict[str, BackendSettings] = Field(default_factory=_default_backends)
-    models: dict[str, ModelSettings] = Field(default_factory=dict)
+    models: dict[str, AnyModel] = Field(default_factory=dict)
+    traces: TraceSettings = Field(default_factory=TraceSettings)
 
     _origins: dict[Key, tuple[SourceKind, str]] = PrivateAttr(default_factory=dict)
 
@@ -101,12 +127,26 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _models_have_backends(self) -> Self:
         for name, model in self.models.items():
-            if model.backend not in self.backends:
+            if isinstance(model, StrategySettings):
+                self._check_roles(name, model)
+            elif model.backend not in self.backends:
                 raise ValueError(
                     f"models.{name}.backend = {model.backend!r} names no backend;"
                     f" configured: {', '.join(self.backends)}{_suggestion(model.backend, self.backends)}"
                 )
         return self
+
+    def _check_roles(self, name: str, strategy: StrategySettings) -> None:
+        """A strategy's models are plain ones: a [models.NAME] table without a strategy, or a backend."""
+        plain = [other for other, model in self.models.items() if isinstance(model, ModelSettings)]
+        known = dict.fromkeys([*plain, *self.backends])
+        for role in ("base", "small", "judge"):
+            meant = getattr(strategy, role, None)
+            if meant is not None and meant not in known:
+                raise ValueError(
+                    f"models.{name}.{role} = {meant!r} names no plain model and no backend;"
+                    f" configured: {', '.join(known)}{_suggestion(meant, known)}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +338,7 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
 def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
     """One pydantic error as one line: where it was written, which key, what is wrong and what would be right."""
     location = [str(part) for part in item["loc"]]
-    if location[:1] == ["backends"] and len(location) > 2:
+    if location[:1] in (["backends"], ["models"]) and len(location) > 2:
         del location[2]  # pydantic names the member of the union here
     key = tuple(location)
     name = f"{_where(key or ('models',), origins)}{'.'.join(key)}"
@@ -307,6 +347,8 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
         return f"{name}: unknown key{_known(key, merged)}"
     if item["type"] == "missing":
         return f"{name}: missing; it must be given"
+    if item["type"].startswith("union_tag") and key[0] == "models":
+        return f"{name}.strategy: must be one of {', '.join(STRATEGIES)}; leave it out for a plain model"
     if item["type"].startswith("union_tag"):
         return f'{name}: set kind = "torch" (a local model) or kind = "openai" (an OpenAI-compatible endpoint)'
     if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
@@ -334,8 +376,14 @@ def _known(key: Key, merged: Mapping[str, Any]) -> str:
             table = OpenAISettings if merged["backends"][name].get("kind") == "openai" else TorchSettings
         case ["server", "api_keys", *_]:
             table = ApiKey
+        case ["models", name]:
+            table = STRATEGIES.get(str(merged["models"][name].get("strategy")), ModelSettings)
         case [section, *_]:
-            sections: dict[str, type[BaseModel]] = {"server": ServerSettings, "cache": CacheSettings}
+            sections: dict[str, type[BaseModel]] = {
+                "server": ServerSettings,
+                "cache": CacheSettings,
+                "traces": TraceSettings,
+            }
             table = sections.get(section, ModelSettings)
     return _suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -13,17 +15,19 @@ import anyio
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
 from agentspec.chat_fields import with_extra
-from agentspec.config import Settings
+from agentspec.config import ModelSettings, Settings
 from agentspec.errors import (
     ConfigurationError,
     ModelNotFoundError,
     NotReadyError,
     ShuttingDownError,
 )
+from agentspec.reasoning.settings import StrategySettings
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
+    from agentspec.reasoning.backend import StrategyBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Runtime:
         self._backends: dict[str, Backend] = dict(backends or {})
         self._names = _model_names(self.settings, self._backends)
         self._passthrough = _passthrough(self.settings, self._backends)
+        self._strategies: dict[str, StrategyBackend] = {}
         self._given_cache = cache
         self._own_cache: SuffixCache | None = None
         self._building = threading.Lock()
@@ -94,6 +99,7 @@ class Runtime:
                     raise ShuttingDownError("the runtime is closed")
                 if name not in self._backends:
                     self._backends[name] = self._build(name, settings)
+            self._build_strategies()
             self._started = True
 
     def models(self) -> list[str]:
@@ -114,6 +120,8 @@ class Runtime:
         backend_name, upstream_model = self._resolve(model)
         if not self.ready:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
+        if model in self._strategies:
+            return Route(backend_name, self._strategies[model], upstream_model)
         return Route(backend_name, self._backends[backend_name], upstream_model)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
@@ -176,6 +184,32 @@ class Runtime:
             raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
         return TorchBackend.load(settings, cache=self.cache)
 
+    def _build_strategies(self) -> None:
+        wanted = {name: model for name, model in self.settings.models.items() if isinstance(model, StrategySettings)}
+        if not wanted or self._strategies:
+            return
+        from agentspec.reasoning.opening import Named, build, prepare
+        from agentspec.reasoning.trace import open_folder
+
+        def find(name: str) -> Named:
+            backend_name, model = self._plain(name)
+            return Named(self._backends[backend_name], model)
+
+        traces = open_folder(self.settings.traces)
+        built = {name: build(name, settings, find, traces) for name, settings in wanted.items()}
+        _run_apart(lambda: _prepare_all(built.values(), prepare))
+        self._strategies = built
+
+    def _plain(self, name: str) -> tuple[str, str]:
+        """The backend and its model that a strategy means by `name`: a plain model's, or a backend's own."""
+        model = self.settings.models.get(name)
+        backend_name = model.backend if isinstance(model, ModelSettings) else name
+        own = self.settings.backends[backend_name].model
+        upstream_model = (model.upstream_model if isinstance(model, ModelSettings) else None) or own
+        if upstream_model is None:
+            raise ConfigurationError(f"{name!r} is used by a strategy: set backends.{backend_name}.model")
+        return backend_name, upstream_model
+
     def _resolve(self, model: str) -> tuple[str, str]:
         if model in self._names:
             return self._names[model]
@@ -189,6 +223,9 @@ def _model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, 
     """Model name -> (backend name, the backend's own name for the model)."""
     names = {name: (name, name) for name in given if name not in settings.backends}
     for name, model in settings.models.items():
+        if isinstance(model, StrategySettings):
+            names[name] = (_base_backend(settings, model), name)
+            continue
         own = settings.backends[model.backend].model
         names[name] = (model.backend, model.upstream_model or own or name)
     if settings.models:
@@ -205,9 +242,29 @@ def _model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, 
     return names
 
 
+def _base_backend(settings: Settings, strategy: StrategySettings) -> str:
+    """The backend of a strategy's base model, which answers and whose limits therefore hold."""
+    base = settings.models.get(strategy.base)
+    return base.backend if isinstance(base, ModelSettings) else strategy.base
+
+
+async def _prepare_all(strategies: Iterable[StrategyBackend], prepare: Callable[[Any], Awaitable[None]]) -> None:
+    for strategy in strategies:
+        await prepare(strategy)
+
+
+def _run_apart(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine to its end on a loop of its own, from a thread that may have one already."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: asyncio.run(make())).result()
+
+
 def unreachable(settings: Settings) -> dict[str, str]:
     """The backends that no model name leads to, each with what to change."""
     reached = {backend for backend, _ in _model_names(settings, {}).values()} | {_passthrough(settings, {})}
+    for strategy in settings.models.values():
+        if isinstance(strategy, StrategySettings):
+            reached |= {strategy.small, getattr(strategy, "judge", None)}
     return {name: _advice(name, settings) for name in settings.backends if name not in reached}
 
 

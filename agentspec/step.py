@@ -25,6 +25,7 @@ __all__ = [
     "StepRow",
     "async_httpx_hooks",
     "current_labels",
+    "current_model",
     "current_speculation",
     "headers",
     "httpx_hooks",
@@ -42,6 +43,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class _Scope:
     labels: Labels
     speculation: bool | None
+    model: str | None = None
 
 
 _OUTSIDE = _Scope(Labels(), None)
@@ -50,18 +52,24 @@ _ledger = Ledger()
 
 
 def step(
-    name: str, *, workflow: str | None = None, session: str | None = None, speculation: bool | None = None
+    name: str,
+    *,
+    workflow: str | None = None,
+    session: str | None = None,
+    speculation: bool | None = None,
+    model: str | None = None,
 ) -> Callable[[F], F]:
     """Decorate a function, coroutine function or (async) generator function: its model calls carry these labels.
 
     What is not given is inherited from the step or workflow around the call. `speculation=False` turns drafting off
-    inside; it never changes an answer. The function keeps its signature, so that a LangGraph node stays one.
+    inside; it never changes an answer. `model` is what `ChatAgentSpec` asks inside in place of its own model, unless a
+    call names one. The function keeps its signature, so that a LangGraph node stays one.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f'write @step("name") with a name that is not empty, not {name!r}')
 
     def inner() -> _Scope:
-        return _narrowed(step=name, workflow=workflow, session=session, speculation=speculation)
+        return _narrowed(step=name, workflow=workflow, session=session, speculation=speculation, model=model)
 
     def decorate(function: F) -> F:
         wrap = _function
@@ -95,6 +103,11 @@ def current_labels() -> Labels:
 def current_speculation() -> bool | None:
     """Whether the steps around ask for speculation; None if none says anything."""
     return _scope.get().speculation
+
+
+def current_model() -> str | None:
+    """The model that the steps around ask for; None if none names one."""
+    return _scope.get().model
 
 
 def headers(labels: Labels | None = None, *, speculation: bool | None = None) -> dict[str, str]:
@@ -170,10 +183,14 @@ def _watch(response: Any, *, asynchronous: bool = False) -> None:
 _ANSWERS = ("application/json", "text/event-stream")
 
 
-def _narrowed(*, speculation: bool | None, **labels: str | None) -> _Scope:
+def _narrowed(*, speculation: bool | None, model: str | None = None, **labels: str | None) -> _Scope:
     around = _scope.get()
     given = {name: value for name, value in labels.items() if value is not None}
-    return _Scope(replace(around.labels, **given), around.speculation if speculation is None else speculation)
+    return _Scope(
+        replace(around.labels, **given),
+        around.speculation if speculation is None else speculation,
+        around.model if model is None else model,
+    )
 
 
 class _Run:

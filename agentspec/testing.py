@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -12,9 +13,9 @@ import anyio
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ContextLengthError, OverloadedError
-from agentspec.types import Delta, FinishReason, GenerateRequest, Speculation, TokenLogprob, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, Message, Speculation, TokenLogprob, Usage
 
-_WORD = re.compile(r"\s*\S+|\s+")
+_WORD = re.compile(r"\n\n|(?:(?!\n\n)\s)*\S+|(?:(?!\n\n)\s)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Answer:
 
     `latency` is the number of seconds before each token, `first_latency` those before the first one in addition.
     With `error`, the generation raises it after `error_after` deltas (0: before the first). `extra` is sent on a
-    delta of its own before the end (an upstream's `tool_calls`, say). `usage` replaces the counts found.
+    delta of its own before the end (an upstream's `tool_calls`, say). `usage` replaces the counts found. `top` gives
+    the tokens that could have stood first, with their probabilities, for requests that ask for `logprobs`.
     """
 
     text: str = ""
@@ -36,6 +38,7 @@ class Answer:
     usage: Usage | None = None
     speculation: Speculation | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    top: Mapping[str, float] = field(default_factory=dict)
 
 
 Script = str | Sequence[int] | Exception | Answer
@@ -81,6 +84,22 @@ class FakeBackend:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`; an id that `encode` never gave is written ` <id>`."""
         return "".join(self._vocabulary.word_of(token_id) for token_id in token_ids)
+
+    def prompt_text(self, request: GenerateRequest) -> str:
+        """The prompt of `request` as text, whatever form it has: what a model would read."""
+        if request.messages is not None:
+            return _rendered(request.messages, start=not request.continue_final)
+        return request.text if request.text is not None else self.decode(request.token_ids or ())
+
+    async def render(self, messages: Sequence[Message]) -> str:
+        """The prompt that `messages` become."""
+        return _rendered(messages, start=True)
+
+    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
+        return self.encode(text)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         answer = self._enter(request)
@@ -136,11 +155,21 @@ class FakeBackend:
             Delta(text=word, token_ids=(token_id,), logprobs=_logprobs(request, token_id, word))
             for token_id, word in zip(token_ids, words, strict=True)
         ]
+        if answer.top and request.sampling.logprobs:
+            deltas[:1] = [replace(delta, logprobs=self._tops(request, answer.top, delta)) for delta in deltas[:1]]
         if answer.extra:
             deltas.append(Delta(extra=answer.extra))
         usage = answer.usage or _usage(request, prompt, token_ids, self.encode)
         speculation = answer.speculation if request.speculation else None
         return [*deltas, Delta(finish_reason=reason, usage=usage, speculation=speculation)]
+
+    def _tops(self, request: GenerateRequest, top: Mapping[str, float], delta: Delta) -> tuple[TokenLogprob, ...]:
+        """The first token's scripted alternatives; one that is not scripted counts as hardly possible."""
+        entries = [TokenLogprob(self.encode(word)[0], word, math.log(max(p, 1e-9))) for word, p in top.items()]
+        said = math.log(max(top.get(delta.text, 0.0), 1e-9))
+        chosen = TokenLogprob(delta.token_ids[0], delta.text, said)
+        likeliest = sorted(entries, key=lambda entry: -entry.logprob)[: request.sampling.top_logprobs]
+        return (replace(chosen, top=tuple(likeliest)),)
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
         if request.token_ids is not None:
@@ -172,7 +201,70 @@ class FakeBackend:
                 break
             kept.append(word[:left])
             left -= len(word)
-        return token_ids[: len(kept)], kept, "stop"
+        at, stop = min((text.find(stop), stop) for stop in sampling.stop if stop in text)
+        used = _covering(words, at + len(stop))  # the tokens that complete the stop were generated, without a text
+        return token_ids[:used], [*kept, *([""] * (used - len(kept)))], "stop"
+
+
+class ThinkingModel(FakeBackend):
+    """A `FakeBackend` that thinks: what it writes depends on what it reads, as a model's greedy answer does.
+
+    `step` gets the thinking so far and gives what comes next, of which a request's stops cut the first step. As a judge
+    it says `score(step)`, or, asked whether two steps are the same, `same(draft, own)`. Behind closed thinking it says
+    `answer`.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[str], Script],
+        *,
+        score: Callable[[str], Script] = lambda step: "9",
+        same: Callable[[str, str], bool] = lambda draft, own: draft == own,
+        answer: Script = "The answer is four.",
+        **options: Any,
+    ) -> None:
+        super().__init__(self._respond, **options)
+        self._step, self._score, self._same, self._said = step, score, same, answer
+
+    @property
+    def asked(self) -> list[str]:
+        """The prompts of the questions that this model was asked as a judge."""
+        return [prompt for request in self.requests if _is_question(prompt := self.prompt_text(request))]
+
+    def _prompt(self, request: GenerateRequest) -> list[int]:
+        return self.encode(self.prompt_text(request))
+
+    def _respond(self, request: GenerateRequest) -> Script:
+        prompt = self.prompt_text(request)
+        if _is_question(prompt):
+            quoted = _QUOTED.findall(prompt)
+            if prompt.endswith("["):
+                return "aligned" if self._same(*quoted[-2:]) else "unaligned"
+            word = self._score(quoted[-1])
+            return Answer(word, top={word: 1.0}) if isinstance(word, str) else word
+        return self._said if "</think>" in prompt else self._step(prompt.rpartition("<think>\n")[2])
+
+
+_QUOTED = re.compile(r"<<<\n(.*?)\n>>>", re.DOTALL)
+
+
+def _is_question(prompt: str) -> bool:
+    return prompt.endswith(("score is: ", "["))
+
+
+def _covering(words: list[str], length: int) -> int:
+    """How many words it takes to have `length` characters."""
+    count = 0
+    while length > 0:
+        length -= len(words[count])
+        count += 1
+    return count
+
+
+def _rendered(messages: Sequence[Message], *, start: bool) -> str:
+    """A chat template like many: each message under its role. Without `start` the last message stays open."""
+    text = "".join(f"<|{message['role']}|>\n{_text(message.get('content'))}<|end|>\n" for message in messages)
+    return f"{text}<|assistant|>\n" if start else text.removesuffix("<|end|>\n")
 
 
 class _Vocabulary:

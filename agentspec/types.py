@@ -288,6 +288,27 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSpeculation(Speculation):
+    """What delegating steps of thinking did for one answer, which is lossy: `knobs` are what trades quality for speed.
+
+    `drafted` and `accepted` count the small model's tokens, `steps` the steps of the thinking. `spent_tokens` has all
+    that each role generated, what was dropped included. `degraded` says which model was given up, and why. `trace` is
+    the answer's name for `agentspec trace show`.
+    """
+
+    lossy: bool = True
+    strategy: str = ""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    proposed_steps: int = 0
+    accepted_steps: int = 0
+    kept_tokens: Mapping[str, int] = field(default_factory=dict)
+    spent_tokens: Mapping[str, int] = field(default_factory=dict)
+    ended: str = ""
+    degraded: Mapping[str, str] = field(default_factory=dict)
+    trace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """A piece of an answer. The last one carries `finish_reason`, `usage` and, where there was any, `speculation`.
 

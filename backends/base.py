@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from agentspec.types import Delta, GenerateRequest
+from agentspec.types import Delta, GenerateRequest, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,4 +37,36 @@ class Backend(Protocol):
 
     async def aclose(self) -> None:
         """Cancel what runs and release every resource. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class TextSide(Protocol):
+    """A backend that shows what becomes of text before its model sees it. Prompts of token ids need `token_ids` too."""
+
+    async def render(self, messages: Sequence[Message]) -> str:
+        """The prompt that `messages` become, ready for the assistant's answer. Raises `InvalidRequestError`."""
+        ...
+
+    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
+        """Token ids of `text` as it continues a prompt; `begins` adds what the model wants at a prompt's beginning."""
+        ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`; what ends an answer has none."""
+        ...
+
+
+def text_side(backend: Backend) -> TextSide | None:
+    """The text side of a backend that takes prompts of token ids; an endpoint's is known once it was probed."""
+    shown = getattr(backend, "text_side", backend)
+    return shown if isinstance(shown, TextSide) and backend.capabilities.token_ids else None
+
+
+@runtime_checkable
+class Embeds(Protocol):
+    """A backend that turns texts into vectors whose directions tell how alike they are."""
+
+    async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:
+        """One vector for each text, all of one length."""
         ...

@@ -18,6 +18,8 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.config import ModelSettings, ServerSettings
 from agentspec.keys import ApiKey
+from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
+from agentspec.reasoning.trace_settings import TraceSettings
 
 DOCS = Path(__file__).parent
 FOLDERS = ("agentspec", "backends", "cache", "reasoning", "benchmarks")
@@ -28,6 +30,10 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ('[backends.NAME] with kind = "torch"', TorchSettings),
     ('[backends.NAME] with kind = "openai"', OpenAISettings),
     ("[models.NAME]", ModelSettings),
+    ('[models.NAME] with strategy = "specreason"', SpecReasonSettings),
+    ('[models.NAME] with strategy = "speculative_thinking"', SpeculativeThinkingSettings),
+    ('[models.NAME] with strategy = "lookahead"', LookaheadSettings),
+    ("[traces]", TraceSettings),
 )
 
 
@@ -39,7 +45,7 @@ def tables() -> str:
 def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
     yield f"### `{title}`\n\n| key | default | meaning |\n|---|---|---|"
     for name, field in model.model_fields.items():
-        if name != "kind":
+        if name not in ("kind", "strategy"):
             yield f"| `{name}` | {_default(field)} | {field.description} |"
 
 

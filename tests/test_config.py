@@ -14,6 +14,7 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.config import ServerSettings, Settings, effective_values, load_settings
 from agentspec.errors import ConfigurationError
 from agentspec.keys import ApiKey
+from agentspec.reasoning.settings import SpecReasonSettings
 
 ISSUE = """
 [server]
@@ -269,3 +270,33 @@ def test_an_unreadable_file_is_an_error(tmp_path):
 
 def test_the_documented_settings_are_the_real_ones(repository):
     subprocess.run([sys.executable, str(repository / "docs" / "update.py"), "--check"], check=True)
+
+
+STRATEGY = "[backends.big]\nkind = 'openai'\nbase_url = 'http://h/v1'\nmodel = 'm'\n[backends.tiny]\nkind = 'torch'\n"
+
+
+def test_a_strategy_is_a_model_with_knobs(write):
+    path = write(f"{STRATEGY}[models.fast]\nstrategy = 'specreason'\nbase = 'big'\nsmall = 'tiny'\nthreshold = 6\n")
+    settings = load_settings(path)
+    assert settings.models["fast"] == SpecReasonSettings(base="big", small="tiny", threshold=6)
+    found = {value.key: value.value for value in effective_values(settings)}
+    assert found["models.fast.threshold"] == 6.0 and found["models.fast.strategy"] == "specreason"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("strategy = 'specreasn'\nbase = 'big'\nsmall = 'tiny'", "models.fast.strategy: must be one of specreason"),
+        ("strategy = 'specreason'\nbase = 'big'\nsmall = 'tny'", "did you mean 'tiny'?"),
+        ("strategy = 'specreason'\nbase = 'fast'\nsmall = 'tiny'", "names no plain model and no backend"),
+        ("strategy = 'specreason'\nbase = 'big'", "models.fast.small: missing"),
+        ("strategy = 'lookahead'\nbase = 'big'\nsmall = 'tiny'\ndepht = 2", "did you mean 'depth'?"),
+        ("strategy = 'lookahead'\nbase = 'big'\nsmall = 'tiny'\ndepth = 99", "models.fast.depth = '99': "),
+        ("strategy = 'speculative_thinking'\nbase = 'big'\nsmall = 'tiny'\nthreshold = 2", "unknown key"),
+    ],
+)
+def test_mistakes_in_a_strategy_are_named(write, table, said):
+    path = write(f"{STRATEGY}[models.fast]\n{table}\n")
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(path)
+    assert said in str(caught.value)

@@ -166,6 +166,51 @@ def vllm(
 
 
 @app.command()
+def reasoning(
+    model: Annotated[
+        str | None, typer.Option(help="Measure the judge's call on this local model too, e.g. smollm2-135m")
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Recorded thinking (JSON lines) to predict a speed-up for", exists=True, dir_okay=False),
+    ] = None,
+    base_speed: Annotated[float, typer.Option(help="Tokens a second of the base model, for --replay", min=0.1)] = 25.0,
+    small_speed: Annotated[float, typer.Option(help="Tokens a second of the small model", min=0.1)] = 150.0,
+    score_seconds: Annotated[float, typer.Option(help="Seconds of one score", min=0)] = 0.08,
+    json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the prediction into this PNG or SVG file")] = None,
+) -> None:
+    """Measure what delegating steps of thinking costs, and predict what it brings (see also `reasoning calibrate`)."""
+    from rich.console import Console
+
+    from agentspec.benchmarks import reasoning as bench
+    from agentspec.benchmarks.reasoning_report import print_report, write_json, write_plot
+
+    console = Console()
+    require_writable(json, plot)
+    report = bench.Report()
+    with console.status("the machinery") as status:
+        report.figures.append(bench.overhead())
+        for acceptance in (0.8, 1.0):
+            status.update(f"pipelining at acceptance {acceptance:g}")
+            report.figures.append(bench.pipelining(acceptance))
+        if model is not None:
+            from agentspec.backends.settings import TorchSettings
+            from agentspec.backends.torch import TorchBackend
+
+            status.update("the judge's call")
+            report.figures.append(bench.score_cost(TorchBackend.load(TorchSettings(model=model))))
+    if replay is not None:
+        speeds = bench.Speeds(base_speed, small_speed, score_seconds)
+        report.predictions = bench.predict(bench.read_steps(replay), speeds, [n / 10 for n in range(11)])
+    print_report(report, console)
+    if json:
+        write_json(report, json, _environment("numpy", model=str(model)))
+    if plot:
+        write_plot(report, plot)
+
+
+@app.command()
 def traces(
     source: Annotated[Source, typer.Argument(help="Whose logs they are")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],

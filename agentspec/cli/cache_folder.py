@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 if TYPE_CHECKING:
+    from agentspec.backends.settings import TorchSettings
     from agentspec.config import Settings
 
 PathOption = Annotated[str | None, typer.Option(help="The cache's folder or address [default: cache.path]")]
@@ -48,16 +49,26 @@ def _location(path: str) -> Path | str:
 
 def adapter_of(settings: Settings, name: str) -> str | None:
     """The folder of the LoRA adapter that a configured model or backend name is served with, if any."""
-    from agentspec.backends.settings import TorchSettings
-
-    found = settings.backends.get(settings.models[name].backend if name in settings.models else name)
-    return found.adapter if isinstance(found, TorchSettings) else None
+    local = _local(settings, name)
+    return None if local is None else local.adapter
 
 
 def reference_of(settings: Settings, name: str) -> str:
-    """The model reference behind a configured model or backend name; any other name is one itself."""
-    from agentspec.backends.settings import TorchSettings
+    """The model reference behind a configured model or backend name; any other name is one itself.
 
-    backend = settings.models[name].backend if name in settings.models else name
-    found = settings.backends.get(backend)
-    return found.model if isinstance(found, TorchSettings) else name
+    A strategy's is its base model's.
+    """
+    local = _local(settings, name)
+    return name if local is None else local.model
+
+
+def _local(settings: Settings, name: str) -> TorchSettings | None:
+    """The local backend that a name leads to."""
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.config import ModelSettings
+
+    model = settings.models.get(name)
+    if model is not None and not isinstance(model, ModelSettings):
+        return _local(settings, model.base)
+    found = settings.backends.get(name if model is None else model.backend)
+    return found if isinstance(found, TorchSettings) else None

@@ -22,7 +22,7 @@ from agentspec.errors import AgentSpecError, ConfigurationError
 if TYPE_CHECKING:
     from agentspec.backends.openai import Acceptance, ProbeReport, ServerMetrics, VllmReport
 
-_ABILITIES = ("streaming_usage", "token_ids", "continue_final", "logprobs")
+_ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
 _ROOM = 2 << 30  # bytes a built-in model needs while it is prepared, generously
 
 

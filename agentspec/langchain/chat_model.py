@@ -34,7 +34,7 @@ from agentspec.langchain.labels import labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
 from agentspec.portal import iterate_async, iterate_sync, remote_runtime, shared_runtime
 from agentspec.runtime import Runtime
-from agentspec.step import current_speculation, observe
+from agentspec.step import current_model, current_speculation, observe
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
@@ -51,8 +51,8 @@ class ChatAgentSpec(BaseChatModel):
     endpoint, under `api_key` (or `$AGENTSPEC_API_KEY`).
 
     Every sampling option may be set here or per call. What an option of `SamplingParams` does not cover goes to the
-    endpoint as it is; the local engine refuses what it cannot honour. `speculation` and `session` default to those of
-    the step around the call, `session` then to LangGraph's `thread_id`. Raises `AgentSpecError`s.
+    endpoint as it is; the local engine refuses what it cannot honour. `model`, `speculation` and `session` are those of
+    the step around the call where it names any, `session` then to LangGraph's `thread_id`. Raises `AgentSpecError`s.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -230,6 +230,8 @@ class ChatAgentSpec(BaseChatModel):
             raise InvalidRequestError(f"{fixed[0]} is set once, on ChatAgentSpec, not per call", param=fixed[0])
         if stop is not None:
             left["stop"] = stop
+        if (model := current_model()) is not None:
+            left.setdefault("model", model)
         chosen = {name: left.pop(name, getattr(self, name)) for name in (*_SAMPLING, *_OWN)}
         extra = {
             **self.extra_body,

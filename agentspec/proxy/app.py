@@ -148,8 +148,7 @@ def _index_size(runtime: Runtime) -> tuple[int, int] | None:
 
 
 def _engines(runtime: Runtime) -> list[EngineSample]:
-    routes = [runtime.route(model) for model in runtime.models()] if runtime.ready else []
-    backends: dict[str, Any] = {route.backend_name: route.backend for route in routes}
+    backends: dict[str, Any] = runtime.backends()
     return [_sample(name, backend.stats()) for name, backend in backends.items() if hasattr(backend, "stats")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -15,7 +16,10 @@ _KEY = "agentspec.exchange"
 
 @dataclass(slots=True)
 class Exchange:
-    """`model` stays None until it is known to be a configured one, so that no text of a client's is ever logged."""
+    """`model` stays None until it is known to be a configured one, so that no text of a client's is ever logged.
+
+    `lossy` names the strategy and its knobs where the answer may differ from the base model's own.
+    """
 
     request_id: str
     method: str
@@ -28,6 +32,7 @@ class Exchange:
     stream: bool = False
     usage: Usage | None = None
     speculation: Speculation | None = None
+    lossy: str | None = None
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     body_begun: bool = False
@@ -55,8 +60,13 @@ class Exchange:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.status, self.body_begun = message["status"], True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), *self._headers()]
             await send(message)
             self.body_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         return watched
+
+    def _headers(self) -> Iterator[tuple[bytes, bytes]]:
+        yield b"x-request-id", self.request_id.encode()
+        if self.lossy is not None:
+            yield b"x-agentspec-lossy", self.lossy.encode()

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.config import ServerSettings
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError
@@ -23,6 +24,7 @@ from agentspec.proxy.flow import Deadline, until_disconnect
 from agentspec.proxy.gate import Gate
 from agentspec.proxy.labels import Caller, read_caller
 from agentspec.proxy.upstream import check_upstream_fields, labelled, pass_through
+from agentspec.reasoning.backend import StrategyBackend, lossy_header
 from agentspec.runtime import Runtime
 from agentspec.telemetry.metrics import OTHER
 from agentspec.types import Delta, GenerateRequest
@@ -59,16 +61,20 @@ class Generation:
                         body = await labelled(route.backend, self.path, body, fields, caller.labels)
                     await pass_through(scope, send, route, self.path, body, model, deadline)
                 else:
-                    request, writer = self._parse(fields, caller, exchange)
+                    request, writer = self._parse(fields, caller, exchange, route.backend)
                     deltas = deadline.within(self.runtime.generate(request))
                     await (stream if exchange.stream else whole)(deltas, writer, exchange, send)
             if client.cancelled_caught and not exchange.body_ended:
                 exchange.outcome = "cancelled"
 
-    def _parse(self, fields: Mapping[str, Any], caller: Caller, exchange: Exchange) -> tuple[GenerateRequest, Writer]:
+    def _parse(
+        self, fields: Mapping[str, Any], caller: Caller, exchange: Exchange, backend: Backend
+    ) -> tuple[GenerateRequest, Writer]:
         speculation = self.settings.speculation_object
         if self.path == "/chat/completions":
             request, exchange.stream, usage = chat.parse(fields, caller, max_messages=self.settings.max_messages)
+            if isinstance(backend, StrategyBackend):
+                exchange.lossy = lossy_header(backend.settings) if request.speculation else None
             return request, chat.ChatWriter(
                 request.model,
                 usage,
@@ -77,7 +83,7 @@ class Generation:
                 token_ids=request.return_prompt,
                 choices=request.sampling.n,
             )
-        if self.path == "/completions":
+        if self.path == "/completions" and not isinstance(backend, StrategyBackend):
             request, exchange.stream, usage = completions.parse(fields, caller)
             return request, completions.CompletionWriter(
                 request.model,

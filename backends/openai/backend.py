@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.openai.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.sse import SseDecoder
+from agentspec.backends.openai.text_side import ServerTextSide
 from agentspec.backends.openai.vllm import Recognition, label_fields, read_metrics, token_id_fields
 from agentspec.backends.openai.vllm_metrics import Acceptance
 from agentspec.backends.openai.wire import label_headers, payload, to_delta
@@ -34,6 +35,7 @@ class OpenAIBackend:
         self._endpoint = Endpoint(settings, transport=transport)
         self._recognition = Recognition(self._endpoint, settings.vllm)
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
+        self._text_side: ServerTextSide | None = None
 
     def __repr__(self) -> str:
         return f"OpenAIBackend({self._endpoint!r})"
@@ -42,6 +44,11 @@ class OpenAIBackend:
     def capabilities(self) -> Capabilities:
         """Optimistic until `probe` has found out what the upstream really does."""
         return self._capabilities
+
+    @property
+    def text_side(self) -> ServerTextSide | None:
+        """The server's tokenizer, once `probe` has found that it shows one."""
+        return self._text_side
 
     @property
     def has_key(self) -> bool:
@@ -126,12 +133,30 @@ class OpenAIBackend:
         report = await probe(self._endpoint, self.settings, timeout)
         if report.answers:
             self._capabilities = Capabilities(
-                token_ids=report.token_ids, continue_final=report.continue_final, logprobs=report.logprobs
+                token_ids=report.token_ids,
+                continue_final=report.continue_final,
+                logprobs=report.logprobs,
+                context_length=report.context_length,
             )
+            model = self.settings.model or report.models[0]
+            self._text_side = ServerTextSide(self._endpoint, model) if report.tokenizes else None
         return report
+
+    async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:
+        """One vector for each text. Raises as `generate` does."""
+        body = _encode({"model": model, "input": list(texts), "encoding_format": "float"})
+        answer = decode_json(await self._endpoint.fetch("POST", "/embeddings", body=body), self._endpoint.name)
+        try:
+            return [[float(number) for number in item["embedding"]] for item in answer["data"]]
+        except (KeyError, TypeError, ValueError):
+            raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()
+
+    async def leave_loop(self) -> None:
+        """Close the connections of the running loop, which is about to end; others stay."""
+        await self._endpoint.leave_loop()
 
     async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
         """The JSON of each event, or the one body of an upstream that does not stream."""

@@ -136,8 +136,12 @@ class Endpoint:
 
     async def aclose(self) -> None:
         """Close the connections of the running loop and forget the others. Idempotent."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
+        await self.leave_loop()
         self._clients.clear()
+
+    async def leave_loop(self) -> None:
+        """Close the connections of the running loop alone, before it ends. Idempotent."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.aclose()
 

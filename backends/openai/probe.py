@@ -8,6 +8,7 @@ from typing import Any
 
 from agentspec.backends.openai.http import Endpoint, decode_json
 from agentspec.backends.openai.sse import SseDecoder
+from agentspec.backends.openai.text_side import ServerTextSide
 from agentspec.backends.openai.vllm import XARGS, VllmReport, list_models, owns_models, read_metrics, read_version
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError
@@ -20,7 +21,8 @@ _BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
 class ProbeReport:
     """`reachable`: something OpenAI-like answered. `answers`: a chat request succeeded; only then can the rest be true.
 
-    `error` says what went wrong first, None if nothing did. `vllm` is None for other servers.
+    `tokenizes`: it shows its tokenizer, as vLLM does. `error` says what went wrong first, None if nothing did. `vllm`
+    is None for other servers.
     """
 
     reachable: bool = False
@@ -31,6 +33,8 @@ class ProbeReport:
     token_ids: bool = False
     continue_final: bool = False
     logprobs: bool = False
+    tokenizes: bool = False
+    context_length: int | None = None
     vllm: VllmReport | None = None
 
 
@@ -58,6 +62,8 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
         token_ids=await prober.returns_token_ids(),
         continue_final=await prober.continues(_prompt_tokens(plain)),
         logprobs=await prober.gives_logprobs(),
+        tokenizes=await prober.tokenizes(),
+        context_length=_context_length(listed, model),
         vllm=await prober.vllm() if is_vllm else None,
     )
 
@@ -85,6 +91,13 @@ class _Prober:
 
     async def gives_logprobs(self) -> bool:
         return bool(_choice(await self._try(_QUESTION, logprobs=True, top_logprobs=1)).get("logprobs"))
+
+    async def tokenizes(self) -> bool:
+        side = ServerTextSide(self.endpoint, self.model, self.timeout)
+        try:
+            return await side.detokenize(await side.tokenize("Hello")) == "Hello"
+        except UpstreamError:
+            return False
 
     async def continues(self, plain: int | None) -> bool:
         """A continued message lacks the end of its turn and the start of the next, so its prompt must be shorter.
@@ -124,6 +137,12 @@ class _Prober:
         return await self.endpoint.fetch(
             "POST", "/chat/completions", body=json.dumps(body).encode(), timeout=self.timeout
         )
+
+
+def _context_length(listed: list[dict[str, Any]], model: str) -> int | None:
+    """Tokens that `model` takes, where the server says so in vLLM's words."""
+    length = next((entry.get("max_model_len") for entry in listed if entry.get("id") == model), None)
+    return length if isinstance(length, int) else None
 
 
 def _object(event: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from agentspec.types import (
     GenerateRequest,
     SamplingParams,
     Speculation,
+    StepSpeculation,
     StructuredOutputs,
     TokenLogprob,
     Usage,
@@ -170,12 +171,16 @@ def _speculation(value: Mapping[str, Any] | None) -> Speculation | None:
     """The object of an agentspec gateway upstream; another product's object of this name is left alone."""
     if not value or not all(field.name in value for field in fields(Speculation)):
         return None
-    return Speculation(
-        drafted=_count(value["drafted"]),
-        accepted=_count(value["accepted"]),
-        steps=_count(value["steps"]),
-        estimated_seconds_saved=float(value["estimated_seconds_saved"]),
-    )
+    counts: dict[str, Any] = {
+        "drafted": _count(value["drafted"]),
+        "accepted": _count(value["accepted"]),
+        "steps": _count(value["steps"]),
+        "estimated_seconds_saved": float(value["estimated_seconds_saved"]),
+    }
+    if "strategy" not in value:
+        return Speculation(**counts)
+    more = {field.name: value[field.name] for field in fields(StepSpeculation) if field.name in value}
+    return StepSpeculation(**(more | counts))
 
 
 def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...]:

@@ -187,6 +187,17 @@ class TorchBackend:
         """The text of `token_ids` without special tokens."""
         return self._codec.decode(token_ids)
 
+    async def render(self, messages: Sequence[Message]) -> str:
+        """The prompt that `messages` become, ready for the assistant's answer."""
+        return await asyncio.to_thread(self._codec.render, messages, start=True)
+
+    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
+        """Token ids of `text` as it continues a prompt, or as it begins one."""
+        return await asyncio.to_thread(self._codec.encode, text, special=begins)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await asyncio.to_thread(self._codec.decode, token_ids)
+
     def stats(self) -> EngineStats:
         """A snapshot of what the engine has done so far."""
         engine, target = self._engine, self._loaded.target

@@ -6,10 +6,15 @@ from typing import Any
 import httpx
 import pytest
 
+from agentspec.backends.base import text_side
 from agentspec.backends.openai import OpenAIBackend, ProbeReport
+from agentspec.backends.openai.http import Endpoint
+from agentspec.backends.openai.text_side import ServerTextSide
 from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import UpstreamError
 
 pytestmark = pytest.mark.anyio
+SETTINGS = OpenAISettings(base_url="http://upstream.test/v1")  # type: ignore[arg-type]
 
 
 def answer(body: Any, status: int = 200, content_type: str = "application/json") -> httpx.Response:
@@ -33,6 +38,8 @@ class Upstream:
         if self._status != 200:
             return answer({"error": {"message": "broken"}}, self._status)
         body = json.loads(request.content)
+        if request.url.path in ("/tokenize", "/detokenize"):
+            return self._tokenizer(request.url.path, body)
         self.bodies.append(body)
         continued = "continue" in self._abilities and body.get("continue_final_message")
         usage = {"prompt_tokens": 8 if continued else 12, "completion_tokens": 1}
@@ -47,6 +54,15 @@ class Upstream:
             choice["logprobs"] = {"content": [{"token": "x", "logprob": 0.0}]}
         return answer({"choices": [choice], "usage": usage})
 
+    def _tokenizer(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """As vLLM's: a token a character, and a chat template that puts the role before the content."""
+        if "tokenizer" not in self._abilities:
+            return answer({"error": {"message": "not found"}}, 404)
+        if path == "/detokenize":
+            return answer({"prompt": "".join(map(chr, body["tokens"]))})
+        text = "".join(f"<{message['role']}>{message['content']}" for message in body.get("messages", ()))
+        return answer({"tokens": [*map(ord, text + "<assistant>" if text else body["prompt"])]})
+
 
 def backend(upstream: Any, model: str | None = None) -> OpenAIBackend:
     settings = OpenAISettings(base_url="http://upstream.test/v1", model=model)  # type: ignore[arg-type]
@@ -60,6 +76,7 @@ def backend(upstream: Any, model: str | None = None) -> OpenAIBackend:
         ("ids", "token_ids"),
         ("continue", "continue_final"),
         ("logprobs", "logprobs"),
+        ("tokenizer", "tokenizes"),
     ],
 )
 async def test_each_ability_is_found_by_itself(ability: str, field: str) -> None:
@@ -80,6 +97,25 @@ async def test_the_settings_model_is_probed() -> None:
     upstream = Upstream()
     await backend(upstream, "chosen").probe()
     assert {body["model"] for body in upstream.bodies} == {"chosen"}
+
+
+async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
+    probed = backend(Upstream("ids", "tokenizer"))
+    assert text_side(probed) is None
+    await probed.probe()
+    side = text_side(probed)
+    assert side is not None and await side.tokenize("ab") == [97, 98] and await side.detokenize([98]) == "b"
+    assert await side.render([{"role": "user", "content": "hi"}]) == "<user>hi<assistant>"
+    without_ids = backend(Upstream("tokenizer"))
+    await without_ids.probe()
+    assert text_side(without_ids) is None
+
+
+async def test_a_tokenizer_of_another_form_is_an_upstream_error() -> None:
+    side = ServerTextSide(Endpoint(SETTINGS, transport=httpx.MockTransport(lambda request: answer({"x": 1}))), "m")
+    for asked in (side.tokenize("a"), side.detokenize([1])):
+        with pytest.raises(UpstreamError, match="form that is not known"):
+            await asked
 
 
 async def test_an_upstream_that_refuses() -> None:

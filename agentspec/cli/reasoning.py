@@ -1,0 +1,59 @@
+"""`agentspec reasoning`: choosing a strategy's threshold on problems of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentspec.cli.common import ConfigOption, load, require_writable
+
+app = typer.Typer(help="Choose the knobs of strategies.", no_args_is_help=True)
+
+
+@app.callback()
+def reasoning() -> None:
+    """Choose the knobs of strategies."""
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help='A [models.NAME] with strategy = "specreason"')],
+    problems: Annotated[
+        Path, typer.Argument(metavar="FILE.jsonl", exists=True, dir_okay=False, help="Lines with problem and answer")
+    ],
+    thresholds: Annotated[str, typer.Option(help="Thresholds to try, separated by commas")] = "0,3,5,7,9,10",
+    limit: Annotated[int | None, typer.Option(help="Only the first so many problems", min=1)] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0, max=2)] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of thinking and answer", min=1)] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw accuracy against seconds into this PNG or SVG file")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Solve problems at several thresholds: accuracy, seconds and the base model's share at each."""
+    import anyio
+    from rich.console import Console
+
+    from agentspec.benchmarks.reasoning_curve import measure_curve, print_curve, read_problems, write_curve, write_plot
+
+    require_writable(json, plot)
+    tried = _numbers(thresholds)
+    console = Console()
+    read = read_problems(problems)[:limit]
+    with console.status("starting") as status:
+        curve = anyio.run(
+            lambda: measure_curve(load(config), model, read, tried, temperature, max_tokens, status.update)
+        )
+    print_curve(curve, console)
+    if json:
+        write_curve(curve, json)
+    if plot:
+        write_plot(curve, plot)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"thresholds are numbers separated by commas, not {text!r}") from None

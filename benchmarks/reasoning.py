@@ -1,0 +1,235 @@
+"""What delegating steps costs and brings: the machinery alone, pipelining, the judge's call, and a prediction."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentspec.errors import InvalidRequestError
+from agentspec.reasoning.backend import StrategyBackend
+from agentspec.reasoning.prompts import SCORE_PREFILL, SCORE_QUESTION
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.reasoning.thinking import Thinking
+from agentspec.testing import Answer, FakeBackend, ThinkingModel
+from agentspec.types import Delta, GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
+
+STEPS = 40
+STEP_SECONDS = 0.1
+JUDGE_SHARE = 0.25
+QUESTION = [{"role": "user", "content": "A farmer has 15 sheep and buys 7 more. How many sheep are there?"}]
+PUBLISHED = (1.4, 3.0)
+"""Speed-ups that the paper reports (arXiv 2504.07891), at 38 to 80 % of steps by the small model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement with what it should be; `goal` is a bound that `value` must keep."""
+
+    name: str
+    value: float
+    unit: str
+    goal: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.goal if self.at_least else self.value <= self.goal
+
+
+class Timed:
+    """A backend whose own time is added up: that between being asked for a delta and giving it."""
+
+    def __init__(self, inner: FakeBackend) -> None:
+        self._inner = inner
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        async with aclosing(self._inner.generate(request)) as deltas:
+            while True:
+                began = time.perf_counter()
+                try:
+                    delta = await anext(deltas)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    self.seconds += time.perf_counter() - began
+                yield delta
+
+
+def overhead(rounds: int = 15) -> Figure:
+    """Median over rounds of the milliseconds a step takes beyond the calls of its models, one after another."""
+    return Figure("machinery per step", statistics.median(_overhead() for _ in range(rounds)), "ms", 3.0)
+
+
+def _overhead() -> float:
+    base, small = Timed(_model("base")), Timed(_model("small"))
+    settings = SpecReasonSettings(base="b", small="s", pipelined=False)
+    steps, seconds = asyncio.run(_think(StrategyBackend.of(settings, base=base, small=small)))
+    return 1000 * (seconds - base.seconds - small.seconds) / steps
+
+
+def pipelining(acceptance: float, rounds: int = 3) -> Figure:
+    """How many times faster the pipelined form is, on models that sleep: a judge of a quarter of a step."""
+    ratios = []
+    for _ in range(rounds):
+        plain, pipelined = (_asleep(acceptance, pipelined=pipelined) for pipelined in (False, True))
+        ratios.append(plain / pipelined)
+    return Figure(f"pipelined, acceptance {acceptance:g}", statistics.median(ratios), "x", 1.15, at_least=True)
+
+
+def _asleep(acceptance: float, *, pipelined: bool) -> float:
+    rejected = {n for n in range(STEPS) if math.floor((n + 1) * (1 - acceptance)) > math.floor(n * (1 - acceptance))}
+    judged = iter(range(STEPS))
+
+    def score(step: str) -> Answer:
+        return Answer("1" if next(judged) in rejected else "9", first_latency=STEP_SECONDS * JUDGE_SHARE)
+
+    base = _model("base", STEP_SECONDS, score=score)
+    settings = SpecReasonSettings(base="b", small="s", pipelined=pipelined)
+    return asyncio.run(_think(StrategyBackend.of(settings, base=base, small=_model("small", STEP_SECONDS))))[1]
+
+
+def _model(word: str, seconds: float = 0.0, **options: Any) -> ThinkingModel:
+    def step(thinking: str) -> Answer:
+        number = thinking.count("\n\n") + 1
+        words = " ".join(f"{word}{number}-{n}" for n in range(20))
+        return Answer(f"{words}{' Answer: 22' if number == STEPS else ''}\n\n", first_latency=seconds)
+
+    return ThinkingModel(step, **options)
+
+
+async def _think(backend: StrategyBackend) -> tuple[int, float]:
+    """Run the thinking alone: its steps and seconds."""
+    request = GenerateRequest("fast", messages=QUESTION, sampling=SamplingParams(temperature=0.0))
+    thinking, began = Thinking(request, backend.settings, backend.writers), time.perf_counter()
+    async with aclosing(backend.think(thinking)) as events:
+        async for _ in events:
+            pass
+    return len(thinking.steps), time.perf_counter() - began
+
+
+def score_cost(backend: TorchBackend, rounds: int = 9) -> Figure:
+    """A score with the thinking cached, against the engine's own time for a prompt that is longer by as many tokens."""
+    ratios = asyncio.run(_score_cost(backend, rounds))
+    return Figure("score, over the engine's own time", statistics.median(ratios), "x", 1.2)
+
+
+async def _score_cost(backend: TorchBackend, rounds: int) -> list[float]:
+    from agentspec.reasoning.writer import Writer
+
+    writer = Writer("judge", backend, backend.model_name)
+    request = GenerateRequest(backend.model_name, messages=QUESTION, store=True)
+    context = await writer.open(request, "")
+    await context.extend("First, there are 15 sheep. Then 7 more are bought, so the farmer has 15 + 7 sheep.\n\n" * 8)
+    ratios = []
+    for number in range(rounds + 1):
+        await context.extend(f"Step {number}: the sum of 15 and 7 is 22, since 15 + 5 is 20 and 2 more make 22.\n\n")
+        question = SCORE_QUESTION.format(step=f"Step {number}: the sum is 22")
+        await _seconds(writer, context.request(SamplingParams(temperature=0.0, max_tokens=1)))  # its rows are cached
+        began = time.perf_counter()
+        await writer.ask(context, question, SCORE_PREFILL, 60.0, lambda tokens: None)
+        scored = time.perf_counter() - began
+        plain = context.fork()
+        await plain.extend(question[::-1])
+        asked = await context.ask(question, SCORE_PREFILL, SamplingParams())
+        length = len(asked.token_ids or ())
+        bare = plain.request(SamplingParams(temperature=0.0, max_tokens=1))
+        ids = (bare.token_ids or ())[:length]
+        while len(ids) < length:
+            ids = (*ids, ids[-1])
+        own = await _seconds(writer, GenerateRequest(bare.model, token_ids=ids, sampling=bare.sampling))
+        ratios.append(scored / own)
+    return ratios[1:]
+
+
+async def _seconds(writer: Any, request: GenerateRequest) -> float:
+    began = time.perf_counter()
+    async with aclosing(writer.deltas(request, 60.0)) as deltas:
+        async for _ in deltas:
+            pass
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens per second of the two models, and seconds of one score: a short prefill and one base-model token."""
+
+    base: float
+    small: float
+    score_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Times faster than the base model alone, at an acceptance."""
+
+    acceptance: float
+    plain: float
+    pipelined: float
+
+
+def predict(steps: Sequence[int], speeds: Speeds, acceptances: Iterable[float]) -> list[Prediction]:
+    """What a thinking of `steps` (tokens each) would gain, rejections spread evenly. A model, not a measurement.
+
+    Plain: every step is drafted and scored, a rejected one written by the base model. Pipelined: a draft behind an
+    accepted step began when that step was done, so that the longer of score and draft counts.
+    """
+    alone = sum(steps) / speeds.base
+    found = []
+    for acceptance in acceptances:
+        plain = pipelined = 0.0
+        for tokens in steps:
+            draft, rewrite = tokens / speeds.small, (1 - acceptance) * tokens / speeds.base
+            plain += draft + speeds.score_seconds + rewrite
+            behind = acceptance * max(draft, speeds.score_seconds) + (1 - acceptance) * (draft + speeds.score_seconds)
+            pipelined += behind + rewrite
+        found.append(Prediction(acceptance, alone / plain, alone / pipelined))
+    return found
+
+
+def read_steps(path: Path, characters_per_token: float = 4.0) -> list[int]:
+    """Tokens of each step of recorded thinking: JSON lines with `reasoning` or `response`, plain or gzip-compressed."""
+    steps = [
+        max(1, round(len(step) / characters_per_token))
+        for record in _records(path)
+        for step in str(record.get("reasoning") or record.get("response") or "").split("\n\n")
+        if step.strip()
+    ]
+    if not steps:
+        raise InvalidRequestError(f"{path} holds no thinking: want lines with `reasoning` or `response`")
+    return steps
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    import gzip
+
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that was measured or predicted."""
+
+    figures: list[Figure] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
+
+    @property
+    def met(self) -> bool:
+        return all(figure.met for figure in self.figures)

@@ -1,0 +1,50 @@
+"""Work begun before it is known to be needed, and cancelled when it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """At most one piece of work under way. Leaving the block cancels it, so that a client's going away does too."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[T] | None = None
+
+    def __bool__(self) -> bool:
+        return self._task is not None
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> None:
+        assert self._task is None, "one at a time"
+        self._task = asyncio.create_task(work)
+
+    async def take(self) -> T:
+        """The result of what is under way, waited for. Raises what it raises."""
+        assert self._task is not None
+        try:
+            return await self._task
+        finally:
+            await self.drop()
+
+    async def drop(self) -> None:
+        """Cancel what is under way and wait until it is gone. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            await cancel(task)
+
+    async def __aenter__(self) -> Ahead[T]:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.drop()
+
+
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait for their end, whatever that is."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

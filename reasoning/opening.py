@@ -1,0 +1,125 @@
+"""From settings and backends to a strategy that can run, or an error that says what to change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentspec.backends.base import Backend, Embeds
+from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.reasoning.backend import StrategyBackend
+from agentspec.reasoning.settings import AnyStrategy, LookaheadSettings, SpecReasonSettings
+from agentspec.reasoning.templates import Template
+from agentspec.reasoning.trace import TraceFolder
+from agentspec.reasoning.writer import Writer
+from agentspec.types import GenerateRequest, SamplingParams
+
+PROBE_SECONDS = 10.0
+_LONG = "One and one is two, and two and one is three. " * 4
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What a name in a strategy's settings means: a backend, and the model's name there."""
+
+    backend: Backend
+    model: str
+
+
+def build(
+    name: str, settings: AnyStrategy, find: Callable[[str], Named], traces: TraceFolder | None = None
+) -> StrategyBackend:
+    """The strategy of `[models.name]`, its templates read. `find` says what base, small and judge mean.
+
+    Raises `ConfigurationError`.
+    """
+    writers = {role: _writer(role, settings, find) for role in ("base", "small")}
+    if isinstance(settings, (SpecReasonSettings, LookaheadSettings)):
+        writers["judge"] = _writer("judge", settings, find) if settings.judge else writers["base"]
+    if isinstance(settings, LookaheadSettings) and settings.compare == "embedding":
+        _require_embeddings(name, writers["judge"])
+    return StrategyBackend(name, settings, writers, traces)
+
+
+async def prepare(strategy: StrategyBackend) -> None:
+    """Find out what the models of `strategy` can do. One that does not answer now is left for the first request.
+
+    To be run on a loop of its own: what was opened on it is closed. Raises `ConfigurationError` for a model that can
+    neither continue a message nor be sent a prompt of ours.
+    """
+    try:
+        await _prepare(strategy)
+    finally:
+        for writer in strategy.writers.values():
+            leave: Any = getattr(writer.backend, "leave_loop", None)
+            if leave is not None:
+                await leave()
+
+
+async def _prepare(strategy: StrategyBackend) -> None:
+    for role, writer in strategy.writers.items():
+        if not await _probed(writer):
+            logger.warning("the %s model of %s does not answer yet", role, strategy.name)
+            continue
+        await writer.check()
+        _require_logprobs(strategy, role, writer)
+        if writer.continues_messages:
+            writer.keeps_thinking = await _keeps_thinking(writer, strategy.settings)
+
+
+def _writer(role: str, settings: AnyStrategy, find: Callable[[str], Named]) -> Writer:
+    named, template = find(getattr(settings, role)), getattr(settings, f"{role}_template")
+    return Writer(role, named.backend, named.model, Template(template) if template else None)
+
+
+async def _probed(writer: Writer) -> bool:
+    """Whether the model answers; an endpoint's capabilities are found out on the way."""
+    probe: Any = getattr(writer.backend, "probe", None)
+    return probe is None or bool((await probe(PROBE_SECONDS)).answers)
+
+
+async def _keeps_thinking(writer: Writer, settings: AnyStrategy) -> bool:
+    """Whether the endpoint's template leaves closed thinking in a message it continues.
+
+    Templates of reasoning models delete it; then a prompt is shorter with the closing mark than without.
+    """
+    start, end = settings.think_start, settings.think_end
+    if not end:
+        return True
+    try:
+        opened = await _prompt_tokens(writer, f"{start}{_LONG}\n\nHello")
+        closed = await _prompt_tokens(writer, f"{start}{_LONG}\n{end}\n\nHello")
+    except AgentSpecError:
+        return True
+    return closed >= opened
+
+
+async def _prompt_tokens(writer: Writer, begun: str) -> int:
+    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": begun}]
+    request = GenerateRequest(writer.model, messages=messages, continue_final=True, store=False)
+    request = replace(request, sampling=SamplingParams(max_tokens=1))
+    counted = 0
+    async for delta in writer.deltas(request, PROBE_SECONDS):
+        counted = delta.usage.prompt_tokens if delta.usage is not None else counted
+    return counted
+
+
+def _require_logprobs(strategy: StrategyBackend, role: str, writer: Writer) -> None:
+    settings = strategy.settings
+    averages = isinstance(settings, SpecReasonSettings) and settings.score == "average" and role == "judge"
+    if averages and not writer.backend.capabilities.logprobs:
+        raise ConfigurationError(
+            f'models.{strategy.name}.score = "average" needs log-probabilities, which the judge {writer.model!r} does'
+            ' not give: use score = "greedy" or another judge'
+        )
+
+
+def _require_embeddings(name: str, judge: Writer) -> None:
+    if not isinstance(judge.backend, Embeds):
+        raise ConfigurationError(
+            f'models.{name}.compare = "embedding" needs a judge whose endpoint embeds texts: set judge to a backend of'
+            ' kind "openai", or compare to "judge"'
+        )

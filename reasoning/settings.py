@@ -1,0 +1,107 @@
+"""Settings of the strategies, composed into the application's settings: `[models.NAME]` tables with a `strategy`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class StrategySettings(BaseModel):
+    """What all strategies share. Every one is lossy: the answer may differ from the base model's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base: str = Field(description="The large model: a [models.NAME] or [backends.NAME] table")
+    small: str = Field(description="The small model, likewise")
+    base_template: str | None = Field(
+        default=None, description="Chat template applied here: plain, chatml, or a Jinja file; unset: the model's own"
+    )
+    small_template: str | None = Field(default=None, description="Likewise for the small model")
+    think_start: str = Field(default="<think>\n", description="Opens the thinking, unless the prompt ends with it")
+    think_end: str = Field(default="</think>", description="The mark with which a model closes its thinking")
+    answer_by: Literal["base", "small"] = Field(default="base", description="Who writes the answer after the thinking")
+    answer_marks: tuple[str, ...] = Field(
+        default=("boxed", "Answer:", "ANSWER:"), description="A step that holds one of these is the last"
+    )
+    step_tokens: int = Field(default=512, ge=1, description="Most tokens of one step")
+    budget_tokens: int = Field(default=8192, ge=1, description="Most tokens of thinking that are kept")
+    spend_tokens: int = Field(default=16384, ge=1, description="Most tokens of thinking generated, dropped ones too")
+    temperature: float = Field(default=0.6, ge=0, le=2, description="Of the thinking, where a request sets none")
+    top_p: float = Field(default=0.95, gt=0, le=1, description="Of the thinking, where a request sets none")
+    call_timeout: float = Field(default=120.0, gt=0, description="Seconds that one step of a model may take")
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The settings that trade quality for speed, as every answer names them."""
+        return {}
+
+
+class SpecReasonSettings(StrategySettings):
+    """`[models.NAME] strategy = "specreason"`: SpecReason (arXiv 2504.07891)."""
+
+    strategy: Literal["specreason"] = "specreason"
+    judge: str | None = Field(default=None, description="Who scores the steps; unset: the base model")
+    judge_template: str | None = Field(default=None, description="Chat template of a judge of its own")
+    threshold: float = Field(default=7.0, ge=0, description="Score from 0 to 9 that accepts a step; above 9: none")
+    score: Literal["greedy", "average"] = Field(
+        default="greedy", description="The likeliest digit, or the mean of all digits by their probability"
+    )
+    first_steps: int = Field(default=0, ge=0, description="Steps that the base model writes at the beginning")
+    pipelined: bool = Field(default=True, description="Draft the next step while the last one is scored")
+    score_timeout: float = Field(default=30.0, gt=0, description="Seconds that one score may take")
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        return {"threshold": self.threshold, "score": self.score, "first_steps": self.first_steps}
+
+
+class SpeculativeThinkingSettings(StrategySettings):
+    """`[models.NAME] strategy = "speculative_thinking"`: Speculative Thinking (arXiv 2504.12329)."""
+
+    strategy: Literal["speculative_thinking"] = "speculative_thinking"
+    small_reasons: bool = Field(default=True, description="False for a small model that was not trained to reason")
+    begin_tokens: int = Field(
+        default=100, ge=0, description="Tokens the base model begins with if small_reasons = false"
+    )
+    peek_tokens: int = Field(default=20, ge=1, description="Tokens after a blank line that are looked at")
+    verify_tokens: int = Field(
+        default=125, ge=1, description="Tokens the base model writes where something is verified"
+    )
+    overload: int = Field(default=15, ge=1, description="Doubts after which the base model checks; 5 more each time")
+    overload_most: int = Field(default=30, ge=1, description="Most doubts that are waited for")
+    rescue_tokens: int = Field(default=125, ge=1, description="Tokens of that check; 25 more each time")
+    rescue_most: int = Field(default=200, ge=1, description="Most tokens of that check")
+    max_base_share: float = Field(default=0.5, ge=0, le=1, description="Share of tokens beyond which no rule fires")
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        return {"small_reasons": self.small_reasons, "max_base_share": self.max_base_share}
+
+
+class LookaheadSettings(StrategySettings):
+    """`[models.NAME] strategy = "lookahead"`: Lookahead Reasoning (arXiv 2506.19830)."""
+
+    strategy: Literal["lookahead"] = "lookahead"
+    step_tokens: int = Field(default=100, ge=1, description="Most tokens of one step")
+    judge: str | None = Field(default=None, description="Who compares steps; unset: the base model")
+    judge_template: str | None = Field(default=None, description="Chat template of a judge of its own")
+    compare: Literal["judge", "embedding", "equal"] = Field(
+        default="judge", description="By a model's word, by embeddings of the judge's endpoint, or by the letter"
+    )
+    similarity: float = Field(default=0.95, gt=0, le=1, description="Cosine that accepts, for compare = embedding")
+    depth: int = Field(default=4, ge=0, le=16, description="Most steps drafted ahead; fewer where that is faster")
+    score_timeout: float = Field(default=30.0, gt=0, description="Seconds that one comparison may take")
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        compared = {"similarity": self.similarity} if self.compare == "embedding" else {}
+        return {"compare": self.compare, "depth": self.depth, **compared}
+
+
+AnyStrategy = SpecReasonSettings | SpeculativeThinkingSettings | LookaheadSettings
+STRATEGIES: dict[str, type[StrategySettings]] = {
+    "specreason": SpecReasonSettings,
+    "speculative_thinking": SpeculativeThinkingSettings,
+    "lookahead": LookaheadSettings,
+}

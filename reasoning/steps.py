@@ -1,0 +1,90 @@
+"""A step of thinking: a model's text up to a blank line, cut rightly however it arrives in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+BOUNDARY = "\n\n"
+Author = Literal["small", "base"]
+Ending = Literal["boundary", "length", "closed", "stop"]
+"""A blank line, the token limit, the mark that closes the thinking, or a model that has nothing more to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A finished step. `text` ends with the blank line if one ended it, and never holds the closing mark.
+
+    `token_ids` are the author's own and spell exactly `text`; empty where its backend tells none. `tokens` counts what
+    was generated for it, `seconds` how long that took.
+    """
+
+    text: str
+    author: Author
+    ending: Ending
+    tokens: int = 0
+    seconds: float = 0.0
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def blank(self) -> bool:
+        return not self.text.strip()
+
+
+@dataclass(slots=True)
+class StepReader:
+    """Passes text on up to the end of the step, holding back what may be the beginning of its end.
+
+    `ended` says what the text itself showed: "boundary" or "closed"; None while it showed neither. The result does not
+    depend on how the text was cut into pieces. With `across`, a blank line does not end the step.
+    """
+
+    closing: str
+    across: bool = False
+    ended: Literal["boundary", "closed"] | None = None
+    text: str = ""
+    rest: str = ""
+    _held: str = field(default="", repr=False)
+
+    def feed(self, piece: str) -> str:
+        """The text that now certainly belongs to the step; what follows its end is in `rest`."""
+        if self.ended:
+            self.rest += piece
+            return ""
+        window = self._held + piece
+        found = [(at, mark) for mark in self.marks if (at := window.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            self.ended = "boundary" if mark == BOUNDARY else "closed"
+            end = at + len(mark)
+            self.rest, self._held = window[end:], ""
+            return self._pass(window[: end if mark == BOUNDARY else at])
+        keep = max((_overlap(window, mark) for mark in self.marks), default=0)
+        self._held = window[len(window) - keep :]
+        return self._pass(window[: len(window) - keep])
+
+    def finish(self) -> str:
+        """What was held back, when no more text will come."""
+        held, self._held = self._held, ""
+        return self._pass(held)
+
+    @property
+    def heard(self) -> str:
+        """All the text that was fed before the step ended."""
+        return self.text + self._held
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What ends the step."""
+        marks = () if self.across else (BOUNDARY,)
+        return (*marks, self.closing) if self.closing else marks
+
+    def _pass(self, text: str) -> str:
+        self.text += text
+        return text
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest proper beginning of `mark` that `text` ends with."""
+    longest = min(len(mark) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.benchmarks import reasoning as bench
+from agentspec.benchmarks.reasoning_curve import (
+    is_correct,
+    measure_curve,
+    print_curve,
+    read_problems,
+    write_curve,
+    write_plot,
+)
+from agentspec.benchmarks.reasoning_report import print_report, write_json
+from agentspec.benchmarks.reasoning_report import write_plot as write_prediction
+from agentspec.config import ModelSettings, Settings
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.testing import ThinkingModel
+
+
+def test_pipelining_hides_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "STEPS", 5)
+    monkeypatch.setattr(bench, "STEP_SECONDS", 0.08)
+    figure = bench.pipelining(1.0, rounds=1)
+    assert figure.unit == "x" and figure.value > 1.05
+
+
+def test_overhead_is_per_step_and_beyond_the_models() -> None:
+    figure = bench.overhead(rounds=2)
+    assert 0 < figure.value < 100 and figure.unit == "ms"
+
+
+def test_predictions_follow_the_arithmetic() -> None:
+    speeds = bench.Speeds(base=10.0, small=100.0, score_seconds=0.1)
+    none, half, whole = bench.predict([10, 30], speeds, [0.0, 0.5, 1.0])
+    assert whole.plain == pytest.approx(4.0 / (0.4 + 0.2))
+    assert whole.pipelined == pytest.approx(4.0 / 0.4)
+    assert none.plain == none.pipelined == pytest.approx(4.0 / 4.6)
+    assert none.plain < half.plain < whole.plain
+
+
+def test_recorded_thinking_is_read_in_steps(tmp_path: Path) -> None:
+    path = tmp_path / "thinking.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(json.dumps({"response": "x" * 40 + "\n\n" + "y" * 8 + "\n\n\n\n"}) + "\n")
+        file.write(json.dumps({"reasoning": "z", "response": "not this"}) + "\n")
+    assert bench.read_steps(path) == [10, 2, 1]
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("{}\n")
+    with pytest.raises(InvalidRequestError, match="no thinking"):
+        bench.read_steps(empty)
+
+
+def test_the_report_says_what_was_missed(tmp_path: Path) -> None:
+    figures = [bench.Figure("a", 1.0, "ms", 3.0), bench.Figure("b", 1.0, "x", 1.15, at_least=True)]
+    speeds = bench.Speeds(10.0, 100.0, 0.1)
+    report = bench.Report(figures, bench.predict([10], speeds, [0.0, 1.0]))
+    console = Console(record=True, width=100)
+    print_report(report, console)
+    assert not report.met and "MISSED" in (said := console.export_text()) and "1.4 to 3 times" in said
+    write_json(report, tmp_path / "out.json", {"cpus": 2})
+    assert json.loads((tmp_path / "out.json").read_text())["figures"][0]["name"] == "a"
+    write_prediction(report, tmp_path / "out.svg")
+    assert (tmp_path / "out.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "correct"),
+    [
+        ("so it is \\boxed{18}. Then 3", "18", True),
+        ("it makes 1,024 in all", "1024", True),
+        ("18.0 dollars", "18", True),
+        ("first 18, then 19", "18", False),
+        ("\\boxed{x + 1}", "x + 1", True),
+        ("no idea", "18", False),
+    ],
+)
+def test_answers_are_compared_as_numbers(text: str, answer: str, correct: bool) -> None:
+    assert is_correct(text, answer) is correct
+
+
+@pytest.mark.anyio
+async def test_the_curve_of_a_threshold(tmp_path: Path) -> None:
+    """The small model is wrong in every step, which the judge sees: accuracy comes with the threshold."""
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"problem": "Two plus two?", "answer": "4"}\n\n{"problem": "And two?", "answer": "4"}\n')
+
+    def model(answer: int) -> ThinkingModel:
+        return ThinkingModel(lambda thinking: f"Answer: {answer}\n\n", score=lambda step: "4", answer="So that is it.")
+
+    strategy = SpecReasonSettings(base="large", small="tiny")
+    backends = {"large": TorchSettings(model="l"), "tiny": TorchSettings(model="t")}
+    settings = Settings(backends=backends, models={"fast": strategy, "plain": ModelSettings(backend="large")})
+    fakes = {"large": model(4), "tiny": model(5)}
+    points = await measure_curve(settings, "fast", read_problems(path), [0, 7], backends=fakes)
+    found = [(point.threshold, point.accuracy, point.base_share) for point in points]
+    assert found == [(None, 1.0, 1.0), (0, 0.0, 0.0), (7, 1.0, 1.0)]
+    console = Console(record=True, width=100)
+    print_curve(points, console)
+    assert "base alone" in (said := console.export_text()) and "Fastest of the most accurate" in said
+    write_curve(points, tmp_path / "curve.json")
+    write_plot(points, tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").stat().st_size > 1000 and "base_tokens" in (tmp_path / "curve.json").read_text()
+    with pytest.raises(ConfigurationError, match="no threshold"):
+        await measure_curve(settings, "plain", read_problems(path), [0])
+
+
+def test_a_line_that_is_no_problem_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"problem": "?"}\n')
+    with pytest.raises(InvalidRequestError, match=r"problems.jsonl:1: want"):
+        read_problems(path)
+    path.write_text("\n")
+    with pytest.raises(InvalidRequestError, match="no problems"):
+        read_problems(path)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.cli.trace_page import page
+from agentspec.config import Settings
+from agentspec.langchain import ChatAgentSpec
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.reasoning.trace_settings import TraceSettings
+from agentspec.runtime import Runtime
+from agentspec.testing import ThinkingModel
+
+
+def solve(folder: Path, problem: str = "Two plus <b>two</b>?") -> str:
+    """An answer with one rejected step, traced; the trace's id."""
+
+    def step(word: str):
+        return lambda thinking: f"{word} {thinking.count(chr(10) * 2)}{' Answer: 4' if thinking else ''} <i>\n\n"
+
+    backends = {"large": TorchSettings(model="l"), "tiny": TorchSettings(model="t")}
+    settings = Settings(
+        backends=backends,
+        models={"fast": SpecReasonSettings(base="large", small="tiny")},
+        traces=TraceSettings(path=folder),
+    )
+    fakes = {
+        "large": ThinkingModel(step("base"), score=lambda step: "3" if "0" in step else "8"),
+        "tiny": ThinkingModel(step("small")),
+    }
+    answer = ChatAgentSpec(model="fast", runtime=Runtime(settings, backends=fakes)).invoke(problem)
+    return str(answer.response_metadata["speculation"]["trace"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "agentspec.toml").write_text(f"[traces]\npath = '{tmp_path / 'traces'}'\n")
+    return tmp_path / "traces"
+
+
+def test_show_prints_each_step_with_its_author_score_and_time(program, folder):
+    trace = solve(folder)
+    shown = program("trace", "show", trace)
+    assert shown.exit_code == 0, shown.output
+    words = shown.output
+    assert words.index("small 0") < words.index("base 0") < words.index("small 1") < words.index("The answer is four.")
+    assert "score 3" in words and "score 8" in words and "thinking over: answered" in words
+    assert program("trace", "show", "last").output == words
+    records = json.loads(program("trace", "show", trace, "--json").output)
+    assert [record["event"] for record in records][-2:] == ["ended", "answer"]
+
+
+def test_a_page_stands_alone_and_escapes_everything(program, folder, tmp_path):
+    trace = solve(folder)
+    assert program("trace", "show", trace, "--html", tmp_path / "page.html").exit_code == 0
+    written = (tmp_path / "page.html").read_text()
+    assert "<b>" not in written and "<i>" not in written and "&lt;b&gt;two" in written
+    assert "http" not in written and "<script" not in written
+    assert written.count('class="small dropped"') == 1 and written.count('class="base"') == 1
+    hostile = [{"event": "head", "trace": "<x>", "model": "m", "strategy": "s", "knobs": {}, "messages": []}]
+    assert "<x>" not in page(hostile)
+
+
+def test_list_and_delete(program, folder):
+    first, second = solve(folder), solve(folder)
+    assert set(program("trace", "list").output.split()) == {first, second}
+    assert program("trace", "delete").exit_code == 2 and program("trace", "delete", first, "--all").exit_code == 2
+    assert program("trace", "delete", first).output == "1 deleted\n"
+    assert program("trace", "list").output.split() == [second]
+    missing = program("trace", "show", first)
+    assert missing.exit_code == 1 and "no trace" in missing.output
+    assert program("trace", "show", "../agentspec").exit_code == 1
+    assert program("trace", "delete", "--all").output == "1 deleted\n" and program("trace", "list").output == ""
+
+
+def test_without_a_folder_it_says_what_to_set(program):
+    refused = program("trace", "list")
+    assert refused.exit_code == 2 and "set path in [traces]" in refused.output
+
+
+def test_a_folder_that_cannot_be_made_is_a_configuration_error(program, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "agentspec.toml").write_text(f"[traces]\npath = '{tmp_path / 'file' / 'traces'}'\n")
+    refused = program("trace", "list")
+    assert refused.exit_code == 2 and "traces.path" in refused.output

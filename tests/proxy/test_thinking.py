@@ -1,0 +1,219 @@
+"""A strategy's model behind every door: the gateway, LangChain and steps; and what cannot work is said at the start."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from agentspec.backends.base import Capabilities
+from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.config import ModelSettings, Settings
+from agentspec.errors import ConfigurationError, UpstreamError
+from agentspec.langchain import ChatAgentSpec
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.reasoning.trace_settings import TraceSettings
+from agentspec.runtime import Runtime
+from agentspec.step import report, step
+from agentspec.testing import Answer, FakeBackend, Script, ThinkingModel
+
+THINKING = "small 1.\n\nsmall 2. Answer: 4\n\n"
+
+
+def numbered(word: str) -> Callable[[str], Script]:
+    def next_step(thinking: str) -> Script:
+        number = thinking.count("\n\n") + 1
+        return f"{word} {number}.{' Answer: 4' if number == 2 else ''}\n\n"
+
+    return next_step
+
+
+def settings(**knobs: Any) -> Settings:
+    strategy = SpecReasonSettings(base="large", small="tiny", **knobs)
+    backends = {"large": TorchSettings(model="l"), "tiny": TorchSettings(model="t")}
+    return Settings(backends=backends, models={"fast": strategy, "plain": ModelSettings(backend="large")})
+
+
+def models(**options: Any) -> dict[str, FakeBackend]:
+    words = {"large": "base", "tiny": "small"}
+    return {name: ThinkingModel(numbered(word), **options) for name, word in words.items()}
+
+
+BODY = {"model": "fast", "messages": [{"role": "user", "content": "Two plus two?"}]}
+
+
+def test_the_gateway_streams_thinking_then_the_answer(gateway: Any) -> None:
+    running = gateway(models(), settings(threshold=6))
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True})
+    assert answer.headers["x-agentspec-lossy"] == "specreason; threshold=6.0; score=greedy; first_steps=0"
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == THINKING
+    assert "".join(delta.get("content") or "" for delta in deltas) == "The answer is four."
+    told = events[-1]["speculation"]
+    assert told["lossy"] is True and told["strategy"] == "specreason" and told["knobs"]["threshold"] == 6.0
+    assert [model["id"] for model in httpx.get(f"{running.url}/v1/models").json()["data"]] == ["fast", "plain"]
+    plain = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "model": "plain"})
+    assert "x-agentspec-lossy" not in plain.headers
+
+
+def test_one_answer_has_its_reasoning_beside_the_content(gateway: Any) -> None:
+    running = gateway(models(), settings())
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
+    message = client.chat.completions.create(model="fast", messages=BODY["messages"]).choices[0].message  # type: ignore[arg-type]
+    assert message.content == "The answer is four."
+    assert message.model_dump()["reasoning_content"] == message.model_dump()["reasoning"] == THINKING
+    refused = httpx.post(f"{running.url}/v1/completions", json={"model": "fast", "prompt": "two"})
+    assert refused.status_code == 400 and "chat completions" in refused.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_cancels_both_models(gateway: Any, until: Callable[..., None]) -> None:
+    slow = {
+        name: ThinkingModel(
+            lambda thinking: Answer("one\n\n", first_latency=30.0 if thinking else 0.0),
+            score=lambda step: Answer("9", first_latency=30.0),
+        )
+        for name in ("large", "tiny")
+    }
+    running = gateway(slow, settings())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}, timeout=0.5)
+    left = time.monotonic()
+    until(lambda: not slow["large"].active and not slow["tiny"].active)
+    assert time.monotonic() - left < 1.0
+
+
+@pytest.fixture
+def reset_report() -> Any:
+    report().reset()
+    yield
+    report().reset()
+
+
+def test_langchain_and_steps_reach_it(reset_report: None) -> None:
+    fakes = models()
+    runtime = Runtime(settings(), backends=fakes)
+
+    @step("solve")
+    def solve() -> Any:
+        return ChatAgentSpec(model="fast", runtime=runtime, temperature=0).invoke("Two plus two?")
+
+    @step("solve", model="fast")
+    def plain() -> Any:
+        return ChatAgentSpec(model="plain", runtime=runtime, temperature=0).invoke("Two plus two?")
+
+    @step("solve", model="unheard of")
+    def named() -> Any:
+        return ChatAgentSpec(runtime=runtime).invoke("Two plus two?", model="fast")
+
+    for other in (plain, named):
+        assert other().response_metadata["model_name"] == "fast"
+    report().reset()
+    message = solve()
+    assert message.content == "The answer is four."
+    assert message.additional_kwargs["reasoning_content"] == THINKING
+    told = message.response_metadata["speculation"]
+    assert told["lossy"] and told["strategy"] == "specreason"
+    assert {request.labels.step for request in fakes["tiny"].requests} == {"solve"}
+    assert next(row for row in report() if row.step == "solve").calls == 1
+
+
+def test_through_two_gateways(gateway: Any) -> None:
+    """The models are other gateways, reached over HTTP by continuing messages."""
+    abilities = Capabilities(continue_final=True, logprobs=True)
+    base, small = models(capabilities=abilities).values()
+    servers = [gateway({"m": fake}) for fake in (base, small)]
+    large, tiny = (OpenAISettings(base_url=f"{server.url}/v1", model="m") for server in servers)  # type: ignore[arg-type]
+    fast = SpecReasonSettings(base="large", small="tiny")
+    front = gateway({}, Settings(backends={"large": large, "tiny": tiny}, models={"fast": fast}))
+    answer = httpx.post(f"{front.url}/v1/chat/completions", json=BODY).json()
+    assert answer["choices"][0]["message"]["reasoning"] == THINKING
+    assert answer["choices"][0]["message"]["content"] == "The answer is four."
+    through = ChatAgentSpec(model="fast", base_url=f"{front.url}/v1").invoke("Two plus two?")
+    assert through.response_metadata["speculation"]["strategy"] == "specreason"
+
+
+def test_tools_reach_the_base_model_behind_the_thinking() -> None:
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    base = ThinkingModel(
+        numbered("base"),
+        capabilities=Capabilities(continue_final=True, logprobs=True),
+        answer=Answer(extra={"tool_calls": [call]}, finish_reason="tool_calls"),
+    )
+    endpoint = OpenAISettings(base_url="http://127.0.0.1:9/v1", model="m")  # type: ignore[arg-type]
+    fast = SpecReasonSettings(base="large", small="tiny")
+    configured = Settings(backends={"large": endpoint, "tiny": endpoint}, models={"fast": fast})
+    runtime = Runtime(configured, backends={"large": base, "tiny": ThinkingModel(numbered("small"))})
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    message = ChatAgentSpec(model="fast", runtime=runtime).bind(tools=[tool], response_format={"type": "x"}).invoke("?")
+    assert message.tool_calls[0]["name"] == "add"
+    thinking, *_, answer = (request for request in base.requests if "tools" in request.extra)
+    assert thinking.sampling.max_tokens == 1 and "response_format" not in thinking.extra  # the judge's question
+    assert answer.extra["response_format"] == {"type": "x"} and answer.continue_final
+
+
+def test_a_model_that_cannot_continue_is_an_error_at_the_start() -> None:
+    fakes = models(capabilities=Capabilities(logprobs=True))
+    with pytest.raises(ConfigurationError, match=r"base model 'l' cannot continue an answer: give base_template"):
+        Runtime(settings(), backends=fakes).start()
+    Runtime(settings(base_template="plain", small_template="chatml"), backends=fakes).start()
+    average = models(capabilities=Capabilities(continue_final=True))
+    with pytest.raises(ConfigurationError, match="log-probabilities"):
+        Runtime(settings(score="average"), backends=average).start()
+    with pytest.raises(ConfigurationError, match="not one of plain, chatml, and no file"):
+        Runtime(settings(base_template="nothing"), backends=models()).start()
+
+
+def test_raw_completions_with_a_template_of_ours() -> None:
+    fakes = models(capabilities=Capabilities(logprobs=True))
+    runtime = Runtime(settings(base_template="chatml", small_template="plain"), backends=fakes)
+    message = ChatAgentSpec(model="fast", runtime=runtime).invoke("Two plus two?")
+    assert message.additional_kwargs["reasoning_content"] == THINKING
+    prompts = [str(request.text) for request in fakes["large"].requests]
+    assert prompts[0].startswith("<|im_start|>user\nTwo plus two?<|im_end|>\n<|im_start|>assistant\n<think>\nsmall 1.")
+    assert prompts[0].endswith("<|im_start|>assistant\nOn a scale from 0 to 9, the score is: ")
+    assert str(fakes["tiny"].requests[0].text).startswith("User: Two plus two?\n\nAssistant: <think>\n")
+
+
+def test_an_endpoint_that_is_down_at_the_start_is_left_for_later(gateway: Any) -> None:
+    small = OpenAISettings(base_url="http://127.0.0.1:9/v1", model="m")  # type: ignore[arg-type]
+    backends = {"large": TorchSettings(model="l"), "tiny": small}
+    configured = Settings(backends=backends, models={"fast": SpecReasonSettings(base="large", small="tiny")})
+    base = ThinkingModel(numbered("base"))
+    runtime = Runtime(configured, backends={"large": base, "tiny": OpenAIBackend(small)})
+    message = ChatAgentSpec(model="fast", runtime=runtime).invoke("Two plus two?")
+    assert message.additional_kwargs["reasoning_content"] == THINKING.replace("small", "base")
+    assert "small" in message.response_metadata["speculation"]["degraded"]
+
+
+def test_traces_are_kept_where_asked_and_only_the_newest(tmp_path: Path) -> None:
+    configured = settings().model_copy(update={"traces": TraceSettings(path=tmp_path / "traces", keep=2)})
+    runtime = Runtime(configured, backends=models())
+    model = ChatAgentSpec(model="fast", runtime=runtime)
+    ids = [model.invoke("Two?").response_metadata["speculation"]["trace"] for _ in range(3)]
+    assert len(list((tmp_path / "traces").iterdir())) == 2 and len(set(ids)) == 3
+    assert model.invoke("Two?", store=False).response_metadata["speculation"]["trace"] is None
+    lines = [json.loads(line) for line in (tmp_path / "traces" / f"{ids[-1]}.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines][:3] == ["head", "proposed", "scored"]
+    assert lines[-1]["text"] == "The answer is four."
+    assert (tmp_path / "traces").stat().st_mode & 0o077 == 0
+
+
+def test_without_speculation_the_base_model_thinks_alone() -> None:
+    fakes = models()
+    message = ChatAgentSpec(model="fast", runtime=Runtime(settings(), backends=fakes), speculation=False).invoke("Two?")
+    assert message.additional_kwargs["reasoning_content"] == THINKING.replace("small", "base")
+    assert fakes["tiny"].requests == [] and message.response_metadata["speculation"]["lossy"] is False
+
+
+def test_errors_before_the_first_word_have_their_status(gateway: Any) -> None:
+    broken = ThinkingModel(lambda thinking: UpstreamError("gone"), score=lambda step: UpstreamError("gone"))
+    running = gateway({"large": broken, "tiny": broken}, settings())
+    assert httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}).status_code == 502
