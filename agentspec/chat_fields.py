@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.fields import Fields, array, boolean, mapping, string, take_rules, text_parts
+from agentspec.fields import Fields, array, boolean, mapping, string, take_rules, take_service, text_parts
 from agentspec.types import GenerateRequest
 
 MAX_TOOLS = 128
@@ -72,6 +72,7 @@ def with_extra(request: GenerateRequest) -> GenerateRequest:
     changed = {
         "sampling": replace(request.sampling, **take_rules(fields, request.sampling)),
         "return_prompt": fields.take("return_token_ids", boolean, request.return_prompt),
+        **take_service(fields, request),
         **(take_chat(fields, request) if messages is not None else {}),
         **(take_start(fields, last, request) if messages is not None else {}),
     }

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from agentspec.errors import InvalidRequestError
-from agentspec.types import SamplingParams, StructuredOutputs
+from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 T = TypeVar("T")
 
@@ -155,6 +155,16 @@ def take_rules(fields: Fields, given: SamplingParams) -> dict[str, Any]:
         "bad_words": fields.take("bad_words", _bad_words, given.bad_words),
         "structured_outputs": take_structured_outputs(fields) or given.structured_outputs,
         "prompt_logprobs": fields.take("prompt_logprobs", count, given.prompt_logprobs),
+    }
+
+
+def take_service(fields: Fields, given: GenerateRequest) -> dict[str, Any]:
+    """How soon the request is to be served. Its `priority` may put it behind others, never before them."""
+    return {
+        "priority": fields.take("priority", count, given.priority),
+        "latency_target_ms_per_token": fields.take(
+            "latency_target_ms_per_token", number, given.latency_target_ms_per_token
+        ),
     }
 
 

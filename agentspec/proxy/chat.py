@@ -8,7 +8,18 @@ from typing import Any
 
 from agentspec.chat_fields import message_of, take_chat, take_start
 from agentspec.errors import InvalidRequestError
-from agentspec.fields import Fields, array, boolean, count, mapping, string, take_sampling, take_stream, text_parts
+from agentspec.fields import (
+    Fields,
+    array,
+    boolean,
+    count,
+    mapping,
+    string,
+    take_sampling,
+    take_service,
+    take_stream,
+    text_parts,
+)
 from agentspec.proxy.answer import Envelope, Gathered, Said, clamped, prompt_logprobs
 from agentspec.proxy.labels import Caller
 from agentspec.types import Delta, GenerateRequest, Prompt, TokenLogprob
@@ -37,6 +48,7 @@ def parse(body: Mapping[str, Any], caller: Caller, *, max_messages: int) -> tupl
         sampling=sampling,
         prediction=fields.take("prediction", _prediction, None),
         return_prompt=fields.take("return_token_ids", boolean, False),
+        **take_service(fields, plain),
         **take_chat(fields, plain),
         **take_start(fields, messages[-1]["role"], plain),
         **caller.request_fields,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.fields import Fields, boolean, count, string, take_sampling, take_stream, token_ids, wrong
+from agentspec.fields import Fields, boolean, count, string, take_sampling, take_service, take_stream, token_ids, wrong
 from agentspec.proxy.answer import Envelope, Gathered, clamped, prompt_logprobs
 from agentspec.proxy.labels import Caller
 from agentspec.types import Delta, GenerateRequest, Prompt, TokenLogprob
@@ -39,9 +39,6 @@ def parse(body: Mapping[str, Any], caller: Caller) -> tuple[GenerateRequest, boo
     if echo and sampling.logprobs and sampling.prompt_logprobs is None:
         sampling = replace(sampling, prompt_logprobs=sampling.top_logprobs)
     return_token_ids = fields.take("return_token_ids", boolean, False)
-    fields.take_only("best_of", sampling.n)
-    fields.take_only("suffix", "")
-    fields.finish()
     request = GenerateRequest(
         model=model,
         text=prompt if isinstance(prompt, str) else None,
@@ -50,6 +47,10 @@ def parse(body: Mapping[str, Any], caller: Caller) -> tuple[GenerateRequest, boo
         return_prompt=echo or return_token_ids,
         **caller.request_fields,
     )
+    request = replace(request, **take_service(fields, request))
+    fields.take_only("best_of", sampling.n)
+    fields.take_only("suffix", "")
+    fields.finish()
     return request, stream, include_usage
 
 

@@ -46,6 +46,6 @@ def test_a_difference_is_shown_and_fails(program: Any, tiny_model: Path, monkeyp
 
 
 def test_prompts_that_leave_no_room(program: Any, tiny_model: Path) -> None:
-    result = program("verify", "--model", tiny_model, "--max-tokens", 512)
+    result = program("verify", "--model", tiny_model, "--max-tokens", 2048)
     assert result.exit_code == 2
-    assert "no prompt leaves room for 512 of the model's 512 tokens" in result.output
+    assert "no prompt leaves room for 2048 of the model's 2048 tokens" in result.output

@@ -440,3 +440,19 @@ def test_a_whole_answer_of_several_choices() -> None:
         },
     ]
     encode(body)
+
+
+def test_how_soon_a_request_is_to_be_served() -> None:
+    assert (ask().priority, ask().latency_target_ms_per_token) == (0, None)
+    request = ask(priority=3, latency_target_ms_per_token=20)
+    assert (request.priority, request.latency_target_ms_per_token) == (3, 20)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("priority", -1), ("priority", 0.5), ("latency_target_ms_per_token", 0), ("latency_target_ms_per_token", "fast")],
+)
+def test_no_request_pushes_ahead_or_asks_the_impossible(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ask(**{field: value})
+    assert caught.value.param == field
