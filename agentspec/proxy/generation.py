@@ -71,6 +71,8 @@ class Generation:
         self, fields: Mapping[str, Any], caller: Caller, exchange: Exchange, backend: Backend
     ) -> tuple[GenerateRequest, Writer]:
         speculation = self.settings.speculation_object
+        if isinstance(backend, StrategyBackend) and self.path != "/chat/completions":
+            raise InvalidRequestError(f"the model {exchange.model!r} answers chat completions only", param="model")
         if self.path == "/chat/completions":
             request, exchange.stream, usage = chat.parse(fields, caller, max_messages=self.settings.max_messages)
             if isinstance(backend, StrategyBackend):
@@ -83,7 +85,7 @@ class Generation:
                 token_ids=request.return_prompt,
                 choices=request.sampling.n,
             )
-        if self.path == "/completions" and not isinstance(backend, StrategyBackend):
+        if self.path == "/completions":
             request, exchange.stream, usage = completions.parse(fields, caller)
             return request, completions.CompletionWriter(
                 request.model,

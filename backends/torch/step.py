@@ -57,8 +57,9 @@ class Turn:
 
 def play(generations: Sequence[Generation], shared: Shared) -> list[tuple[Generation, Outcome]]:
     """Give every generation its part of one forward and tell what each gained: a delta, nothing, or its own error."""
-    scored: list[tuple[Generation, Outcome]] = [(each, score(each)) for each in generations if each.scorer]
-    turns = schedule([each for each in generations if not each.scorer], shared)
+    scoring = [each for each in generations if each.scorer]
+    turns = schedule([each for each in generations if each not in scoring], shared)
+    scored: list[tuple[Generation, Outcome]] = [(each, score(each)) for each in scoring]
     if not turns:
         return scored
     for turn in turns:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.torch.drafters import make_draft
+from agentspec.backends.torch.drafters import Drafter, make_draft
 from agentspec.backends.torch.drafters.guided import GuidedDrafter
 from agentspec.backends.torch.grammar import Grammars
 from agentspec.types import Draft, Source
@@ -16,7 +16,7 @@ def grammars(byte_tokens: Any) -> Grammars:
     return Grammars(byte_tokens, 259, [256])
 
 
-class Fixed:
+class Fixed(Drafter):
     def __init__(self, draft: Draft | None) -> None:
         self.draft = draft
 
