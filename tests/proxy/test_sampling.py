@@ -290,7 +290,7 @@ def test_langchain_gets_structured_output_and_tool_calls(running: Any) -> None:
         assert all(isinstance(one, Animal) for one in found)
         called = model.bind_tools([owls], tool_choice="any", parallel_tool_calls=False).invoke("owls?")
         [call] = called.tool_calls
-        chunks = list(model.bind_tools([owls], tool_choice="owls").stream("owls?"))
+        chunks = list(model.bind_tools([owls], tool_choice="owls").stream("owls?", speculation=False))
         whole = chunks[0]
         for chunk in chunks[1:]:
             whole += chunk
