@@ -15,8 +15,8 @@ _PLAIN = ("enum", "const", "default", "examples")
 def guided(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema`, in which objects that list their properties have no others unless it speaks of others.
 
-    A model that may add what it likes rarely comes to an end. (xgrammar, and thus vLLM, does the same.) Schemas that
-    are put together of parts, each of which describes the same object, stay as they are.
+    A model that may add what it likes rarely comes to an end. Schemas that are put together of parts, each of which
+    describes the same object, stay as they are.
     """
     written = json.dumps(schema)
     apart = any(f'"{word}":' in written for word in _PUT_TOGETHER)
