@@ -52,10 +52,14 @@ class Timed:
 
     def __init__(self, inner: FakeBackend) -> None:
         self._inner = inner
+        self.capabilities = inner.capabilities
         self.seconds = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         async with aclosing(self._inner.generate(request)) as deltas:
@@ -148,9 +152,8 @@ async def _score_cost(backend: TorchBackend, rounds: int) -> list[float]:
         asked = await context.ask(question, SCORE_PREFILL, SamplingParams())
         length = len(asked.token_ids or ())
         bare = plain.request(SamplingParams(temperature=0.0, max_tokens=1))
-        ids = (bare.token_ids or ())[:length]
-        while len(ids) < length:
-            ids = (*ids, ids[-1])
+        ids = list(bare.token_ids or ())[:length]
+        ids += ids[-1:] * (length - len(ids))
         own = await _seconds(writer, GenerateRequest(bare.model, token_ids=ids, sampling=bare.sampling))
         ratios.append(scored / own)
     return ratios[1:]

@@ -151,11 +151,12 @@ async def _round(thinking: Thinking, settings: LookaheadSettings, chain: Chain) 
         own = await chain.own[index]
         chain.pace.wrote(chain.depth, own.seconds)
         draft = await chain.draft(index) if index < chain.depth else None
+        same = False
         if draft is None:
             kept = thinking.keep(own)
         else:
             yield Proposed(draft)
-            began, reason, same = time.perf_counter(), "", False
+            began, reason = time.perf_counter(), ""
             try:
                 same = await _same(thinking, settings, draft, own)
             except Exception as error:
@@ -169,7 +170,7 @@ async def _round(thinking: Thinking, settings: LookaheadSettings, chain: Chain) 
         async with aclosing(kept) as events:
             async for event in events:
                 yield event
-        if draft is None or not same or thinking.over:
+        if not same or thinking.over:
             return
 
 
