@@ -24,7 +24,6 @@ from pydantic import (
     Discriminator,
     Field,
     PrivateAttr,
-    SecretStr,
     Tag,
     ValidationError,
     model_validator,
@@ -35,6 +34,7 @@ from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSe
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError
 from agentspec.keys import ApiKey
+from agentspec.leaves import leaves, masked
 from agentspec.reasoning.settings import (
     STRATEGIES,
     LookaheadSettings,
@@ -165,8 +165,8 @@ class EffectiveValue:
 def effective_values(settings: Settings) -> list[EffectiveValue]:
     """Every value of `settings` in the order of the tables; one that is unset is listed as None."""
     return [
-        EffectiveValue(".".join(key), _masked(value), *settings._origins.get(key, ("default", "")))
-        for key, value in _leaves(settings, ())
+        EffectiveValue(".".join(key), masked(value), *settings._origins.get(key, ("default", "")))
+        for key, value in leaves(settings, ())
     ]
 
 
@@ -386,28 +386,3 @@ def _known(key: Key, merged: Mapping[str, Any]) -> str:
             }
             table = sections.get(section, ModelSettings)
     return _suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"
-
-
-def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    children: Any = None
-    if isinstance(value, BaseModel):
-        children = ((name, getattr(value, name)) for name in type(value).model_fields)
-    elif isinstance(value, Mapping):
-        children = value.items()
-    if children is None:
-        yield key, value
-        return
-    for name, child in children:
-        yield from _leaves(child, (*key, name))
-
-
-def _masked(value: Any) -> Any:
-    if isinstance(value, SecretStr):
-        return str(value)
-    if isinstance(value, tuple):
-        return [_masked(item) for item in value]
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if value is None or isinstance(value, (bool, float)):
-        return value
-    return int(value) if isinstance(value, int) else without_password(str(value))
