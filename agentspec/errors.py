@@ -21,6 +21,7 @@ AgentSpecError
 │       ├── CacheVersionError     of another version of the format, or another byte order
 │       ├── CacheNamespaceError   of another tenant, model, tokenizer or chat template
 │       └── CacheDamagedError     not what was once written
+├── KnowledgeBaseError       502  a knowledge base could not be asked, or gave no usable answer
 └── UpstreamError            502  an upstream could not be reached or broke off
     ├── UpstreamTimeoutError 504  an upstream did not answer in time
     └── UpstreamStatusError       an upstream answered with an error; `status`, `body` and `headers` are its own
@@ -165,3 +166,8 @@ class UpstreamStatusError(UpstreamError):
         self.status = status
         self.upstream_body = body
         self.headers = dict(headers)
+
+
+class KnowledgeBaseError(AgentSpecError):
+    status = 502
+    code = "knowledge_base_error"

@@ -1,0 +1,1 @@
+"""Speculative retrieval: RaLMSpec and KNN-LM, exact (docs/retrieval.md)."""
