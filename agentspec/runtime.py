@@ -192,23 +192,13 @@ class Runtime:
         from agentspec.reasoning.trace import open_folder
 
         def find(name: str) -> Named:
-            backend_name, model = self._plain(name)
+            backend_name, model = named_model(self.settings, name)
             return Named(self._backends[backend_name], model)
 
         traces = open_folder(self.settings.traces)
         built = {name: build(name, settings, find, traces) for name, settings in wanted.items()}
         _run_apart(lambda: _prepare_all(built.values(), prepare))
         self._strategies = built
-
-    def _plain(self, name: str) -> tuple[str, str]:
-        """The backend and its model that a strategy means by `name`: a plain model's, or a backend's own."""
-        model = self.settings.models.get(name)
-        backend_name = model.backend if isinstance(model, ModelSettings) else name
-        own = self.settings.backends[backend_name].model
-        upstream_model = (model.upstream_model if isinstance(model, ModelSettings) else None) or own
-        if upstream_model is None:
-            raise ConfigurationError(f"{name!r} is used by a strategy: set backends.{backend_name}.model")
-        return backend_name, upstream_model
 
     def _resolve(self, model: str) -> tuple[str, str]:
         if model in self._names:
@@ -248,7 +238,7 @@ def _base_backend(settings: Settings, strategy: StrategySettings) -> str:
     return base.backend if isinstance(base, ModelSettings) else strategy.base
 
 
-async def _prepare_all(strategies: Iterable[StrategyBackend], prepare: Callable[[Any], Awaitable[None]]) -> None:
+async def _prepare_all(strategies: Iterable[StrategyBackend], prepare: Callable[[Any], Awaitable[Any]]) -> None:
     for strategy in strategies:
         await prepare(strategy)
 
@@ -257,6 +247,20 @@ def _run_apart(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a coroutine to its end on a loop of its own, from a thread that may have one already."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: asyncio.run(make())).result()
+
+
+def named_model(settings: Settings, name: str) -> tuple[str, str]:
+    """The backend and its model that a strategy means by `name`: a plain model's, or a backend's own.
+
+    Raises `ConfigurationError` where nothing says which model that is.
+    """
+    model = settings.models.get(name)
+    backend_name = model.backend if isinstance(model, ModelSettings) else name
+    own = settings.backends[backend_name].model
+    upstream_model = (model.upstream_model if isinstance(model, ModelSettings) else None) or own
+    if upstream_model is None:
+        raise ConfigurationError(f"{name!r} is used by a strategy: set backends.{backend_name}.model")
+    return backend_name, upstream_model
 
 
 def unreachable(settings: Settings) -> dict[str, str]:

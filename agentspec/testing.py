@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from agentspec.backends.base import Capabilities
+from agentspec.backends.base import NONE, Capabilities
 from agentspec.errors import ContextLengthError, OverloadedError
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, Speculation, TokenLogprob, Usage
 
@@ -88,12 +89,18 @@ class FakeBackend:
     def prompt_text(self, request: GenerateRequest) -> str:
         """The prompt of `request` as text, whatever form it has: what a model would read."""
         if request.messages is not None:
-            return _rendered(request.messages, start=not request.continue_final)
+            tools = request.tools or request.extra.get("tools") or ()
+            return _rendered(request.messages, tools, start=not request.continue_final)
         return request.text if request.text is not None else self.decode(request.token_ids or ())
 
-    async def render(self, messages: Sequence[Message]) -> str:
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
         """The prompt that `messages` become."""
-        return _rendered(messages, start=True)
+        return _rendered(messages, tools, start=True)
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
         return self.encode(text)
@@ -261,9 +268,10 @@ def _covering(words: list[str], length: int) -> int:
     return count
 
 
-def _rendered(messages: Sequence[Message], *, start: bool) -> str:
-    """A chat template like many: each message under its role. Without `start` the last message stays open."""
-    text = "".join(f"<|{message['role']}|>\n{_text(message.get('content'))}<|end|>\n" for message in messages)
+def _rendered(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, start: bool) -> str:
+    """A chat template like many: the tools, then each message under its role. Without `start` the last stays open."""
+    text = f"<|tools|>\n{json.dumps(list(tools))}<|end|>\n" if tools else ""
+    text += "".join(f"<|{message['role']}|>\n{_text(message.get('content'))}<|end|>\n" for message in messages)
     return f"{text}<|assistant|>\n" if start else text.removesuffix("<|end|>\n")
 
 

@@ -292,8 +292,9 @@ class StepSpeculation(Speculation):
     """What delegating steps of thinking did for one answer, which is lossy: `knobs` are what trades quality for speed.
 
     `drafted` and `accepted` count the small model's tokens, `steps` the steps of the thinking. `spent_tokens` has all
-    that each role generated, what was dropped included. `degraded` says which model was given up, and why. `trace` is
-    the answer's name for `agentspec trace show`.
+    that each role generated, what was dropped included. `estimated_seconds_saved` compares the thinking's time with
+    that of as many tokens at the base model's own pace, measured while it writes; below 0 is lost. `degraded` says
+    which model was given up, and why. `trace` is the answer's name for `agentspec trace show`.
     """
 
     lossy: bool = True

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 from agentspec.types import Delta, GenerateRequest, Message
+
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,16 @@ class Backend(Protocol):
 class TextSide(Protocol):
     """A backend that shows what becomes of text before its model sees it. Prompts of token ids need `token_ids` too."""
 
-    async def render(self, messages: Sequence[Message]) -> str:
-        """The prompt that `messages` become, ready for the assistant's answer. Raises `InvalidRequestError`."""
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
+        """The prompt that `messages` become, ready for the assistant's answer. Raises `InvalidRequestError`.
+
+        `tools` and `template_arguments` are a request's, as its chat template is shown them.
+        """
         ...
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:

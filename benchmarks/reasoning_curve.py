@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from agentspec.benchmarks.memo import Memo
 from agentspec.config import Settings
 from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.reasoning.backend import StrategyBackend
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.types import GenerateRequest, SamplingParams, StepSpeculation
 
+EVERY = 1 << 31  # first steps of the base model's, so that it thinks alone with all that speeds it up otherwise
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -30,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """One problem at one threshold. Tokens are those of the thinking."""
+    """One problem at one threshold. Tokens are those of the thinking; `seconds` is explained at `Plan.reuse`."""
 
     correct: bool
     seconds: float
@@ -73,17 +74,84 @@ class Point:
         return sum(one.accepted for one in self.solved) / max(1, sum(one.proposed for one in self.solved))
 
 
-def read_problems(path: Path) -> list[Problem]:
-    """Problems of a file of JSON lines. Raises `InvalidRequestError` naming the line that is none."""
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is tried: `[models.model]` at each threshold, its other settings changed as `changes` says.
+
+    With `reuse` a model is not asked twice for the same: thresholds share the beginning of their thinking. Seconds are
+    then those of the calls when they were made, one after another, also where the model is `pipelined`. Without it
+    every call is made and the wall clock counts. Answers that are drawn are never reused.
+    """
+
+    model: str
+    thresholds: tuple[float, ...]
+    changes: Mapping[str, int] = field(default_factory=dict)
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    reuse: bool = True
+
+    @property
+    def reuses(self) -> bool:
+        return self.reuse and self.temperature == 0
+
+    def settings(self, strategy: SpecReasonSettings, threshold: float | None) -> SpecReasonSettings:
+        """The strategy's settings at one threshold."""
+        knob = {"first_steps": EVERY} if threshold is None else {"threshold": threshold}
+        unpipelined = {"pipelined": False} if self.reuses else {}
+        return strategy.model_copy(update={**self.changes, **unpipelined, **knob})
+
+
+@dataclass(slots=True)
+class Curve:
+    """What was measured so far: all points have the same problems behind them."""
+
+    plan: Plan
+    points: list[Point]
+    calls: int = 0
+    remembered: int = 0
+
+    @classmethod
+    def begun(cls, plan: Plan) -> Curve:
+        return cls(plan, [Point(threshold) for threshold in (None, *plan.thresholds)])
+
+    @property
+    def problems(self) -> int:
+        return min(len(point.solved) for point in self.points)
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all, so that a run which is stopped can go on from the file."""
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(asdict(self), indent=2))
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: Path, plan: Plan) -> Curve:
+        """The beginning of the same measurement. Raises `InvalidRequestError` if `path` holds another one's."""
         try:
-            record = json.loads(line)
-            found.append(Problem(str(record["problem"]), str(record["answer"])))
+            kept = json.loads(path.read_text())
+            same = kept["plan"] == json.loads(json.dumps(asdict(plan)))
+            points = [Point(one["threshold"], [Solved(**solved) for solved in one["solved"]]) for one in kept["points"]]
+            found = cls(plan, points, kept["calls"], kept["remembered"])
         except (ValueError, KeyError, TypeError):
-            raise InvalidRequestError(f'{path}:{number}: want {{"problem": ..., "answer": ...}}') from None
+            raise InvalidRequestError(f"{path} holds no curve: name another file") from None
+        if not same:
+            raise InvalidRequestError(f"{path} was measured with other options: repeat those, or name another file")
+        return found
+
+
+def read_problems(path: Path) -> list[Problem]:
+    """Problems of a file of JSON lines, plain or gzip-compressed. Raises `InvalidRequestError` naming what is none."""
+    found = []
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                found.append(Problem(str(record["problem"]), str(record["answer"])))
+            except (ValueError, KeyError, TypeError):
+                raise InvalidRequestError(f'{path}:{number}: want {{"problem": ..., "answer": ...}}') from None
     if not found:
         raise InvalidRequestError(f"{path} holds no problems")
     return found
@@ -91,49 +159,55 @@ def read_problems(path: Path) -> list[Problem]:
 
 async def measure_curve(
     settings: Settings,
-    model: str,
+    curve: Curve,
     problems: Sequence[Problem],
-    thresholds: Sequence[float],
-    temperature: float = 0.0,
-    max_tokens: int | None = None,
+    *,
     progress: Callable[[str], None] = lambda text: None,
+    save: Callable[[Curve], None] = lambda curve: None,
     **given: Any,
-) -> list[Point]:
-    """Solve every problem at every threshold, the thresholds in turn so that a busy minute hits all alike.
+) -> None:
+    """Solve the problems that `curve` does not have yet at every threshold; `save` hears of each that is done.
 
-    `given` goes to the `Runtime`. Raises `ConfigurationError` if `model` has no threshold.
+    The thresholds take turns, so that a busy minute hits all alike. `given` goes to the `Runtime`. Raises
+    `ConfigurationError` if the plan's model has no threshold.
     """
-    strategy = settings.models.get(model)
+    plan = curve.plan
+    strategy = settings.models.get(plan.model)
     if not isinstance(strategy, SpecReasonSettings):
-        raise ConfigurationError(f'{model!r} has no threshold: name a [models.NAME] with strategy = "specreason"')
-    names = {f"{model}@{threshold:g}": threshold for threshold in thresholds}
-    variants = {name: strategy.model_copy(update={"threshold": threshold}) for name, threshold in names.items()}
-    tried = settings.model_copy(update={"models": {**settings.models, **variants}})
-    points = {model: Point(None), **{name: Point(threshold) for name, threshold in names.items()}}
-    async with Runtime(tried, **given) as runtime:
-        for number, problem in enumerate(problems, 1):
-            for name, point in points.items():
+        raise ConfigurationError(f'{plan.model!r} has no threshold: name a [models.NAME] with strategy = "specreason"')
+    tried = {point.name: plan.settings(strategy, point.threshold) for point in curve.points}
+    async with Runtime(settings, **given) as runtime:
+        built = runtime.route(plan.model).backend
+        assert isinstance(built, StrategyBackend)
+        for number, problem in enumerate(problems[curve.problems :], curve.problems + 1):
+            memo = Memo()
+            writers = memo.writers(built.writers) if plan.reuses else built.writers
+            solved = []
+            for point in curve.points:
                 progress(f"problem {number} of {len(problems)}, {point.name}")
-                sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-                request = _request(name, problem, sampling, speculation=point.threshold is not None)
-                point.solved.append(await _solve(runtime, request, problem.answer))
-    return list(points.values())
+                backend = replace(built, settings=tried[point.name], writers=writers, traces=None)
+                solved.append(await _solve(backend, problem, plan, memo if plan.reuses else None))
+            for point, one in zip(curve.points, solved, strict=True):
+                point.solved.append(one)
+            curve.calls += memo.made
+            curve.remembered += memo.remembered
+            save(curve)
 
 
-def _request(model: str, problem: Problem, sampling: SamplingParams, *, speculation: bool) -> GenerateRequest:
+async def _solve(backend: StrategyBackend, problem: Problem, plan: Plan, memo: Memo | None) -> Solved:
+    sampling = SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens)
     messages = [{"role": "user", "content": problem.problem}]
-    return GenerateRequest(model, messages=messages, sampling=sampling, speculation=speculation, store=False)
-
-
-async def _solve(runtime: Runtime, request: GenerateRequest, answer: str) -> Solved:
-    began, text, told = time.perf_counter(), "", None
-    async for delta in runtime.generate(request):
-        text += delta.text + delta.extra.get("reasoning", "")
+    request = GenerateRequest(plan.model, messages=messages, sampling=sampling, store=False)
+    before, began, told = memo.seconds if memo else 0.0, time.perf_counter(), None
+    thinking = answer = ""
+    async for delta in backend.generate(request):
+        thinking += delta.extra.get("reasoning", "")
+        answer += delta.text
         told = delta.speculation or told
-    seconds = time.perf_counter() - began
+    seconds = memo.seconds - before if memo else time.perf_counter() - began
     assert isinstance(told, StepSpeculation)
     return Solved(
-        correct=is_correct(text, answer),
+        correct=is_correct(f"{thinking}\n{answer}", problem.answer),
         seconds=seconds,
         steps=told.steps,
         proposed=told.proposed_steps,
@@ -157,38 +231,3 @@ def _canonical(text: str) -> str | float:
         return float(plain)
     except ValueError:
         return plain
-
-
-def print_curve(points: Sequence[Point], console: Console) -> None:
-    table = Table(title=f"{len(points[0].solved)} problems")
-    for heading in ("threshold", "accuracy", "seconds", "acceptance", "base share"):
-        table.add_column(heading, justify="right")
-    for point in points:
-        figures = (point.accuracy, point.seconds, point.acceptance, point.base_share)
-        table.add_row(point.name, *(f"{figure:.2f}" for figure in figures))
-    console.print(table)
-    best = max(point.accuracy for point in points)
-    chosen = min((point for point in points if point.accuracy == best), key=lambda point: point.seconds)
-    console.print(f"Fastest of the most accurate: {'' if chosen.threshold is None else 'threshold = '}{chosen.name}")
-
-
-def write_curve(points: Sequence[Point], path: Path) -> None:
-    path.write_text(json.dumps([asdict(point) for point in points], indent=2))
-
-
-def write_plot(points: Sequence[Point], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    axes.plot([point.seconds for point in points], [point.accuracy for point in points], "o-")
-    for point in points:
-        axes.annotate(point.name, (point.seconds, point.accuracy), textcoords="offset points", xytext=(6, 6))
-    axes.set_xlabel("seconds a problem")
-    axes.set_ylabel("accuracy")
-    axes.set_ylim(-0.05, 1.05)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)

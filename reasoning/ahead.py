@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
+import anyio
+
 T = TypeVar("T")
 
 
@@ -26,7 +28,7 @@ class Ahead(Generic[T]):
         """The result of what is under way, waited for. Raises what it raises."""
         assert self._task is not None
         try:
-            return await self._task
+            return await result(self._task)
         finally:
             await self.drop()
 
@@ -43,8 +45,23 @@ class Ahead(Generic[T]):
         await self.drop()
 
 
+async def result(task: asyncio.Task[T]) -> T:
+    """What `task` gives or raises. To be cancelled while waiting leaves the task alone: it is for `cancel` to end."""
+    await asyncio.wait([task])
+    return task.result()
+
+
 async def cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait for their end, whatever that is."""
+    """Cancel tasks and wait for their end, whatever that is.
+
+    Each is cancelled once, also where the waiting itself is cancelled, as by a gateway whose client has left, which
+    does so at every await: a second time would break off how a task closes its connections.
+    """
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # asked for, or it is logged as forgotten

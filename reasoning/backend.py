@@ -11,7 +11,7 @@ from typing import Any
 from agentspec.backends.base import Backend, Capabilities
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.alone import base_alone
-from agentspec.reasoning.events import Accepted, Ended, Event, Proposed, Said
+from agentspec.reasoning.events import Accepted, Ended, Event, Proposed, Rewritten, Said
 from agentspec.reasoning.lookahead import lookahead
 from agentspec.reasoning.settings import (
     AnyStrategy,
@@ -23,6 +23,7 @@ from agentspec.reasoning.speculative_thinking import speculative_thinking
 from agentspec.reasoning.steps import Step
 from agentspec.reasoning.thinking import Thinking
 from agentspec.reasoning.trace import TraceFolder, Tracer
+from agentspec.reasoning.watch import BasePace, Watch
 from agentspec.reasoning.writer import Writer
 from agentspec.types import Delta, GenerateRequest, Message, StepSpeculation, Usage
 
@@ -31,12 +32,17 @@ Run = Callable[[Thinking], AsyncGenerator[Event]]
 
 @dataclass(slots=True)
 class Tally:
-    """What an answer's events come to. A step that the small model wrote as final counts as proposed too."""
+    """What an answer's events come to. A step that the small model wrote as final counts as proposed too.
+
+    `base_tokens` in `base_seconds` is what the base model wrote of it.
+    """
 
     proposed: int = 0
     proposed_tokens: int = 0
     accepted: int = 0
     accepted_tokens: int = 0
+    base_tokens: int = 0
+    base_seconds: float = 0.0
     _open: Step | None = None
 
     def add(self, event: Event) -> None:
@@ -48,6 +54,12 @@ class Tally:
                     self._propose(step)
                 self.accepted += 1
                 self.accepted_tokens += step.tokens
+            case Accepted(step) | Rewritten(step):
+                self.base_wrote(step.tokens, step.seconds)
+
+    def base_wrote(self, tokens: int, seconds: float) -> None:
+        self.base_tokens += tokens
+        self.base_seconds += seconds
 
     def _propose(self, step: Step) -> None:
         self._open = step
@@ -67,6 +79,7 @@ class StrategyBackend:
     writers: dict[str, Writer]
     traces: TraceFolder | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(logprobs=True))
+    pace: BasePace = field(default_factory=BasePace)
 
     @classmethod
     def of(
@@ -80,11 +93,6 @@ class StrategyBackend:
     async def aclose(self) -> None:
         """The backends behind are closed by who built them."""
 
-    async def check(self) -> None:
-        """Raises `ConfigurationError` for a model that cannot play its role."""
-        for writer in {id(writer): writer for writer in self.writers.values()}.values():
-            await writer.check()
-
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """The thinking as `reasoning` deltas while it becomes final, then the answer.
 
@@ -93,19 +101,23 @@ class StrategyBackend:
         """
         thinking = Thinking(_checked(request), self.settings, self.writers)
         tally, tracer = Tally(), self._tracer(request)
+        thought, answered = Watch(), Watch()
         try:
-            async with aclosing(self.think(thinking)) as events:
+            async with aclosing(thought.over(self.think(thinking))) as events:
                 async for event in events:
                     tally.add(event)
                     tracer.add(event)
                     if isinstance(event, Said):
                         yield reasoning(event.text)
-            async with aclosing(self._answer(thinking)) as deltas:
+            async with aclosing(answered.over(self._answer(thinking))) as deltas:
                 async for delta in deltas:
                     tracer.say(delta.text)
                     if delta.finish_reason is not None:
-                        usage = _usage(thinking, delta.usage or Usage())
-                        delta = replace(delta, usage=usage, speculation=self._sum(thinking, tally, tracer))
+                        used = delta.usage or Usage()
+                        if self._answerer(thinking) == "base":
+                            tally.base_wrote(used.completion_tokens, answered.seconds)
+                        told = self._sum(thinking, tally, tracer, thought.seconds)
+                        delta = replace(delta, usage=_usage(thinking, used), speculation=told)
                         tracer.close()
                     yield delta
         finally:
@@ -131,9 +143,7 @@ class StrategyBackend:
 
     async def _answer(self, thinking: Thinking) -> AsyncGenerator[Delta]:
         """What the model that answers writes behind the closed thinking."""
-        request, role = thinking.request, self.settings.answer_by
-        if not thinking.has(role):
-            role = "base"
+        request, role = thinking.request, self._answerer(thinking)
         left = request.sampling.max_tokens
         if left is not None and (left := left - thinking.counts.all_kept) < 1:
             yield Delta(finish_reason="length")
@@ -148,6 +158,10 @@ class StrategyBackend:
                     delta = replace(delta, text=delta.text.lstrip("\n"))
                     first = not delta.text
                 yield delta
+
+    def _answerer(self, thinking: Thinking) -> str:
+        role = self.settings.answer_by
+        return role if thinking.has(role) else "base"
 
     async def _answering(self, thinking: Thinking, writer: Writer, role: str, sampling: Any) -> GenerateRequest:
         """The request for the answer. Tools stand in the prompt, so that a model that has some gets messages."""
@@ -186,12 +200,16 @@ class StrategyBackend:
         folder = self.traces if request.store else None
         return Tracer(folder, uuid.uuid4().hex[:16], self.name, self.settings, request)
 
-    def _sum(self, thinking: Thinking, tally: Tally, tracer: Tracer) -> StepSpeculation:
+    def _sum(self, thinking: Thinking, tally: Tally, tracer: Tracer, seconds: float) -> StepSpeculation:
+        """The account of an answer whose thinking took `seconds`. At the base model's own pace nothing is saved."""
+        self.pace.wrote(tally.base_tokens, tally.base_seconds)
+        delegates = thinking.request.speculation
         return StepSpeculation(
+            estimated_seconds_saved=self.pace.saved(thinking.counts.all_kept, seconds) if delegates else 0.0,
             drafted=tally.proposed_tokens,
             accepted=tally.accepted_tokens,
             steps=len(thinking.steps),
-            lossy=thinking.request.speculation,
+            lossy=delegates,
             strategy=self.settings.strategy,
             knobs=self.settings.knobs,
             proposed_steps=tally.proposed,

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from agentspec.backends.base import Embeds
-from agentspec.reasoning.ahead import cancel
+from agentspec.reasoning.ahead import cancel, result
 from agentspec.reasoning.context import Context
 from agentspec.reasoning.events import Event, Proposed, Scored
 from agentspec.reasoning.judge import aligned, equal
@@ -148,7 +148,7 @@ async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> AsyncGen
 async def _round(thinking: Thinking, settings: LookaheadSettings, chain: Chain) -> AsyncGenerator[Event]:
     """Keep drafts up to the first that differs from the base model's own step, and that step in its place."""
     for index in range(chain.depth + 1):
-        own = await chain.own[index]
+        own = await result(chain.own[index])
         chain.pace.wrote(chain.depth, own.seconds)
         draft = await chain.draft(index) if index < chain.depth else None
         same = False

@@ -44,14 +44,15 @@ def build(
     return StrategyBackend(name, settings, writers, traces)
 
 
-async def prepare(strategy: StrategyBackend) -> None:
-    """Find out what the models of `strategy` can do. One that does not answer now is left for the first request.
+async def prepare(strategy: StrategyBackend) -> list[str]:
+    """Find out what the models of `strategy` can do. Gives the roles whose models do not answer now: those are left
+    for the first request.
 
     To be run on a loop of its own: what was opened on it is closed. Raises `ConfigurationError` for a model that can
     neither continue a message nor be sent a prompt of ours.
     """
     try:
-        await _prepare(strategy)
+        return await _prepare(strategy)
     finally:
         for writer in strategy.writers.values():
             leave: Any = getattr(writer.backend, "leave_loop", None)
@@ -59,15 +60,24 @@ async def prepare(strategy: StrategyBackend) -> None:
                 await leave()
 
 
-async def _prepare(strategy: StrategyBackend) -> None:
+async def _prepare(strategy: StrategyBackend) -> list[str]:
+    answers: dict[int, bool] = {}
     for role, writer in strategy.writers.items():
-        if not await _probed(writer):
-            logger.warning("the %s model of %s does not answer yet", role, strategy.name)
-            continue
-        await writer.check()
-        _require_logprobs(strategy, role, writer)
-        if writer.continues_messages:
-            writer.keeps_thinking = await _keeps_thinking(writer, strategy.settings)
+        if id(writer) not in answers:  # a judge may be the base model's
+            answers[id(writer)] = await _probed(writer)
+            if answers[id(writer)]:
+                await _examine(writer, strategy.settings)
+            else:
+                logger.warning("the %s model of %s does not answer yet", role, strategy.name)
+        if answers[id(writer)]:
+            _require_logprobs(strategy, role, writer)
+    return [role for role, writer in strategy.writers.items() if not answers[id(writer)]]
+
+
+async def _examine(writer: Writer, settings: AnyStrategy) -> None:
+    await writer.check(settings.think_start)
+    if writer.continues_messages:
+        writer.keeps_thinking = await _keeps_thinking(writer, settings)
 
 
 def _writer(role: str, settings: AnyStrategy, find: Callable[[str], Named]) -> Writer:
@@ -76,9 +86,22 @@ def _writer(role: str, settings: AnyStrategy, find: Callable[[str], Named]) -> W
 
 
 async def _probed(writer: Writer) -> bool:
-    """Whether the model answers; an endpoint's capabilities are found out on the way."""
+    """Whether the model answers; an endpoint's capabilities are found out on the way.
+
+    One that has no chat template refuses the messages that endpoints are probed with, but may complete raw text.
+    """
     probe: Any = getattr(writer.backend, "probe", None)
-    return probe is None or bool((await probe(PROBE_SECONDS)).answers)
+    if probe is None or (await probe(PROBE_SECONDS)).answers:
+        return True
+    return writer.template is not None and await _completes(writer)
+
+
+async def _completes(writer: Writer) -> bool:
+    request = GenerateRequest(writer.model, text="One", sampling=SamplingParams(max_tokens=1), store=False)
+    try:
+        return bool([delta async for delta in writer.deltas(request, PROBE_SECONDS)])
+    except AgentSpecError:
+        return False
 
 
 async def _keeps_thinking(writer: Writer, settings: AnyStrategy) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentspec.backends.base import NONE
+from agentspec.backends.template_messages import described, plain
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.types import Message
 
@@ -22,7 +24,8 @@ BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
 
 
 class Template:
-    """Messages as text, by a Jinja template that sees `messages` and `add_generation_prompt`. Sandboxed.
+    """Messages as text, by a Jinja template that sees `messages`, `tools`, `add_generation_prompt` and what a request
+    gives as template arguments. Sandboxed. To one that does not name tools they are described in words.
 
     Raises `ConfigurationError` for a name that is neither built in nor a readable file, and for what is no template.
     """
@@ -32,19 +35,33 @@ class Template:
             from jinja2 import TemplateError
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ModuleNotFoundError:
-            raise ConfigurationError("chat templates applied here need jinja2: pip install jinja2") from None
+            raise ConfigurationError(
+                "chat templates applied here need jinja2: pip install 'agentspec[proxy]'"
+            ) from None
         environment = ImmutableSandboxedEnvironment(trim_blocks=False, lstrip_blocks=False, keep_trailing_newline=True)
         environment.globals["raise_exception"] = _refuse
+        self.name = name
         self._errors: type[Exception] = TemplateError
         try:
-            self._template = environment.from_string(BUILT_IN.get(name) or _read(name))
+            source = BUILT_IN.get(name) or _read(name)
+            self._knows_tools = "tools" in source
+            self._template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigurationError(f"chat template {name!r}: {error}") from None
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
         """The prompt, ready for the assistant's answer. Raises `InvalidRequestError` for what the template refuses."""
+        told, listed = [{"content": "", **plain(message)} for message in messages], [dict(tool) for tool in tools]
+        if not self._knows_tools:
+            told, listed = described(told, listed), []
+        given = {**template_arguments, "messages": told, "tools": listed or None, "add_generation_prompt": True}
         try:
-            return self._template.render(messages=[_plain(m) for m in messages], add_generation_prompt=True)
+            return self._template.render(given)
         except (self._errors, TypeError, ValueError) as error:
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
@@ -59,18 +76,3 @@ def _read(name: str) -> str:
 
 def _refuse(message: str) -> None:
     raise ValueError(message)
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    return {**message, "content": text_of(message)}
-
-
-def text_of(message: Message) -> str:
-    """The text of a message, parts joined. Raises `InvalidRequestError` for parts that are not text."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else ""
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    if any(not isinstance(text, str) for text in texts):
-        raise InvalidRequestError("message content may hold text parts only", param="messages")
-    return "".join(str(text) for text in texts)

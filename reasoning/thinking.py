@@ -66,6 +66,7 @@ class Thinking:
             speculation=asked.speculation,
             store=asked.store,
             priority=asked.priority,
+            tools=asked.tools,
             template_arguments=asked.template_arguments,
             split_reasoning=False,
             extra=_thinking_fields(asked),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from agentspec.backends.base import Backend, TextSide, text_side
+from agentspec.backends.base import NONE, Backend, TextSide, text_side
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, UpstreamTimeoutError
 from agentspec.reasoning.context import Context, MessageContext, TextContext, TokenContext, Turn
 from agentspec.reasoning.steps import BOUNDARY, Author, Ending, Step, StepReader
 from agentspec.reasoning.templates import Template
+from agentspec.reasoning.watch import Watch
 from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
 
 Spend = Callable[[int], None]
@@ -69,7 +68,15 @@ class Writer:
     def continues_messages(self) -> bool:
         return self.side is None and self.template is None
 
-    async def check(self) -> None:
+    @property
+    def way(self) -> str:
+        """How this model goes on with an answer, in words."""
+        if self.continues_messages:
+            return "continues messages"
+        how = "token ids" if self.side is not None else "raw completions"
+        return how if self.template is None else f"{how} under {self.template.name}"
+
+    async def check(self, think_start: str) -> None:
         """Raises `ConfigurationError` if this model cannot go on with an open answer."""
         advice = f"give {self.role}_template (plain, chatml or a Jinja file), or another model as {self.role}"
         if self.continues_messages:
@@ -77,7 +84,7 @@ class Writer:
                 raise ConfigurationError(f"the {self.role} model {self.model!r} cannot continue an answer: {advice}")
             return
         try:
-            await self._render([{"role": "user", "content": _ASKED}])
+            await self.turn(think_start)
         except InvalidRequestError as error:
             raise ConfigurationError(f"the {self.role} model {self.model!r}: {error}; {advice}") from None
 
@@ -86,7 +93,8 @@ class Writer:
         base = replace(request, model=self.model)
         if self.continues_messages:
             return MessageContext(base, think_start)
-        prompt = await self._render(request.messages or ())
+        prompt = await self._render(request.messages or (), *_shown(request))
+        base = _bare(base)
         if think_start.strip() and not prompt.rstrip().endswith(think_start.strip()):
             prompt += think_start
         turn = await self.turn(think_start)
@@ -115,14 +123,14 @@ class Writer:
         `spend` hears of tokens as they come, so that those of a step that is given up count too. Raises what the
         backend raises, and `UpstreamTimeoutError` after `pen.seconds`.
         """
-        began, reader = time.perf_counter(), pen.reader()
+        watch, reader = Watch(), pen.reader()
         request = context.request(replace(pen.sampling, stop=pen.stops(told=self.side is not None)))
         ids: list[int] = []
         counted, last = 0, Delta()
-        async with aclosing(self.deltas(request, pen.seconds)) as deltas:
+        async with aclosing(self.deltas(request, pen.seconds, watch)) as deltas:
             async for delta in deltas:
                 ids += delta.token_ids
-                arrived = len(delta.token_ids) or (1 if _said(delta) else 0)
+                arrived = _arrived(delta)
                 counted += arrived
                 spend(arrived)
                 if piece := reader.feed(_said(delta)):
@@ -139,7 +147,7 @@ class Writer:
         if exact and reader.ended is None and last.finish_reason == "stop":
             exact = False  # the id that ended the answer is among them
         ending = _ending_of(reader, last)
-        yield Step(reader.text, author, ending, counted, time.perf_counter() - began, tuple(ids) if exact else ())
+        yield Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else ())
 
     async def ask(
         self, context: Context, question: str, prefill: str, seconds: float, spend: Spend
@@ -152,20 +160,20 @@ class Writer:
         async with aclosing(self.deltas(request, seconds)) as deltas:
             async for delta in deltas:
                 text += delta.text
-                spend(len(delta.token_ids))
+                spend(_arrived(delta))
                 for entry in delta.logprobs[:1]:
                     tops = tops or {top.text: top.logprob for top in (entry, *entry.top)}
         return text, tops
 
-    async def deltas(self, request: GenerateRequest, seconds: float) -> AsyncGenerator[Delta]:
-        """The backend's answer within `seconds`; closing it cancels the backend's work."""
-        limit = asyncio.get_running_loop().time() + seconds
-        answer = self.backend.generate(request)
+    async def deltas(
+        self, request: GenerateRequest, seconds: float, watch: Watch | None = None
+    ) -> AsyncGenerator[Delta]:
+        """The backend's answer, of which `seconds` are waited for it; closing it cancels the backend's work."""
+        watch, answer = watch or Watch(), self.backend.generate(request)
         async with _closing(answer):
             while True:
                 try:
-                    async with asyncio.timeout_at(limit):
-                        delta = await anext(answer)
+                    delta = await watch.within(seconds, anext(answer))
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
@@ -185,11 +193,16 @@ class Writer:
                 yield reader.feed(BOUNDARY)
         yield reader.finish()
 
-    async def _render(self, messages: Sequence[Message]) -> str:
+    async def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
         if self.template is not None:
-            return self.template.render(messages)
+            return self.template.render(messages, tools, template_arguments)
         assert self.side is not None
-        return await self.side.render(messages)
+        return await self.side.render(messages, tools, template_arguments)
 
 
 def failing(error: Exception) -> bool:
@@ -197,10 +210,27 @@ def failing(error: Exception) -> bool:
     return isinstance(error, (AgentSpecError, OSError))
 
 
+def _shown(request: GenerateRequest) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    """What a chat template sees beside the messages, wherever it stands in the request: tools, and its arguments."""
+    arguments = request.template_arguments or request.extra.get("chat_template_kwargs") or NONE
+    return request.tools or cast(Any, request.extra.get("tools")) or (), cast(Any, arguments)
+
+
+def _bare(request: GenerateRequest) -> GenerateRequest:
+    """`request` without what only chat requests have, for a prompt that is rendered already."""
+    kept = {name: value for name, value in request.extra.items() if name not in ("tools", "chat_template_kwargs")}
+    return replace(request, tools=(), template_arguments={}, extra=kept)
+
+
 def _said(delta: Delta) -> str:
     """The text of a delta, also where an endpoint puts what it takes for thinking beside the content."""
     thought = delta.extra.get("reasoning_content") or delta.extra.get("reasoning")
     return (thought if isinstance(thought, str) else "") + delta.text
+
+
+def _arrived(delta: Delta) -> int:
+    """Tokens of a delta; of one without ids the piece counts as one until the usage is known."""
+    return len(delta.token_ids) or (1 if _said(delta) else 0)
 
 
 def _ending_of(reader: StepReader, last: Delta) -> Ending:

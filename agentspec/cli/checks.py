@@ -37,7 +37,7 @@ class Check:
 
 
 def all_checks(settings: Settings) -> Iterator[Check]:
-    """Every check that applies to `settings`, quick ones first."""
+    """Every check that applies to `settings` but for its strategies, quick ones first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Check("agentspec", "ok", version("agentspec"))
     for extra in EXTRAS:

@@ -28,7 +28,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 # Which extra brings a package that a command may miss.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "huggingface_hub"),
-    "proxy": ("starlette", "uvicorn", "prometheus_client", "structlog"),
+    "proxy": ("starlette", "uvicorn", "jinja2", "prometheus_client", "structlog"),
     "langgraph": ("langgraph", "langchain_core"),
     "lora": ("peft",),
     "bench": ("matplotlib",),

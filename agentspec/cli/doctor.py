@@ -19,7 +19,7 @@ _MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
 
 
 def doctor(config: ConfigOption = None, json: JsonOption = False) -> None:
-    """Check the installation, the model, the folders and the upstreams; exit code 1 if something needed is broken."""
+    """Check the installation, models, folders, upstreams and strategies; exit code 1 if something needed is broken."""
     results = []
     for check in _checks(config):
         results.append(check)
@@ -34,7 +34,7 @@ def doctor(config: ConfigOption = None, json: JsonOption = False) -> None:
 
 
 def _checks(config: Path | None) -> Iterator[Check]:
-    from agentspec.cli import checks
+    from agentspec.cli import checks, strategy_checks
     from agentspec.cli.checks import Check
     from agentspec.config import Settings
     from agentspec.errors import ConfigurationError
@@ -45,3 +45,4 @@ def _checks(config: Path | None) -> Iterator[Check]:
         yield Check("configuration", "fail", str(error), "correct it; the checks below use the defaults")
         settings = Settings()
     yield from checks.all_checks(settings)
+    yield from strategy_checks.check_strategies(settings)

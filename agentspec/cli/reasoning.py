@@ -27,7 +27,13 @@ def calibrate(
     limit: Annotated[int | None, typer.Option(help="Only the first so many problems", min=1)] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy", min=0, max=2)] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of thinking and answer", min=1)] = None,
-    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
+    budget_tokens: Annotated[int | None, typer.Option(help="Most tokens of thinking, a problem", min=1)] = None,
+    step_tokens: Annotated[int | None, typer.Option(help="Most tokens of a step", min=1)] = None,
+    reuse: Annotated[
+        bool, typer.Option(help="Ask greedy models once for what several thresholds need; --no-reuse times it all live")
+    ] = True,
+    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file, as they come")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the file that --json names")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy against seconds into this PNG or SVG file")] = None,
     config: ConfigOption = None,
 ) -> None:
@@ -35,21 +41,28 @@ def calibrate(
     import anyio
     from rich.console import Console
 
-    from agentspec.benchmarks.reasoning_curve import measure_curve, print_curve, read_problems, write_curve, write_plot
+    from agentspec.benchmarks.reasoning_curve import Curve, Plan, measure_curve, read_problems
+    from agentspec.benchmarks.reasoning_curve_report import print_curve, write_plot
 
     require_writable(json, plot)
-    tried = _numbers(thresholds)
+    if resume and json is None:
+        raise typer.BadParameter("--resume goes on from a file: name it with --json")
+    given = {"budget_tokens": budget_tokens, "step_tokens": step_tokens}
+    changes = {name: value for name, value in given.items() if value is not None}
+    plan = Plan(model, tuple(_numbers(thresholds)), changes, temperature, max_tokens, reuse)
+    curve = Curve.read(json, plan) if resume and json is not None and json.exists() else Curve.begun(plan)
+
+    def save(measured: Curve) -> None:
+        if json is not None:
+            measured.write(json)
+
     console = Console()
     read = read_problems(problems)[:limit]
     with console.status("starting") as status:
-        curve = anyio.run(
-            lambda: measure_curve(load(config), model, read, tried, temperature, max_tokens, status.update)
-        )
+        anyio.run(lambda: measure_curve(load(config), curve, read, progress=status.update, save=save))
     print_curve(curve, console)
-    if json:
-        write_curve(curve, json)
     if plot:
-        write_plot(curve, plot)
+        write_plot(curve.points, plot)
 
 
 def _numbers(text: str) -> list[float]:

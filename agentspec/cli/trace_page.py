@@ -11,6 +11,7 @@ from rich.text import Text
 
 COLOURS = {"small": "green", "base": "blue", "answer": "default"}
 Record = Mapping[str, Any]
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tabs and line ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,51 +42,59 @@ def passages(records: Sequence[Record]) -> Iterator[Passage]:
                 yield Passage("rule", "", f"without {record['role']}: {record['reason']}")
             case "accepted" | "rewritten":
                 if record["event"] == "rewritten" and proposed is not None:
-                    yield Passage(proposed["author"], proposed["text"], _beside(proposed, noted), dropped=True)
+                    note = f"{_beside(proposed, noted)}, dropped"
+                    yield Passage(proposed["author"], proposed["text"], note, dropped=True)
                     noted = ""
                 yield Passage(record["step"]["author"], record["step"]["text"], _beside(record["step"], noted))
                 proposed, noted = None, ""
             case "ended":
                 yield Passage("rule", "", f"thinking over: {record['reason']}")
             case "answer":
-                yield Passage("answer", record["text"], f"after {record['at']:.2f} s")
+                yield Passage("answer", record["text"], f"answer, done after {record['at']:.2f} s")
 
 
 def lines(records: Sequence[Record]) -> Iterator[Text]:
-    """For a terminal: the heading, then each passage under its note."""
+    """For a terminal: the heading and what was asked, then each passage under its note."""
     yield Text(_title(records[0]), style="bold")
+    for message in records[0]["messages"]:
+        yield Text(_harmless(f"{message.get('role', '')}: {message.get('content', '')}"), style="italic")
     for passage in passages(records):
-        yield Text(passage.note, style="dim")
+        yield Text(_harmless(passage.note), style="dim")
         if passage.text:
             style = "dim strike" if passage.dropped else COLOURS[passage.author]
-            yield Text(passage.text.strip("\n"), style=style)
+            yield Text(_harmless(passage.text.strip("\n")), style=style)
+
+
+def _harmless(text: str) -> str:
+    """`text` without what would steer the terminal."""
+    return text.translate(_CONTROLS)
 
 
 def page(records: Sequence[Record]) -> str:
     """One page of HTML. Every text of a model's or a user's is escaped, and nothing is fetched."""
-    head = records[0]
-    asked = "".join(_paragraph("asked", str(m.get("role", "")), str(m.get("content", ""))) for m in head["messages"])
+    first = records[0]
+    asked = "".join(_paragraph("asked", str(m.get("role", "")), str(m.get("content", ""))) for m in first["messages"])
     body = "".join(
         _paragraph(f"{passage.author}{' dropped' if passage.dropped else ''}", passage.note, passage.text)
         for passage in passages(records)
     )
-    title = html.escape(_title(head))
-    return (
-        f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>{asked}{body}"
-    )
+    title = html.escape(_title(first))
+    head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang=en>{head}<h1>{title}</h1>{asked}{body}"
 
 
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
 h1{font-size:1rem}div{border-left:.4rem solid #999;margin:.5rem 0;padding:.2rem .8rem;white-space:pre-wrap}
 .small{border-color:#2a9d4e;background:#f0faf3}.base{border-color:#2468c9;background:#f0f5fc}
-.dropped{opacity:.5;text-decoration:line-through}.rule{border-color:#d98f00}
-small{display:block;color:#666;text-decoration:none}
+.dropped{opacity:.6}.dropped span{text-decoration:line-through}.rule{border-color:#d98f00}
+small{display:block;color:#666}
 """
 
 
 def _paragraph(kind: str, note: str, text: str) -> str:
-    return f'<div class="{kind}"><small>{html.escape(note)}</small>{html.escape(text.strip(chr(10)))}</div>\n'
+    inner = f"<small>{html.escape(note)}</small><span>{html.escape(text.strip(chr(10)))}</span>"
+    return f'<div class="{kind}">{inner}</div>\n'
 
 
 def _title(head: Record) -> str:

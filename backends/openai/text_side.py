@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentspec.backends.base import NONE
 from agentspec.backends.openai.http import Endpoint, decode_json
 from agentspec.errors import UpstreamError
 from agentspec.types import Message
@@ -22,9 +23,16 @@ class ServerTextSide:
         self._model = model
         self._timeout = timeout
 
-    async def render(self, messages: Sequence[Message]) -> str:
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
         """The prompt that `messages` become, ready for the assistant's answer."""
-        given = {"messages": [dict(message) for message in messages], "add_generation_prompt": True}
+        given: dict[str, Any] = {"messages": [dict(message) for message in messages], "add_generation_prompt": True}
+        given |= {"tools": [dict(tool) for tool in tools]} if tools else {}
+        given |= {"chat_template_kwargs": dict(template_arguments)} if template_arguments else {}
         return await self.detokenize(await self._tokens(given))
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agentspec.backends.base import Capabilities
+from agentspec.backends.base import NONE, Capabilities
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.answers import Reading
 from agentspec.backends.torch.calibrate import measure_batches, measure_costs
@@ -187,9 +187,15 @@ class TorchBackend:
         """The text of `token_ids` without special tokens."""
         return self._codec.decode(token_ids)
 
-    async def render(self, messages: Sequence[Message]) -> str:
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
         """The prompt that `messages` become, ready for the assistant's answer."""
-        return await asyncio.to_thread(self._codec.render, messages, start=True)
+        shown = GenerateRequest("", messages=messages, tools=tuple(tools), template_arguments=template_arguments)
+        return (await asyncio.to_thread(self._codec.read, shown))[0]
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
         """Token ids of `text` as it continues a prompt, or as it begins one."""

@@ -111,6 +111,21 @@ async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
     assert text_side(without_ids) is None
 
 
+async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> None:
+    asked: list[Any] = []
+
+    def tokenizer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return answer({"tokens": [1]} if request.url.path.endswith("/tokenize") else {"prompt": "p"})
+
+    side = ServerTextSide(Endpoint(SETTINGS, transport=httpx.MockTransport(tokenizer)), "m")
+    tool = {"type": "function", "function": {"name": "add"}}
+    assert await side.render([{"role": "user", "content": "hi"}], [tool], {"enable_thinking": False}) == "p"
+    assert asked[0]["tools"] == [tool] and asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    await side.render([{"role": "user", "content": "hi"}])
+    assert "tools" not in asked[2] and "chat_template_kwargs" not in asked[2]
+
+
 async def test_a_tokenizer_of_another_form_is_an_upstream_error() -> None:
     side = ServerTextSide(Endpoint(SETTINGS, transport=httpx.MockTransport(lambda request: answer({"x": 1}))), "m")
     for asked in (side.tokenize("a"), side.detokenize([1])):

@@ -42,12 +42,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_show_prints_each_step_with_its_author_score_and_time(program, folder):
-    trace = solve(folder)
+    trace = solve(folder, "Two plus <b>two</b>?\x1b[2J")
     shown = program("trace", "show", trace)
     assert shown.exit_code == 0, shown.output
     words = shown.output
     assert words.index("small 0") < words.index("base 0") < words.index("small 1") < words.index("The answer is four.")
     assert "score 3" in words and "score 8" in words and "thinking over: answered" in words
+    assert words.count("dropped") == 1 and "user: Two plus <b>two</b>?[2J" in words
     assert program("trace", "show", "last").output == words
     records = json.loads(program("trace", "show", trace, "--json").output)
     assert [record["event"] for record in records][-2:] == ["ended", "answer"]

@@ -125,6 +125,36 @@ def test_langchain_and_steps_reach_it(reset_report: None) -> None:
     assert next(row for row in report() if row.step == "solve").calls == 1
 
 
+@pytest.mark.parametrize(("threshold", "word"), [(9.5, "base"), (0, "small")])
+def test_above_nine_and_at_zero_one_model_thinks_alone_at_every_door(
+    gateway: Any, reset_report: None, threshold: float, word: str
+) -> None:
+    def alone(thinking: str, role: str) -> Script:
+        number = thinking.count("\n\n") + 1
+        return f"{role} {number} of \N{ROMAN NUMERAL FOUR}.{' Answer: 4' if number == 4 else ''}\n\n"
+
+    fakes: dict[str, FakeBackend] = {
+        name: ThinkingModel(lambda thinking, role=role: alone(thinking, role), score=lambda step: "9")  # type: ignore[misc]
+        for name, role in (("large", "base"), ("tiny", "small"))
+    }
+    wanted = ""
+    while "Answer" not in wanted:
+        wanted += str(alone(wanted, word))
+    running = gateway(fakes, settings(threshold=threshold))
+    body = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "temperature": 0}).json()
+    message = body["choices"][0]["message"]
+    assert message["reasoning"].encode() == wanted.encode()
+    through = ChatAgentSpec(model="fast", base_url=f"{running.url}/v1", temperature=0)
+
+    @step("solve", model="fast")
+    def solve() -> Any:
+        return ChatAgentSpec(model="plain", base_url=f"{running.url}/v1", temperature=0).invoke("Two plus two?")
+
+    for said in (through.invoke("Two plus two?"), solve()):
+        assert said.additional_kwargs["reasoning_content"].encode() == wanted.encode()
+        assert said.response_metadata["speculation"]["kept_tokens"][{"base": "small", "small": "base"}[word]] == 0
+
+
 def test_through_two_gateways(gateway: Any) -> None:
     """The models are other gateways, reached over HTTP by continuing messages."""
     abilities = Capabilities(continue_final=True, logprobs=True)
@@ -138,6 +168,25 @@ def test_through_two_gateways(gateway: Any) -> None:
     assert answer["choices"][0]["message"]["content"] == "The answer is four."
     through = ChatAgentSpec(model="fast", base_url=f"{front.url}/v1").invoke("Two plus two?")
     assert through.response_metadata["speculation"]["strategy"] == "specreason"
+
+
+def test_a_client_that_leaves_cancels_models_behind_other_gateways(gateway: Any, until: Callable[..., None]) -> None:
+    def slow(thinking: str) -> Script:
+        return Answer("one\n\n", first_latency=30.0 if thinking.startswith("one") else 0.0)
+
+    abilities = Capabilities(continue_final=True, logprobs=True)
+    fakes = [
+        ThinkingModel(slow, score=lambda step: Answer("9", first_latency=30.0), capabilities=abilities) for _ in "12"
+    ]
+    servers = [gateway({"m": fake}) for fake in fakes]
+    large, tiny = (OpenAISettings(base_url=f"{server.url}/v1", model="m") for server in servers)  # type: ignore[arg-type]
+    fast = SpecReasonSettings(base="large", small="tiny")
+    front = gateway({}, Settings(backends={"large": large, "tiny": tiny}, models={"fast": fast}))
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{front.url}/v1/chat/completions", json={**BODY, "stream": True}, timeout=1.0)
+    left = time.monotonic()
+    until(lambda: not any(fake.active for fake in fakes))
+    assert time.monotonic() - left < 1.0 and all(fake.cancelled for fake in fakes)
 
 
 def test_tools_reach_the_base_model_behind_the_thinking() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from agentspec.backends.base import Capabilities
-from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.backends.openai import ProbeReport
+from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
 from agentspec.reasoning.backend import StrategyBackend
 from agentspec.reasoning.opening import Named, build, prepare
 from agentspec.reasoning.settings import SpecReasonSettings
@@ -53,8 +54,8 @@ async def test_thinking_that_a_template_would_delete_stands_as_plain_text(
 class Rewriting(ThinkingModel):
     """A chat template that shouts."""
 
-    async def render(self, messages: Sequence[Message]) -> str:
-        return (await super().render(messages)).upper()
+    async def render(self, messages: Sequence[Message], *shown: Any) -> str:
+        return (await super().render(messages, *shown)).upper()
 
 
 async def test_a_template_that_changes_messages_is_refused() -> None:
@@ -62,12 +63,30 @@ async def test_a_template_that_changes_messages_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="set base_template to one that does not"):
         async for _ in backend.generate(ASK):
             pass
+    with pytest.raises(ConfigurationError, match="set base_template to one that does not"):
+        await prepare(strategy(Rewriting(step), ThinkingModel(step)))
+
+
+class Untaught(ThinkingModel):
+    """An endpoint whose model has no chat template: it refuses the messages of a probe."""
+
+    async def probe(self, timeout: float) -> ProbeReport:
+        return ProbeReport(reachable=True, error="this model has no chat template")
+
+
+async def test_an_endpoint_without_a_chat_template_is_there_under_one_of_ours() -> None:
+    plain = Capabilities(logprobs=True)
+    untaught, gone = Untaught(step, capabilities=plain), Untaught(lambda thinking: UpstreamError("gone"))
+    assert await prepare(strategy(untaught, ThinkingModel(step), base_template="plain")) == []
+    assert [request.text for request in untaught.requests] == ["One"]
+    assert await prepare(strategy(untaught, ThinkingModel(step))) == ["base", "judge"]
+    assert await prepare(strategy(ThinkingModel(step), gone, small_template="plain")) == ["small"]
 
 
 async def test_thinking_that_the_prompt_has_begun_is_not_begun_again() -> None:
     class Begins(ThinkingModel):
-        async def render(self, messages: Sequence[Message]) -> str:
-            return await super().render(messages) + "<think>\n"
+        async def render(self, messages: Sequence[Message], *shown: Any) -> str:
+            return await super().render(messages, *shown) + "<think>\n"
 
     base = Begins(step)
     async for _ in strategy(base, Begins(step)).generate(ASK):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -151,79 +152,12 @@ def test_above_nine_is_the_base_model_alone_and_zero_the_small_one(
     async def alone(model: Callable[[str], str]) -> str:
         fake = ThinkingModel(model, capabilities=abilities)
         backend = StrategyBackend.of(knobs(), base=fake, small=fake)
-        return thought(await events_of(backend, GenerateRequest(**{**_fields(ask()), "speculation": False})))
+        return thought(await events_of(backend, replace(ask(), speculation=False)))
 
     assert anyio.run(run, 9.5) == anyio.run(alone, base)
     assert anyio.run(run, 0.0) == anyio.run(alone, small)
     if ids:  # where ids tell a blank line from an end, this is what the rules say of one model
         assert anyio.run(alone, base) == stepwise(base, 512)
-
-
-def _fields(request: GenerateRequest) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in request.__dataclass_fields__}
-
-
-# --- the published rules, written down independently (SpecReason, its code's loop) ---
-
-
-def published(
-    small: Callable[[str], str],
-    base: Callable[[str], str],
-    judge: Callable[[str], str],
-    *,
-    threshold: float,
-    first_steps: int,
-) -> list[tuple[str, str]]:
-    """(author, step text) in order: greedy scores, no limits on tokens."""
-    steps: list[tuple[str, str]] = []
-    while True:
-        so_far = "".join(text for _, text in steps)
-        author, candidate = "base", None
-        if len(steps) >= first_steps:
-            candidate = small(so_far).partition("\n\n")[0] + "\n\n"
-            said = judge(candidate.strip())
-            if (int(said) if said in list("0123456789") else 0) >= threshold:
-                author = "small"
-        text = candidate if author == "small" and candidate else base(so_far).partition("\n\n")[0] + "\n\n"
-        steps.append((author, text))
-        if any(mark in text for mark in ("boxed", "Answer:", "ANSWER:")):
-            return steps
-        if len(steps) > 2 and steps[-1][1] == steps[-2][1]:
-            return steps
-
-
-@hypothesis_settings(max_examples=80, deadline=None)
-@given(
-    small=st.lists(WORDS, min_size=1, max_size=6),
-    base=st.lists(WORDS, min_size=1, max_size=6),
-    scores=st.dictionaries(WORDS, st.sampled_from([*"0123456789", "x"])),
-    threshold=st.integers(0, 10),
-    first_steps=st.integers(0, 3),
-    pipelined=st.booleans(),
-)
-def test_steps_equal_those_of_the_published_rules(
-    small: list[str],
-    base: list[str],
-    scores: dict[str, str],
-    threshold: int,
-    first_steps: int,
-    pipelined: bool,
-) -> None:
-    def model(steps: list[str]) -> Callable[[str], str]:
-        return lambda text: steps[min(text.count("\n\n"), len(steps) - 1)] + "\n\nmore"
-
-    def judge(step: str) -> str:
-        return scores.get(step, "5")
-
-    async def ours() -> list[tuple[str, str]]:
-        settings = knobs(threshold=threshold, first_steps=first_steps, pipelined=pipelined)
-        backend = StrategyBackend.of(
-            settings, base=ThinkingModel(model(base), score=judge), small=ThinkingModel(model(small))
-        )
-        return [(step.author, step.text) for step in kept(await events_of(backend))]
-
-    wanted = published(model(small), model(base), judge, threshold=threshold, first_steps=first_steps)
-    assert anyio.run(ours) == wanted
 
 
 @pytest.mark.parametrize(("method", "accepted"), [("greedy", True), ("average", False)])
@@ -306,6 +240,46 @@ async def test_a_model_that_takes_too_long_is_given_up() -> None:
     assert {step.author for step in kept(events)} == {"base"}
     assert next(event for event in events if isinstance(event, Failed)).reason.startswith("the small model took more")
     assert small.active == 0 and len(small.cancelled) == 1
+
+
+async def test_a_slow_client_costs_no_model_its_patience() -> None:
+    """The time limit of a call counts the backend's time; what is read slowly was written long ago."""
+    base = ThinkingModel(lambda thinking: "one two three four Answer: 4\n\n", score=lambda step: "1")
+    small = ThinkingModel(numbered("small"))
+    backend = StrategyBackend.of(knobs(call_timeout=0.1), base=base, small=small)
+    events = []
+    async for event in backend.think(Thinking(ask(), backend.settings, backend.writers)):
+        await asyncio.sleep(0.04)
+        events.append(event)
+    assert [step.author for step in kept(events)] == ["base"] and kept(events)[0].seconds < 0.1
+    assert not [event for event in events if isinstance(event, Failed)]
+
+
+async def test_a_judge_that_takes_too_long_is_given_up() -> None:
+    base = ThinkingModel(numbered("base"), score=lambda step: Answer("9", first_latency=5.0))
+    backend = StrategyBackend.of(knobs(score_timeout=0.05), base=base, small=ThinkingModel(numbered("small")))
+    events = await events_of(backend)
+    assert {step.author for step in kept(events)} == {"base"} and base.active == 0
+    assert [event.role for event in events if isinstance(event, Failed)] == ["judge"]
+
+
+@pytest.mark.parametrize(("seconds", "saves"), [(0.005, True), (0.4, False)])
+async def test_what_is_saved_is_told_at_the_base_models_own_pace(seconds: float, saves: bool) -> None:
+    """Three steps of three tokens each by the small model; the base model takes 0.1 s for the first word of any."""
+
+    def slow(thinking: str) -> Script:
+        return Answer(numbered("small")(thinking), first_latency=seconds)
+
+    answer = Answer("so four", first_latency=0.1)
+    backend = StrategyBackend.of(
+        knobs(pipelined=False), base=ThinkingModel(numbered("base"), answer=answer), small=ThinkingModel(slow)
+    )
+    told = (await deltas_of(backend.generate(ask())))[-1].speculation
+    assert told is not None and (told.estimated_seconds_saved > 0) is saves
+    pace = backend.pace
+    assert pace.tokens == 2 and pace.seconds >= 0.1
+    alone = (await deltas_of(backend.generate(replace(ask(), speculation=False))))[-1].speculation
+    assert alone is not None and alone.estimated_seconds_saved == 0
 
 
 @MODES
@@ -399,6 +373,36 @@ async def test_prompts_only_grow_in_token_ids() -> None:
         prompts = [tuple(r.token_ids or ()) for r in model.requests if "score is" not in model.prompt_text(r)]
         assert len(prompts) > 2
         assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(prompts))
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@MODES
+@pytest.mark.parametrize("place", ["tools", "extra"])
+async def test_all_models_see_the_tools_while_they_think(abilities: Capabilities, place: str) -> None:
+    """As their templates show them, before the thinking; the prompts still grow at their ends only."""
+    base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
+    small = ThinkingModel(numbered("small"), capabilities=abilities)
+    request = replace(ask(), tools=(TOOL,)) if place == "tools" else replace(ask(), extra={"tools": [TOOL]})
+    await events_of(StrategyBackend.of(knobs(pipelined=False), base=base, small=small), request)
+    for model in (base, small):
+        prompts = [model.prompt_text(request) for request in model.requests]
+        assert prompts and all(prompt.startswith('<|tools|>\n[{"type": "function"') for prompt in prompts)
+        assert all(prompt.count("<|tools|>") == 1 for prompt in prompts)
+        steps = [prompt for prompt in prompts if "score is" not in prompt]
+        assert all(later.startswith(earlier) for earlier, later in pairwise(steps))
+
+
+async def test_token_level_speculation_goes_on_inside_steps() -> None:
+    """SpecReason+Decode: what speeds up the base model's own tokens is asked for in its steps, unless it is off."""
+    base, small = ThinkingModel(numbered("base"), score=lambda step: "1"), ThinkingModel(numbered("small"))
+    backend = StrategyBackend.of(knobs(), base=base, small=small)
+    await deltas_of(backend.generate(ask()))
+    assert base.requests and all(request.speculation for request in base.requests)
+    base.requests.clear()
+    await deltas_of(backend.generate(replace(ask(), speculation=False)))
+    assert base.requests and not any(request.speculation for request in base.requests)
 
 
 async def test_the_first_steps_are_the_base_models() -> None:

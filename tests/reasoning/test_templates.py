@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,22 @@ def test_built_in_templates() -> None:
         Template("plain").render([{"role": "user", "content": [{"type": "image_url"}]}])
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_a_template_that_knows_tools_gets_them_and_others_describe_them(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ mood }}{{ messages[0].content }}"
+    )
+    knowing = Template(str(file))
+    assert knowing.render(SAID, [TOOL], {"mood": "calm: "}) == "[add]calm: Two?" and knowing.render(SAID) == "Two?"
+    told = Template("chatml").render(SAID[:1], [TOOL])
+    assert told.startswith("<|im_start|>system\n") and '{"name": "add"' in told and told.count("<tools>") == 1
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    assert '<tool_call>\n{"name": "add", "arguments": {}}' in Template("plain").render([called])
+
+
 def test_a_template_file_is_sandboxed_and_may_refuse(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(
@@ -36,6 +53,12 @@ def test_a_template_file_is_sandboxed_and_may_refuse(tmp_path: Path) -> None:
     file.write_text("{% if %}")
     with pytest.raises(ConfigurationError, match="chat template"):
         Template(str(file))
+
+
+def test_without_jinja_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'agentspec\[proxy\]'"):
+        Template("plain")
 
 
 @given(st.text(alphabet="<>|im_start ab\n", max_size=30))

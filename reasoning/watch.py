@@ -1,0 +1,60 @@
+"""Time that models took, without that of a client who listens slowly; and what a strategy saves by it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+FADING = 0.9  # what is left of older figures with each answer
+
+
+@dataclass(slots=True)
+class Watch:
+    """Runs while work is waited for, and stands still while what came of it is passed on."""
+
+    seconds: float = 0.0
+
+    async def within(self, limit: float, work: Awaitable[T]) -> T:
+        """What `work` gives. Raises `TimeoutError` once the watch has run for `limit` seconds in all."""
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(limit - self.seconds):
+                return await work
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    async def over(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """The items, each waited for with the watch running."""
+        async with aclosing(items):
+            while True:
+                began = time.perf_counter()
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    self.seconds += time.perf_counter() - began
+                yield item
+
+
+@dataclass(slots=True)
+class BasePace:
+    """How fast the base model writes, from its own steps and answers; newer ones count more."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def wrote(self, tokens: int, seconds: float) -> None:
+        """What it wrote of one answer."""
+        if tokens:
+            self.tokens = FADING * self.tokens + tokens
+            self.seconds = FADING * self.seconds + seconds
+
+    def saved(self, tokens: int, seconds: float) -> float:
+        """The seconds that `tokens` would have taken it beyond `seconds`; 0 as long as it was never heard."""
+        return tokens * self.seconds / self.tokens - seconds if self.tokens else 0.0

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.backends.base import Capabilities
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cli import strategy_checks
+from agentspec.cli.strategy_checks import Unloaded, check_strategies
+from agentspec.config import ModelSettings, Settings
+from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings
+from agentspec.testing import ThinkingModel
+from agentspec.types import GenerateRequest
+
+DOWN = OpenAISettings(base_url="http://127.0.0.1:9/v1", model="m")  # type: ignore[arg-type]
+
+
+def settings(large: Any = DOWN, tiny: Any = DOWN, **knobs: Any) -> Settings:
+    fast = SpecReasonSettings(base="large", small="tiny", **knobs)
+    return Settings(
+        backends={"large": large, "tiny": tiny}, models={"fast": fast, "plain": ModelSettings(backend="tiny")}
+    )
+
+
+class Deaf(ThinkingModel):
+    """Answers a message that it should continue, as endpoints do that ignore what they do not know."""
+
+    def prompt_text(self, request: GenerateRequest) -> str:
+        return super().prompt_text(replace(request, continue_final=False))
+
+
+@pytest.fixture
+def serving(gateway: Any) -> Any:
+    """An endpoint that continues messages, unless its model is of a kind that does not."""
+
+    def serve(kind: type[ThinkingModel] = ThinkingModel) -> OpenAISettings:
+        known = Capabilities(continue_final=True, logprobs=True)
+        running = gateway({"m": kind(lambda thinking: "one\n\n", capabilities=known)})
+        return OpenAISettings(base_url=f"{running.url}/v1", model="m")  # type: ignore[arg-type]
+
+    return serve
+
+
+def test_each_role_says_how_it_goes_on(serving: Any) -> None:
+    endpoint = serving()
+    configured = settings(endpoint, endpoint, small_template="plain", judge="plain")
+    (check,) = check_strategies(configured)
+    assert (check.name, check.state) == ("fast: specreason", "ok")
+    assert check.detail == (
+        "base large: continues messages; small tiny: raw completions under plain; judge plain: continues messages"
+    )
+    (alone,) = check_strategies(settings(endpoint, endpoint))
+    assert alone.detail.endswith("judge is base")
+
+
+def test_what_cannot_go_on_says_what_to_change(serving: Any) -> None:
+    (check,) = check_strategies(settings(serving(Deaf), serving()))
+    assert check.state == "fail" and "give base_template" in check.detail and check.advice == "correct models.fast"
+    (check,) = check_strategies(settings(serving(), serving(), base_template="nowhere"))
+    assert check.state == "fail" and "no file" in check.detail
+
+
+def test_an_endpoint_that_is_down_is_named(serving: Any, caplog: pytest.LogCaptureFixture) -> None:
+    (check,) = check_strategies(settings(serving()))
+    assert (check.state, check.detail) == (
+        "note",
+        "no answer from small; base large: continues messages; judge is base",
+    )
+    (check,) = check_strategies(settings())
+    assert check.state == "fail" and check.detail.startswith("no answer from base and small")
+    assert not caplog.records
+
+
+def test_local_models_are_known_without_their_weights(tiny_model: Path, tmp_path: Path) -> None:
+    local = TorchSettings(model=str(tiny_model))
+    (check,) = check_strategies(settings(local, local))
+    assert check.state == "ok" and check.detail.startswith("base large: token ids; small tiny: token ids")
+    ahead = LookaheadSettings(base="large", small="tiny", base_template="chatml")
+    (check,) = check_strategies(Settings(backends={"large": local, "tiny": local}, models={"ahead": ahead}))
+    assert (check.name, check.detail.partition(";")[0]) == ("ahead: lookahead", "base large: token ids under chatml")
+    absent = TorchSettings(model="nobody/nothing")
+    (check,) = check_strategies(settings(absent, absent))
+    assert (check.state, check.advice) == ("note", "agentspec model fetch nobody/nothing")
+
+
+def test_a_local_model_without_a_chat_template_is_told_to_name_one(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Untaught(Unloaded):
+        def __init__(self, model: str) -> None:
+            super().__init__(model)
+            self._codec.tokenizer.chat_template = None
+
+    monkeypatch.setattr(strategy_checks, "Unloaded", Untaught)
+    local = TorchSettings(model=str(tiny_model))
+    (check,) = check_strategies(settings(local, local))
+    assert check.state == "fail" and "no chat template" in check.detail and "give base_template" in check.detail
