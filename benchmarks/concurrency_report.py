@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 
 from agentspec.benchmarks.concurrency import OFF_ALONE, OFF_AT_ONCE, ON_ALONE, ON_AT_ONCE
 from agentspec.benchmarks.decode import Table
-from agentspec.benchmarks.decode_report import Goal
+from agentspec.benchmarks.decode_report import Goal, print_goals
 
 BASELINES = {OFF_ALONE: OFF_ALONE, OFF_AT_ONCE: OFF_ALONE, ON_ALONE: ON_ALONE, ON_AT_ONCE: ON_ALONE}
 GOALS = (Goal(OFF_AT_ONCE, OFF_ALONE, 1.8), Goal(ON_AT_ONCE, ON_ALONE, 1.5))
@@ -28,9 +28,7 @@ def print_table(table: Table, console: Console) -> None:
         same = f"{table.identical(variant, OFF_ALONE)}/{len(table.runs[variant])}"
         rich.add_row(variant, f"{table.total_speed(variant):.1f}", str(table.ratio(variant, baseline)), same)
     console.print(rich)
-    for goal in GOALS:
-        ratio = table.ratio(goal.variant, goal.baseline)
-        console.print(f"  {goal.variant} / {goal.baseline}: {ratio}, goal {goal.least}x: {goal.verdict(table)}")
+    print_goals(table, GOALS, console)
 
 
 def write_json(table: Table, path: Path, environment: dict[str, Any]) -> None:

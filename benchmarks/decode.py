@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.prompt_sets import PromptSet, load_prompts
@@ -41,6 +41,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 def warm_name(count: int) -> str:
     """The variant and tenant whose cache holds the answers to `count` other prompts."""
     return f"on, after {count} others"
+
+
+def other_drafters(*, ngram: bool, draft_model: str | None) -> dict[str, dict[str, Any]]:
+    """The variants in which another drafter works alone, with the settings that make it so."""
+    found: dict[str, dict[str, Any]] = {"on, ngram alone": {"drafters": ("ngram",)}} if ngram else {}
+    if draft_model is not None:
+        found[f"on, {draft_model} alone"] = {"drafters": ("model",), "draft_model": draft_model}
+    return found
 
 
 def second_tenant(table: str) -> str:
@@ -95,9 +103,20 @@ Variant = Callable[[Sequence[int], int], Run]
 Progress = Callable[[str], None]
 
 
-def run_decode(model: str, *, sets: Sequence[PromptSet], limit: int | None, progress: Progress) -> list[Table]:
-    """Measure every variant on the prompt sets and the control; one table each. Raises what the backend raises."""
-    bench = Bench.load(model, progress)
+def run_decode(
+    model: str,
+    *,
+    sets: Sequence[PromptSet],
+    limit: int | None,
+    progress: Progress,
+    ngram: bool = False,
+    draft_model: str | None = None,
+) -> list[Table]:
+    """Measure every variant on the prompt sets and the control; one table each. Raises what the backend raises.
+
+    `ngram` and `draft_model` add variants of the prompt sets in which that drafter is the only one.
+    """
+    bench = Bench.load(model, progress, other_drafters(ngram=ngram, draft_model=draft_model))
     try:
         bench.warm()
         tables = [bench.measure(name, load_prompts(name)[:limit]) for name in sets]
@@ -108,15 +127,17 @@ def run_decode(model: str, *, sets: Sequence[PromptSet], limit: int | None, prog
 
 @dataclass(slots=True)
 class Bench:
-    """One loaded model, its plain transformers twin, and the warmed caches."""
+    """One loaded model, its plain transformers twin, the warmed caches, and the same model with other drafters."""
 
     backend: TorchBackend
     peer: Peer
     loop: asyncio.AbstractEventLoop
     progress: Progress
+    others: dict[str, TorchBackend] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, model: str, progress: Progress) -> Bench:
+    def load(cls, model: str, progress: Progress, others: Mapping[str, dict[str, Any]] | None = None) -> Bench:
+        """`others` are further variants by name, each with settings that differ from the default ones."""
         from agentspec.backends.model_store import resolve
         from agentspec.backends.torch import TorchBackend
         from agentspec.cache import SuffixCache
@@ -126,11 +147,15 @@ class Bench:
         backend = TorchBackend.load(settings, cache=SuffixCache.open())
         engine = backend.stats()
         peer = Peer(resolve(model).folder, device=engine.device, dtype=engine.dtype)
-        return cls(backend, peer, asyncio.new_event_loop(), progress)
+        different = {
+            name: TorchBackend.load(settings.model_copy(update=update)) for name, update in (others or {}).items()
+        }
+        return cls(backend, peer, asyncio.new_event_loop(), progress, different)
 
     def close(self) -> None:
         self.peer.close()
-        self.loop.run_until_complete(self.backend.aclose())
+        for backend in (self.backend, *self.others.values()):
+            self.loop.run_until_complete(backend.aclose())
         self.loop.close()
 
     def measure(self, name: PromptSet, prompts: Sequence[str]) -> Table:
@@ -174,7 +199,8 @@ class Bench:
     def _record(self, tenant: str, prompts: Sequence[Sequence[int]]) -> None:
         for index, prompt in enumerate(prompts):
             self.progress(f"warming {tenant!r}: {index + 1} of {len(prompts)}")
-            self._generate(prompt, tenant, f"warm-{index}", GREEDY, speculation=True, store=True)
+            request = self._request(prompt, tenant, f"warm-{index}", GREEDY, speculation=True, store=True)
+            self.loop.run_until_complete(collect(self.backend, request))
 
     def _variants(self, table: str) -> dict[str, Variant]:
         warm = {name: self._agentspec(name, GREEDY) for name in map(warm_name, WARM_COUNTS)}
@@ -185,11 +211,15 @@ class Bench:
             COLD: self._cold(table, GREEDY),
             **warm,
             SECOND: self._agentspec(second_tenant(table), GREEDY),
+            **{name: self._agentspec(name, GREEDY, backend=backend) for name, backend in self.others.items()},
         }
 
-    def _agentspec(self, tenant: str, sampling: SamplingParams, *, speculation: bool = True) -> Variant:
+    def _agentspec(
+        self, tenant: str, sampling: SamplingParams, *, speculation: bool = True, backend: TorchBackend | None = None
+    ) -> Variant:
         def variant(prompt: Sequence[int], index: int) -> Run:
-            return self._generate(prompt, tenant, f"run-{index}", sampling, speculation=speculation, store=False)
+            request = self._request(prompt, tenant, f"run-{index}", sampling, speculation=speculation, store=False)
+            return self.loop.run_until_complete(collect(backend or self.backend, request))
 
         return variant
 
@@ -197,7 +227,7 @@ class Bench:
         """A tenant of its own for each answer: nothing was ever said there."""
         return lambda prompt, index: self._agentspec(f"{table}: {COLD} {index}", sampling)(prompt, index)
 
-    def _generate(
+    def _request(
         self,
         prompt: Sequence[int],
         tenant: str,
@@ -206,8 +236,8 @@ class Bench:
         *,
         speculation: bool,
         store: bool,
-    ) -> Run:
-        request = GenerateRequest(
+    ) -> GenerateRequest:
+        return GenerateRequest(
             model=self.backend.model_name,
             token_ids=prompt,
             sampling=sampling,
@@ -216,19 +246,20 @@ class Bench:
             speculation=speculation,
             store=store,
         )
-        return self.loop.run_until_complete(self._collect(request))
-
-    async def _collect(self, request: GenerateRequest) -> Run:
-        tokens: list[int] = []
-        stats: Speculation | None = None
-        start = time.perf_counter()
-        async for delta in self.backend.generate(request):
-            tokens.extend(delta.token_ids)
-            stats = delta.speculation or stats
-        return Run(tuple(tokens), time.perf_counter() - start, stats)
 
     def _transformers(self, prompt: Sequence[int], **options: int) -> Run:
         return Run(*self.peer.generate(prompt, MAX_TOKENS, **options))
+
+
+async def collect(backend: TorchBackend, request: GenerateRequest) -> Run:
+    """One answer with the time it took, from handing the request over to the last token."""
+    tokens: list[int] = []
+    stats: Speculation | None = None
+    start = time.perf_counter()
+    async for delta in backend.generate(request):
+        tokens.extend(delta.token_ids)
+        stats = delta.speculation or stats
+    return Run(tuple(tokens), time.perf_counter() - start, stats)
 
 
 def _require_distinct(runs: Sequence[Run]) -> None:

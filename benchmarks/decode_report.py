@@ -39,6 +39,12 @@ def goals_of(table: Table) -> tuple[Goal, ...]:
     return CONTROL_GOALS if table.name == "control" else EDIT_GOALS
 
 
+def print_goals(table: Table, goals: Sequence[Goal], console: Console) -> None:
+    for goal in goals:
+        ratio = table.ratio(goal.variant, goal.baseline)
+        console.print(f"  {goal.variant} / {goal.baseline}: {ratio}, goal {goal.least}x: {goal.verdict(table)}")
+
+
 def baseline_of(table: Table) -> str:
     return TRANSFORMERS if TRANSFORMERS in table.runs else OFF
 
@@ -46,9 +52,7 @@ def baseline_of(table: Table) -> str:
 def print_tables(tables: Sequence[Table], console: Console) -> None:
     for table in tables:
         console.print(_rich_table(table))
-        for goal in goals_of(table):
-            ratio = table.ratio(goal.variant, goal.baseline)
-            console.print(f"  {goal.variant} / {goal.baseline}: {ratio}, goal {goal.least}x: {goal.verdict(table)}")
+        print_goals(table, goals_of(table), console)
 
 
 def _rich_table(table: Table) -> RichTable:

@@ -13,7 +13,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _model: Any = None  # in the peer's process only
+_kept: tuple[list[int], Any] = ([], None)  # likewise: the latest text that was continued, and its key/value rows
 
 
 class Peer:
@@ -25,6 +28,10 @@ class Peer:
     def generate(self, prompt: Sequence[int], max_tokens: int, **options: int) -> tuple[tuple[int, ...], float]:
         """Greedy answer to `prompt` and the seconds it took, prefill included; `options` go to `generate`."""
         return self._process.submit(_generate, list(prompt), max_tokens, options).result()
+
+    def continue_from(self, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], float]:
+        """As `generate`, but with the rows of the call before where `prompt` begins with the same tokens."""
+        return self._process.submit(_continue, list(prompt), max_tokens).result()
 
     def close(self) -> None:
         self._process.shutdown()
@@ -41,7 +48,7 @@ def _load(folder: Path, device: str, dtype: str) -> None:
     _model.to(device).eval()
 
 
-def _generate(prompt: list[int], max_tokens: int, options: dict[str, int]) -> tuple[tuple[int, ...], float]:
+def _generate(prompt: list[int], max_tokens: int, options: dict[str, Any]) -> tuple[tuple[int, ...], float]:
     import torch
 
     ids = torch.tensor([prompt], device=_model.device)
@@ -52,3 +59,21 @@ def _generate(prompt: list[int], max_tokens: int, options: dict[str, int]) -> tu
         )
     seconds = time.perf_counter() - start
     return tuple(output[0, len(prompt) :].tolist()), seconds
+
+
+def _continue(prompt: list[int], max_tokens: int) -> tuple[tuple[int, ...], float]:
+    global _kept
+    from transformers import DynamicCache
+
+    from agentspec.backends.torch.prefix_store import common_prefix
+
+    start = time.perf_counter()
+    text, rows = _kept
+    shared = min(common_prefix(np.asarray(text), np.asarray(prompt)), len(prompt) - 1)
+    if shared:
+        rows.crop(shared)
+    else:
+        rows = DynamicCache(config=_model.config)
+    tokens, _ = _generate(prompt, max_tokens, {"past_key_values": rows})
+    _kept = ([*prompt, *tokens][: rows.get_seq_length()], rows)
+    return tokens, time.perf_counter() - start

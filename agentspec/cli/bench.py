@@ -40,6 +40,10 @@ def decode(
     limit: Annotated[
         int | None, typer.Option(help="Only the first so many prompts of each set (at least 7)", min=7)
     ] = None,
+    ngram: Annotated[
+        bool, typer.Option("--ngram", help="Time drafts from the request's own text alone, without a cache, too")
+    ] = False,
+    draft_model: Annotated[str | None, typer.Option(help="Time drafts of this small model alone too")] = None,
     json: Annotated[Path | None, typer.Option(help="Write every run and ratio to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios into this PNG or SVG file")] = None,
 ) -> None:
@@ -52,7 +56,14 @@ def decode(
     console = Console()
     require_writable(json, plot)
     with console.status("starting") as status:
-        tables = run_decode(model, sets=_sets(prompts), limit=limit, progress=status.update)
+        tables = run_decode(
+            model,
+            sets=_sets(prompts),
+            limit=limit,
+            progress=status.update,
+            ngram=ngram,
+            draft_model=draft_model,
+        )
     print_tables(tables, console)
     if json:
         write_json(tables, json, _environment("torch", "transformers", model=model))
@@ -81,6 +92,31 @@ def concurrency(
     print_table(table, console)
     if json:
         write_json(table, json, _environment("torch", "transformers", model=model))
+
+
+@app.command()
+def agent(
+    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    warm: Annotated[int, typer.Option(help="Other sessions before the warm ones", min=1, max=22)] = 20,
+    off: Annotated[bool, typer.Option("--off", help="Time agentspec without speculation too")] = False,
+    kept: Annotated[
+        bool, typer.Option("--kept", help="Time transformers with key/value rows kept between turns too")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
+) -> None:
+    """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
+    from rich.console import Console
+
+    from agentspec.benchmarks.agent_loop import run_agent
+    from agentspec.benchmarks.agent_report import print_report, write_json
+
+    console = Console()
+    require_writable(json)
+    with console.status("starting") as status:
+        report = run_agent(model, warm=warm, progress=status.update, off=off, kept=kept)
+    print_report(report, console)
+    if json:
+        write_json(report, json, _environment("torch", "transformers", model=model))
 
 
 @app.command()

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.benchmarks.decode import CONTROL_DISTINCT, Run, Table, _require_distinct
+from agentspec.backends.settings import TorchSettings
+from agentspec.benchmarks.decode import CONTROL_DISTINCT, Run, Table, _require_distinct, other_drafters
 from agentspec.benchmarks.stats import rotated
 
 
@@ -33,6 +34,13 @@ def test_turns_at_one_prompt_are_one_measurement() -> None:
     for seconds in (1.0, 3.0, 2.0, 2.0):
         table.add("v", Run((0,) * 10, seconds))
     assert table.speeds("v") == [5.0, 5.0]
+
+
+def test_other_drafters_are_measured_alone_and_on_request() -> None:
+    assert other_drafters(ngram=False, draft_model=None) == {}
+    found = other_drafters(ngram=True, draft_model="small")
+    named = {name: TorchSettings(**update).drafter_names(cache=True) for name, update in found.items()}
+    assert named == {"on, ngram alone": ("ngram",), "on, small alone": ("model",)}
 
 
 @pytest.mark.model

@@ -166,14 +166,18 @@ class Outcome:
     finish: str | None = None
     usage: Usage = field(default_factory=Usage)
     speculation: Speculation | None = None
-    rounds: int = 0
+    deltas: list[Delta] = field(default_factory=list)
     generation: Generation | None = None
+
+    @property
+    def rounds(self) -> int:
+        return len(self.deltas)
 
     def add(self, delta: Delta) -> None:
         self.tokens += delta.token_ids
         self.text += delta.text
         self.logprobs += delta.logprobs
-        self.rounds += 1
+        self.deltas.append(delta)
         if delta.finish_reason:
             self.finish, self.usage, self.speculation = delta.finish_reason, delta.usage or Usage(), delta.speculation
 
@@ -395,12 +399,33 @@ def lab() -> Lab:
     return Lab(tiny("llama"))
 
 
+class Trees:
+    """Makes drafts from tokens and parents, every node equally probable."""
+
+    def __call__(self, tokens: Sequence[int], parents: Sequence[int]) -> Draft:
+        return make_draft(tokens, parents, [0.5] * len(tokens), [1] * len(tokens), [0] * len(tokens))
+
+    def chain(self, tokens: Sequence[int]) -> Draft:
+        return self(tokens, range(-1, len(tokens) - 1))
+
+    def winding(self, rest: Sequence[int], rng: np.random.Generator, size: int) -> Draft:
+        """A random tree of `size` nodes through which the path `rest` winds, now and then."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        depth: list[int] = []
+        for node in range(size):
+            parent = int(rng.integers(-1, node)) if node else -1
+            at = depth[parent] + 1 if parent >= 0 else 0
+            known = at < len(rest) and rng.random() < 0.7
+            tokens.append(int(rest[at]) if known else int(rng.integers(0, VOCAB)))
+            parents.append(parent)
+            depth.append(at)
+        return self(tokens, parents)
+
+
 @pytest.fixture(scope="session")
-def tree_of() -> Callable[[Sequence[int], Sequence[int]], Draft]:
-    """Make a draft from tokens and parents, every node equally probable."""
-    return lambda tokens, parents: make_draft(
-        tokens, parents, [0.5] * len(tokens), [1] * len(tokens), [0] * len(tokens)
-    )
+def tree_of() -> Trees:
+    return Trees()
 
 
 @pytest.fixture(scope="session")

@@ -64,19 +64,7 @@ def test_packed_logits_are_those_of_each_path_alone(family: Any, data: st.DataOb
 
 def winding(whole: Sequence[int], tree_of: Any, rng: np.random.Generator) -> Any:
     """Random trees through which the right path winds, now and then; now and then none."""
-
-    def script(text: list[int], budget: int) -> Any:
-        rest, tokens, parents, depth = whole[len(text) :], list[int](), list[int](), list[int]()
-        for node in range(int(rng.integers(0, 12))):
-            parent = int(rng.integers(-1, node)) if node else -1
-            at = depth[parent] + 1 if parent >= 0 else 0
-            known = at < len(rest) and rng.random() < 0.7
-            tokens.append(int(rest[at]) if known else int(rng.integers(0, 259)))
-            parents.append(parent)
-            depth.append(at)
-        return tree_of(tokens, parents)
-
-    return script
+    return lambda text, budget: tree_of.winding(whole[len(text) :], rng, int(rng.integers(0, 12)))
 
 
 def asks_of(lab: Any, ask_of: Any, tree_of: Any, count: int, **options: Any) -> tuple[list[Any], list[list[int]]]:

@@ -35,36 +35,32 @@ SAMPLINGS = {
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100, 257, 40, 41, 258]
 
 
-def chain(tokens: Sequence[int], tree_of: Any) -> Draft:
-    return tree_of(tokens, range(-1, len(tokens) - 1))
-
-
 def drafters(answer: Sequence[int], tree_of: Any) -> dict[str, Script]:
     """Drafters good and bad; `answer` is the right one, which some of them know in part."""
     whole, rng = [*PROMPT, *answer], np.random.default_rng(3)
 
     def right(text: list[int], budget: int) -> Draft:
-        return chain(whole[len(text) : len(text) + min(budget, 5)], tree_of)
+        return tree_of.chain(whole[len(text) : len(text) + min(budget, 5)])
 
     def wrong(text: list[int], budget: int) -> Draft:
         rest = whole[len(text) : len(text) + min(budget, 5)] or [0]
-        return chain([(token + 1) % 256 for token in rest], tree_of)
+        return tree_of.chain([(token + 1) % 256 for token in rest])
 
     def half_right(text: list[int], budget: int) -> Draft:
         rest = whole[len(text) : len(text) + min(budget, 6)] or [0]
-        return chain([token if i % 3 < 2 else (token + 1) % 256 for i, token in enumerate(rest)], tree_of)
+        return tree_of.chain([token if i % 3 < 2 else (token + 1) % 256 for i, token in enumerate(rest)])
 
     def random_tree(text: list[int], budget: int) -> Draft:
-        return knowing_tree(whole[len(text) :], rng, budget, tree_of)
+        return tree_of.winding(whole[len(text) :], rng, min(budget, 20))
 
     return {
         "right": right,
         "always wrong": wrong,
         "half right": half_right,
         "random trees": random_tree,
-        "constant": lambda text, budget: chain([65] * min(budget, 8), tree_of),
-        "end first": lambda text, budget: chain([256, *whole[len(text) : len(text) + 2]], tree_of),
-        "too long": lambda text, budget: chain((whole[len(text) :] + [65] * 400)[:400], tree_of),
+        "constant": lambda text, budget: tree_of.chain([65] * min(budget, 8)),
+        "end first": lambda text, budget: tree_of.chain([256, *whole[len(text) : len(text) + 2]]),
+        "too long": lambda text, budget: tree_of.chain((whole[len(text) :] + [65] * 400)[:400]),
         "illegal ids": lambda text, budget: illegal(whole[len(text) :], tree_of),
         "wide": lambda text, budget: tree_of(list(range(40)), [-1] * 40),
         "nothing": lambda text, budget: None,
@@ -76,21 +72,6 @@ def illegal(rest: Sequence[int], tree_of: Any) -> Draft:
     """Ids the model does not have, a good node between them, and good nodes hanging on bad ones."""
     follow = list(rest[:2]) + [65] * (2 - len(rest[:2]))
     return tree_of([-1, 10**6, follow[0], 259, follow[0], follow[1]], [-1, -1, -1, 0, 1, 2])
-
-
-def knowing_tree(rest: Sequence[int], rng: np.random.Generator, budget: int, tree_of: Any) -> Draft:
-    """A random tree through which the right path winds, now and then."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    depth: list[int] = []
-    for node in range(min(budget, 20)):
-        parent = int(rng.integers(-1, node)) if node else -1
-        at = depth[parent] + 1 if parent >= 0 else 0
-        known = at < len(rest) and rng.random() < 0.7
-        tokens.append(int(rest[at]) if known else int(rng.integers(0, 259)))
-        parents.append(parent)
-        depth.append(at)
-    return tree_of(tokens, parents)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -127,7 +108,7 @@ def test_any_request_with_any_trees(lab: Any, tree_of: Any, data: st.DataObject)
     outcome = lab.run(
         prompt,
         sampling,
-        lambda text, budget: knowing_tree(whole[len(text) :], rng, budget, tree_of),
+        lambda text, budget: tree_of.winding(whole[len(text) :], rng, min(budget, 20)),
         max_tokens=max_tokens,
     )
     lab.require_same(prompt, sampling, outcome.tokens, want)

@@ -74,9 +74,6 @@ def drafters(answer: Sequence[int], allowed: Allowed, tree_of: Any) -> dict[str,
     """Drafters good and bad, `answer` being the right one; they propose what is allowed, and what is not."""
     whole, rng = [*PROMPT, *answer], np.random.default_rng(3)
 
-    def path(tokens: Sequence[int]) -> Draft:
-        return tree_of(tokens, range(-1, len(tokens) - 1))
-
     def legal(text: list[int], budget: int) -> Draft:
         """A random path of the language."""
         said = text[len(PROMPT) :]
@@ -84,28 +81,14 @@ def drafters(answer: Sequence[int], allowed: Allowed, tree_of: Any) -> dict[str,
             if said and said[-1] == EOS:
                 break
             said = [*said, int(rng.choice(sorted(allowed(said))))]
-        return path(said[len(text) - len(PROMPT) :])
-
-    def tree(text: list[int], budget: int) -> Draft:
-        rest = whole[len(text) :]
-        tokens: list[int] = []
-        parents: list[int] = []
-        depth: list[int] = []
-        for node in range(min(budget, 16)):
-            parent = int(rng.integers(-1, node)) if node else -1
-            at = depth[parent] + 1 if parent >= 0 else 0
-            known = at < len(rest) and rng.random() < 0.7
-            tokens.append(int(rest[at]) if known else int(rng.integers(0, 259)))
-            parents.append(parent)
-            depth.append(at)
-        return tree_of(tokens, parents)
+        return tree_of.chain(said[len(text) - len(PROMPT) :])
 
     return {
-        "right": lambda text, budget: path(whole[len(text) :][:5]),
-        "wrong": lambda text, budget: path([(token + 1) % 256 for token in whole[len(text) :][:5]]),
+        "right": lambda text, budget: tree_of.chain(whole[len(text) :][:5]),
+        "wrong": lambda text, budget: tree_of.chain([(token + 1) % 256 for token in whole[len(text) :][:5]]),
         "legal": legal,
-        "trees": tree,
-        "end first": lambda text, budget: path([EOS, *whole[len(text) :][:2]]),
+        "trees": lambda text, budget: tree_of.winding(whole[len(text) :], rng, min(budget, 16)),
+        "end first": lambda text, budget: tree_of.chain([EOS, *whole[len(text) :][:2]]),
         "nothing": lambda text, budget: None,
     }
 

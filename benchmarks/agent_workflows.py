@@ -1,0 +1,162 @@
+"""Scripted sessions of a coding agent: step by step it edits small files, and reads them again before each step.
+
+The code is that of the prompt sets. What the agent is shown depends on the script alone and never on what a model
+answers: files and earlier answers stand as if each step had been done rightly, so that every variant of a benchmark
+sees the same. A small model's own answers would not do as history: it soon repeats them word for word, which would
+flatter whoever drafts.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from agentspec.benchmarks.prompt_sets import load_codes
+from agentspec.types import Message
+
+MEASURED, MOST_OTHERS = 7, 22  # sessions that the shipped code is enough for, none of it used twice
+CODES_OF_OTHER = 4  # as many make a file of about the size of a measured one
+
+SYSTEM = "You are a coding agent. After each step you are shown what the tools say, and the next step."
+EXCERPT_CHARACTERS = 260  # a step is about neighbouring functions of about as many, or about a hundred tokens
+PREFIXES = ("current", "given", "chosen", "actual")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the agent is told, and the answer that later turns have as their history."""
+
+    told: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Workflow:
+    """One session."""
+
+    name: str
+    turns: tuple[Turn, ...]
+
+    def messages(self, turn: int) -> list[Message]:
+        """The conversation up to what turn `turn` (from 0) is told, ready for its answer."""
+        said = [("system", SYSTEM)]
+        for earlier in self.turns[:turn]:
+            said += [("user", earlier.told), ("assistant", earlier.answer)]
+        said.append(("user", self.turns[turn].told))
+        return [{"role": role, "content": content} for role, content in said]
+
+
+def measured_workflows(turns: int) -> list[Workflow]:
+    """`MEASURED` sessions over the measured prompt sets' code."""
+    large, small = load_codes("edit"), load_codes("edit_short")
+    firsts = [f"{code}\n\n\n{added}" for code, added in zip(large[:MEASURED], small[:MEASURED], strict=True)]
+    files = zip(firsts, large[MEASURED:], strict=True)
+    return [workflow(pair, turns, seed=index) for index, pair in enumerate(files)]
+
+
+def other_workflows(count: int, turns: int) -> list[Workflow]:
+    """Sessions over code that no measured one holds, `MOST_OTHERS` of them at most."""
+    codes = load_codes("edit_warm")
+    files = ["\n\n\n".join(codes[at : at + CODES_OF_OTHER]) for at in range(0, count * CODES_OF_OTHER, CODES_OF_OTHER)]
+    return [workflow([file], turns, seed=index) for index, file in enumerate(files)]
+
+
+def workflow(files: Sequence[str], turns: int, *, seed: int) -> Workflow:
+    """A session over files of this code, which documents neighbouring functions, renames in them, and copies them."""
+    rng = random.Random(seed)
+    codes = list(files)
+    targets = [(number, names) for number, code in enumerate(codes) for names in _groups(code)]
+    said: list[Turn] = []
+    for turn in range(turns):
+        number, names = targets[turn % len(targets)]
+        code = codes[number]
+        wanted, codes[number] = _step(code, names, turn + turn // len(targets), rng)
+        done = f"{_tools(_module_name(codes[0]), codes, rng)}\n" if said else ""
+        shown = f"{done}$ cat {_module_name(code)}.py\n{code}"
+        told = f"{shown}\n\n{wanted} Return the whole code.\n\n{_excerpt(code, names)}"
+        said.append(Turn(told, _excerpt(codes[number], names)))
+    return Workflow(_module_name(codes[0]), tuple(said))
+
+
+def _step(code: str, names: Sequence[str], kind: int, rng: random.Random) -> tuple[str, str]:
+    """What the agent is to do next, and the file once it is done."""
+    variables = _variables(code, names)
+    match kind % 3:
+        case 0:
+            return "Add a docstring to each function below.", documented(code, names)
+        case 1 if variables:
+            old = rng.choice(variables)
+            new = f"{rng.choice(PREFIXES)}_{old.rpartition('_')[2]}"
+            return f"Rename {old} to {new} in the code below.", renamed(code, old, new)
+        case _:
+            return "Copy the code below to helpers.py without any changes.", code
+
+
+def _tools(name: str, codes: Sequence[str], rng: random.Random) -> str:
+    tests = 2 * sum(len(functions(code)) for code in codes)
+    return f"$ python -m pytest -q tests/test_{name}.py\n{tests} passed in {rng.uniform(0.05, 0.9):.2f}s"
+
+
+def functions(code: str) -> list[Function]:
+    """Functions and methods that are not inside of functions, special methods left out, in order."""
+    return [node for node in _outermost(ast.parse(code)) if not node.name.startswith("__")]
+
+
+def _outermost(tree: ast.Module) -> Iterator[Function]:
+    for node in tree.body:
+        for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(inner, Function):
+                yield inner
+
+
+def documented(code: str, names: Sequence[str]) -> str:
+    """`code` with a docstring in each of the functions that had none."""
+    lines = code.splitlines()
+    for node in reversed(functions(code)):
+        if node.name in names and ast.get_docstring(node) is None:
+            first, words = node.body[0], node.name.strip("_").replace("_", " ")
+            lines.insert(first.lineno - 1, f'{" " * first.col_offset}"""{words.capitalize()}."""')
+    return "\n".join(lines)
+
+
+def renamed(code: str, old: str, new: str) -> str:
+    """`code` with a variable or function renamed; attributes of that name stay."""
+    return re.sub(rf"(?<![.\w]){re.escape(old)}\b", new, code)
+
+
+def _module_name(code: str) -> str:
+    defined = next(node for node in ast.parse(code).body if isinstance(node, Function | ast.ClassDef))
+    return defined.name.lower()
+
+
+def _groups(code: str) -> list[list[str]]:
+    """The names of neighbouring functions, `EXCERPT_CHARACTERS` or somewhat more of code together."""
+    groups: list[list[str]] = []
+    size = EXCERPT_CHARACTERS
+    for node in functions(code):
+        if size >= EXCERPT_CHARACTERS:
+            groups.append([])
+            size = 0
+        groups[-1].append(node.name)
+        size += len(ast.get_source_segment(code, node) or "")
+    return groups
+
+
+def _excerpt(code: str, names: Sequence[str]) -> str:
+    """The functions named, from the first to the last of them, in a fence."""
+    nodes = [node for node in functions(code) if node.name in names]
+    lines = code.splitlines()[nodes[0].lineno - 1 : nodes[-1].end_lineno]
+    return "\n".join(["```python", *lines, "```"])
+
+
+def _variables(code: str, names: Sequence[str]) -> list[str]:
+    """Arguments and local variables of the functions named, `self` left out."""
+    nodes = [inner for node in functions(code) if node.name in names for inner in ast.walk(node)]
+    arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return sorted((arguments | assigned) - {"self"})

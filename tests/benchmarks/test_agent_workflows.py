@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import ast
+
+from agentspec.benchmarks.agent_workflows import (
+    MEASURED,
+    MOST_OTHERS,
+    documented,
+    functions,
+    measured_workflows,
+    other_workflows,
+    renamed,
+    workflow,
+)
+
+TURNS = 8
+CODE = "class A:\n    def __init__(self, n):\n        self.n = n\n\n    def get_n(self, n):\n        return self.n + n"
+
+
+def shown_file(turn: str) -> str:
+    return turn.rpartition("$ cat ")[2].partition("\n")[2].rpartition("\n\n```python\n")[0].rpartition("\n\n")[0]
+
+
+def test_every_session_has_a_name_and_code_of_its_own() -> None:
+    flows = [*measured_workflows(TURNS), *other_workflows(MOST_OTHERS, TURNS)]
+    assert len({flow.name for flow in flows}) == len(flows) == MEASURED + MOST_OTHERS
+
+
+def test_a_session_is_the_same_each_time_and_shows_python_at_every_turn() -> None:
+    assert measured_workflows(TURNS) == measured_workflows(TURNS)
+    for flow in (*measured_workflows(TURNS), *other_workflows(MOST_OTHERS, TURNS)):
+        assert len(flow.turns) == TURNS
+        for turn in flow.turns:
+            assert functions(shown_file(turn.told)), flow.name
+
+
+def test_history_and_files_are_as_if_each_step_had_been_done_rightly() -> None:
+    first, second, third = workflow([CODE], 3, seed=0).turns
+    assert "Add a docstring to each function" in first.told and '"""Get n."""' not in first.told
+    assert first.answer == '```python\n    def get_n(self, n):\n        """Get n."""\n        return self.n + n\n```'
+    assert (
+        "without any changes" in second.told and second.told.endswith(second.answer) and second.answer == first.answer
+    )
+    new = third.told.partition("Rename n to ")[2].split()[0]
+    assert f"def get_n(self, {new}):" in third.answer and f"return self.n + {new}" in third.answer
+    assert new not in third.told.partition("Rename")[0]
+
+
+def test_a_prompt_is_the_one_before_with_an_answer_and_what_came_then() -> None:
+    flow = measured_workflows(TURNS)[0]
+    for turn in range(1, TURNS):
+        assert flow.messages(turn)[:-2] == flow.messages(turn - 1)
+        assert [message["role"] for message in flow.messages(turn)[-2:]] == ["assistant", "user"]
+        assert flow.messages(turn)[-2]["content"] == flow.turns[turn - 1].answer
+
+
+def test_docstrings_go_where_there_are_none() -> None:
+    once = documented(CODE, ["get_n"])
+    assert ast.get_docstring(functions(once)[0]) == "Get n."
+    assert documented(once, ["get_n"]) == once
+    assert documented(CODE, []) == CODE
+
+
+def test_renaming_leaves_attributes_alone() -> None:
+    assert renamed("n.n + nn + n", "n", "m") == "m.n + nn + m"
