@@ -87,7 +87,7 @@ async def verify(backend: TorchBackend, questions: Sequence[Question], progress:
             off, on = found.answers[OFF][number], found.answers[way][number]
             if on != off:
                 progress(f"{way}: looking into answer {number + 1}")
-                found.divergences.append(_divergence(backend.target, question, way, number, off, on))
+                found.divergences.append(first_divergence(backend.target, question, way, number, off, on))
     return found
 
 
@@ -108,9 +108,10 @@ async def _answer(
         return [token async for delta in backend.generate(request) for token in delta.token_ids]
 
 
-def _divergence(
+def first_divergence(
     target: TargetModel, question: Question, way: str, number: int, off: Sequence[int], on: Sequence[int]
 ) -> Divergence:
+    """Where two different answers to a question part, and by how much. Computes on a thread of its own."""
     position = next((i for i, (one, other) in enumerate(zip(off, on, strict=False)) if one != other), None)
     if position is None:
         position = min(len(off), len(on))
