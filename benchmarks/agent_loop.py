@@ -1,6 +1,6 @@
 """Whole sessions of a coding agent, end to end: transformers, agentspec off, on, and on after other sessions.
 
-The prompt of each turn is the one before with an answer and what the tools said: it grows from about 500 to about 4000
+The prompt of each turn is the one before with an answer and what the tools said: it grows from about 400 to about 3900
 tokens. transformers reads it afresh each time, as `generate` does; agentspec keeps the session's key/value rows.
 Each session is run under all variants in an order that rotates. All see the same prompts, since the history is the
 script's (`agent_workflows`). Answers are greedy, a pair is one session under two variants, and time is wall time from
@@ -110,8 +110,11 @@ class AgentBench:
 
         Every measured session is new to its cold tenant. The warm one goes on remembering, measured sessions too.
         """
-        optional = {OFF: self._agentspec(OFF, speculation=False)} if off else {}
-        optional |= {KEPT: self._keeping_peer} if kept else {}
+        optional: dict[str, Answer] = {}
+        if off:
+            optional[OFF] = self._agentspec(OFF, speculation=False)
+        if kept:
+            optional[KEPT] = self._keeping_peer
         return {
             TRANSFORMERS: self._peer,
             **optional,

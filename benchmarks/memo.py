@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from agentspec.backends.base import Backend, Capabilities, TextSide, text_side
 from agentspec.reasoning.writer import Writer
+from agentspec.runtime import closing_items
 from agentspec.types import Delta, GenerateRequest
 
 
@@ -70,24 +71,23 @@ class Remembering:
             yield delta
 
     async def _make(self, request: GenerateRequest, key: tuple[int, str]) -> AsyncGenerator[Delta]:
-        call, answer = Call(), aiter(self._inner.generate(request))
+        call, answer = Call(), self._inner.generate(request)
         try:
-            while True:
-                began = time.perf_counter()
-                try:
-                    call.deltas.append(await anext(answer))
-                except StopAsyncIteration:
-                    break
-                finally:
-                    call.seconds += time.perf_counter() - began
-                yield call.deltas[-1]
+            async with closing_items(answer):
+                while True:
+                    began = time.perf_counter()
+                    try:
+                        call.deltas.append(await anext(answer))
+                    except StopAsyncIteration:
+                        break
+                    finally:
+                        call.seconds += time.perf_counter() - began
+                    yield call.deltas[-1]
         except GeneratorExit:
             self._keep(key, call)  # the step ended before the answer did
             raise
         finally:
             self._memo.seconds += call.seconds
-            if hasattr(answer, "aclose"):
-                await answer.aclose()
         self._keep(key, call)
 
     def _keep(self, key: tuple[int, str], call: Call) -> None:

@@ -70,10 +70,10 @@ def _continue(prompt: list[int], max_tokens: int) -> tuple[tuple[int, ...], floa
     start = time.perf_counter()
     text, rows = _kept
     shared = min(common_prefix(np.asarray(text), np.asarray(prompt)), len(prompt) - 1)
-    if shared:
-        rows.crop(shared)
-    else:
+    if not shared:
         rows = DynamicCache(config=_model.config)
+    elif shared < len(text):
+        rows.crop(shared - len(text))
     tokens, _ = _generate(prompt, max_tokens, {"past_key_values": rows})
     _kept = ([*prompt, *tokens][: rows.get_seq_length()], rows)
     return tokens, time.perf_counter() - start

@@ -86,9 +86,9 @@ def check_strategy(name: str, settings: Settings) -> Check:
 def _described(built: StrategyBackend, role: str) -> str:
     writer = built.writers[role]
     if role == "judge" and writer is built.writers["base"]:
-        return "judge is base"
-    deleted = "" if writer.keeps_thinking else " (its template deletes closed thinking)"
-    return f"{role} {getattr(built.settings, role)}: {writer.way}{deleted}"
+        return "judge = base"
+    deletes = "" if writer.keeps_thinking else ", but its template deletes closed thinking"
+    return f"{role} = {getattr(built.settings, role)} ({writer.way}{deletes})"
 
 
 def _prepared(name: str, settings: Settings) -> tuple[StrategyBackend, list[str]]:

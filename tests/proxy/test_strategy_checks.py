@@ -50,10 +50,11 @@ def test_each_role_says_how_it_goes_on(serving: Any) -> None:
     (check,) = check_strategies(configured)
     assert (check.name, check.state) == ("fast: specreason", "ok")
     assert check.detail == (
-        "base large: continues messages; small tiny: raw completions under plain; judge plain: continues messages"
+        "base = large (continues messages); small = tiny (raw completions under plain);"
+        " judge = plain (continues messages)"
     )
     (alone,) = check_strategies(settings(endpoint, endpoint))
-    assert alone.detail.endswith("judge is base")
+    assert alone.detail.endswith("judge = base")
 
 
 def test_what_cannot_go_on_says_what_to_change(serving: Any) -> None:
@@ -67,7 +68,7 @@ def test_an_endpoint_that_is_down_is_named(serving: Any, caplog: pytest.LogCaptu
     (check,) = check_strategies(settings(serving()))
     assert (check.state, check.detail) == (
         "note",
-        "no answer from small; base large: continues messages; judge is base",
+        "no answer from small; base = large (continues messages); judge = base",
     )
     (check,) = check_strategies(settings())
     assert check.state == "fail" and check.detail.startswith("no answer from base and small")
@@ -77,10 +78,10 @@ def test_an_endpoint_that_is_down_is_named(serving: Any, caplog: pytest.LogCaptu
 def test_local_models_are_known_without_their_weights(tiny_model: Path, tmp_path: Path) -> None:
     local = TorchSettings(model=str(tiny_model))
     (check,) = check_strategies(settings(local, local))
-    assert check.state == "ok" and check.detail.startswith("base large: token ids; small tiny: token ids")
+    assert check.state == "ok" and check.detail.startswith("base = large (token ids); small = tiny (token ids)")
     ahead = LookaheadSettings(base="large", small="tiny", base_template="chatml")
     (check,) = check_strategies(Settings(backends={"large": local, "tiny": local}, models={"ahead": ahead}))
-    assert (check.name, check.detail.partition(";")[0]) == ("ahead: lookahead", "base large: token ids under chatml")
+    assert (check.name, check.detail.partition(";")[0]) == ("ahead: lookahead", "base = large (token ids under chatml)")
     absent = TorchSettings(model="nobody/nothing")
     (check,) = check_strategies(settings(absent, absent))
     assert (check.state, check.advice) == ("note", "agentspec model fetch nobody/nothing")

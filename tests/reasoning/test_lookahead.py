@@ -120,7 +120,8 @@ async def test_the_base_model_down_ends_the_answer() -> None:
 
 async def test_the_base_models_steps_run_side_by_side_and_a_mismatch_cancels_the_rest() -> None:
     def slow(*steps: str) -> Callable[[str], Script]:
-        return lambda thinking: Answer(telling(*steps)(thinking), first_latency=0.15)
+        """Behind the draft that is not kept it would write for long."""
+        return lambda thinking: Answer(telling(*steps)(thinking), first_latency=5.0 if "other" in thinking else 0.15)
 
     small = ThinkingModel(telling("s1", "other", "s3", "s4 Answer: 4"))
     base = ThinkingModel(slow("s1", "s2", "s3", "s4 Answer: 4"))

@@ -108,4 +108,6 @@ async def test_every_strategy_thinks_across_two_processes(configured: Settings) 
 def test_doctor_says_how_each_goes_on(configured: Settings) -> None:
     checks = list(check_strategies(configured))
     assert {check.state for check in checks} == {"ok"}
-    assert all("base large: raw completions under plain; small tiny: continues messages" in c.detail for c in checks)
+    assert all(
+        "base = large (raw completions under plain); small = tiny (continues messages)" in c.detail for c in checks
+    )
