@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from agentspec.benchmarks.public_logs import Source
-from agentspec.cli.common import require_writable
+from agentspec.cli.common import FAILED, require_writable
 
 REPORT_WIDTH = 150  # columns of a table that goes to a file
 
@@ -24,6 +24,12 @@ class Prompts(StrEnum):
     edit = "edit"
     short = "short"
     all = "all"
+
+
+class Shape(StrEnum):
+    tiny = "tiny"
+    small = "1b"
+    large = "8b"
 
 
 @app.callback()
@@ -117,6 +123,43 @@ def agent(
     print_report(report, console)
     if json:
         write_json(report, json, _environment("torch", "transformers", model=model))
+
+
+@app.command()
+def gpu(
+    shape: Annotated[Shape, typer.Option(help="Sizes of the random model")] = Shape.large,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    seconds: Annotated[float, typer.Option(help="What does not fit in so much time is left out", min=1)] = 570.0,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option(help="Recorded calls, FILE.jsonl.gz, to force as targets", exists=True, dir_okay=False),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with a ChatML tokenizer.json, for --traces", exists=True, file_okay=False),
+    ] = None,
+    questions: Annotated[int, typer.Option(help="Answers of each check", min=1)] = 50,
+    json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
+) -> None:
+    """Check and time the local engine on a device with random weights; exit code 1 where a check fails."""
+    from rich.console import Console
+
+    from agentspec.benchmarks.gpu import Plan, run_gpu
+    from agentspec.benchmarks.gpu_report import print_report, write_json
+
+    if bool(traces) != (tokenizer is not None):
+        raise typer.BadParameter("--traces and --tokenizer go together")
+    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
+    require_writable(json)
+    plan = Plan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions)
+    with console.status("starting") as status:
+        report = run_gpu(plan, status.update)
+    print_report(report, console)
+    if json:
+        write_json(report, json, _environment("torch", "transformers"))
+    if not report.sound:
+        raise typer.Exit(FAILED)
 
 
 @app.command()

@@ -64,11 +64,10 @@ class SequenceCache(Cache):
         self.length = start + len(path)
 
     def _gather(self, target: int, rows: Sequence[int]) -> None:
-        for store in (self._keys, self._values):
-            for tensor in store:
-                if tensor is not None:
-                    index = torch.tensor(rows, device=tensor.device)
-                    tensor[:, :, target : target + len(rows)] = tensor.index_select(2, index)
+        tensors = [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
+        index = torch.tensor(rows, device=tensors[0].device)  # once: the host waits for each copy to a device
+        for tensor in tensors:
+            tensor[:, :, target : target + len(rows)] = tensor.index_select(2, index)
 
     def truncate(self, length: int) -> None:
         """Forget every row from `length` on."""

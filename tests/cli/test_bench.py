@@ -68,3 +68,12 @@ def test_published_logs_become_traces_that_can_be_replayed(program, tokenizer, t
     assert result.exit_code == 0, result.output
     assert program("bench", "traces", "other-bench", log, "--out", out).exit_code == 2
     assert program("bench", "traces", "aider", log, "--out", out).exit_code == 2
+
+
+def test_gpu_needs_a_tokenizer_with_traces_and_runs_without_both(program, traces, tmp_path):
+    out = tmp_path / "out.json"
+    assert program("bench", "gpu", "--traces", traces[0]).exit_code == 2
+    result = program("bench", "gpu", "--shape", "tiny", "--device", "cpu", "--questions", 2, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert "on CPU" in result.output and "left out: recorded answers: no traces" in result.output
+    assert json.loads(out.read_text())["shape"] == "tiny"

@@ -105,3 +105,18 @@ def test_a_state_cache_takes_no_draft(lab_of: Any) -> None:
     assert cache.length == 3
     with pytest.raises(AssertionError):
         cache.commit(1, [0])
+
+
+def test_the_places_of_moved_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, made, tensor = SequenceCache(), [0], torch.tensor
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        made[0] += 1
+        return tensor(*args, **kwargs)
+
+    write(cache, [1, 2, 3, 4])
+    monkeypatch.setattr(torch, "tensor", counted)
+    cache.commit(1, [1, 2])
+    assert made == [1]
+    monkeypatch.undo()
+    assert held(cache) == [1, 3, 4]

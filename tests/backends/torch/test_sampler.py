@@ -130,3 +130,30 @@ def test_penalties_count_the_answer_and_repetition_the_prompt_too() -> None:
 def test_bias_is_added_before_everything_else() -> None:
     counts = frequencies([0.0, 0.0, 0.0], 200, temperature=1.0, logit_bias={2: 100.0})
     assert counts.tolist() == [0, 0, 200]
+
+
+@pytest.mark.parametrize(("temperature", "waits"), [(0.0, 1), (0.8, 8)])
+def test_how_often_a_round_waits_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, waits: int
+) -> None:
+    """Greedy answers once, however many tokens are drawn; sampled ones once for each token."""
+    subject, logits, seen = sampler(64, temperature=temperature, seed=1), torch.randn(8, 64), [0]
+    for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name), seen))
+    subject.begin(logits)
+    for row in range(8):
+        subject.observe(subject.choose(row))
+    monkeypatch.undo()
+    assert seen == [waits]
+
+
+def counting(method: Any, seen: list[int]) -> Any:
+    """A tensor's method by which its values reach the host; the outermost call counts."""
+
+    def counted(*args: Any) -> Any:
+        before = seen[0]
+        result = method(*args)
+        seen[0] = before + 1
+        return result
+
+    return counted

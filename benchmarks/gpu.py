@@ -1,0 +1,292 @@
+"""What a GPU makes of the local engine, in minutes and without any model's files: random weights of a real shape.
+
+Checks first (answers of small models with speculation off, on and side by side, on this device), then the time of a
+verification by its size, of a one-token step against what memory allows, and of recorded answers forced as targets.
+What the time did not suffice for is listed, never filled in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.kv_cache import SequenceCache
+from agentspec.backends.torch.loader import Loaded, read_tokenizer
+from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.placement import choose_device, choose_dtype
+from agentspec.backends.torch.sampler import Sampler
+from agentspec.backends.torch.verification import Question, verify
+from agentspec.benchmarks.decode import OFF, Table
+from agentspec.benchmarks.forced import ON, Forced, wait_for
+from agentspec.benchmarks.gpu_model import build, byte_tokenizer, copied_bytes, read_bytes
+from agentspec.benchmarks.stats import MIN_PAIRS
+from agentspec.benchmarks.traces import load_encoder, read_calls
+from agentspec.cache import SuffixCache
+from agentspec.types import SamplingParams
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (512, 4096)
+PASSES, WARM_PASSES = 9, 2
+CHECK_SPREAD = 0.3  # weights of the small models: wide enough that their answers are no near-ties throughout
+CHECK_TOKENS = 32
+TIE = 0.1  # in types of fewer bits answers may part where the two best scores are closer,
+TIE_SHARE = 0.01  # in at most this share of them
+GOALS = {"airline": 2.5, "sql": 3.3}
+VERIFY_GOAL, STEP_GOAL = 1.25, 2.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure, where, and for how many seconds at most; `tokenizer` is the folder that `traces` need."""
+
+    shape: str = "8b"
+    device: str = "auto"
+    dtype: str = "auto"
+    seconds: float = 570.0
+    traces: Sequence[Path] = ()
+    tokenizer: Path | None = None
+    questions: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A value that should be at least or at most something; None where it was not measured."""
+
+    name: str
+    value: float | None
+    unit: str = ""
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """None where there is no goal, or nothing to hold against it."""
+        if self.value is None or (self.least is None and self.most is None):
+            return None
+        return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found. `steps` are seconds by (context, tokens of the forward); `checks` say what holds."""
+
+    shape: str
+    device: str
+    dtype: str
+    attention: str = ""
+    checks: dict[str, bool] = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    steps: dict[tuple[int, int], float] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def sound(self) -> bool:
+        return all(self.checks.values())
+
+
+def run_gpu(plan: Plan, progress: Progress = lambda message: None) -> Report:
+    """Build, check and time. Raises `ConfigurationError` for a device, type or file that cannot be used."""
+    return Bench(plan, progress).run()
+
+
+class Bench:
+    """One run of a plan: sections in order, each only while there is time."""
+
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self._plan, self._progress = plan, progress
+        self._started = time.perf_counter()
+        self._device = choose_device(plan.device)
+        self._dtype = choose_dtype(plan.dtype, self._device)
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
+        self._report = Report(plan.shape, name, str(self._dtype).removeprefix("torch."))
+
+    def run(self) -> Report:
+        self._section("exactness on small models", self._check)
+        self._section("the model", self._measure)
+        self._report.seconds = time.perf_counter() - self._started
+        return self._report
+
+    @property
+    def _late(self) -> bool:
+        return time.perf_counter() - self._started > self._plan.seconds
+
+    def _section(self, name: str, work: Callable[[], None]) -> None:
+        if self._late:
+            self._report.left_out.append(name)
+            return
+        self._progress(name)
+        work()
+
+    def _check(self) -> None:
+        """Every answer equal in float32; in the type of the model, if it is another, equal but for near-ties."""
+        for dtype in dict.fromkeys((torch.float32, self._dtype)):
+            for together in (2, 8):
+                name = f"{str(dtype).removeprefix('torch.')}, off = on = {together} at once"
+                self._section(name, lambda d=dtype, t=together, n=name: self._verify(d, t, n))  # type: ignore[misc]
+
+    def _verify(self, dtype: torch.dtype, together: int, name: str) -> None:
+        loaded = build("tiny", byte_tokenizer(), self._device, dtype, spread=CHECK_SPREAD)
+        self._report.checks[f"{name}: trees"] = loaded.target.rewindable
+        settings = TorchSettings(max_active=together)
+        with SuffixCache.open() as cache:
+            backend = TorchBackend(loaded, settings, cache=cache)
+            found = asyncio.run(_verified(backend, questions(self._plan.questions)))
+        answers = 3 * len(found.answers["off"])
+        gaps = [min(abs(each.gap_apart), abs(each.gap_together)) for each in found.divergences]
+        near = max(gaps, default=0.0) < TIE and len(gaps) <= TIE_SHARE * answers
+        self._report.checks[name] = found.exact if dtype == torch.float32 else near
+        self._report.figures.append(Figure(f"{name}: answers that part", len(gaps), f"of {answers}"))
+
+    def _measure(self) -> None:
+        folder = self._plan.tokenizer
+        tokenizer = byte_tokenizer() if folder is None else read_tokenizer(folder)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        loaded = build(self._plan.shape, tokenizer, self._device, self._dtype)
+        self._report.attention = loaded.target.attention
+        self._report.checks[f"{self._plan.shape}: chains and trees"] = loaded.target.rewindable
+        self._section("verifications by size", lambda: self._time_sizes(loaded.target))
+        self._section("a step against memory", lambda: self._against_memory(loaded.target))
+        self._section("recorded answers", lambda: self._recorded(loaded))
+        high = torch.cuda.max_memory_allocated(self._device) / 2**30 if self._device.type == "cuda" else None
+        self._report.figures.append(Figure("device memory, high-water", high, "GiB"))
+
+    def _time_sizes(self, target: TargetModel) -> None:
+        for context in CONTEXTS:
+            for size in SIZES:
+                if self._late:
+                    self._report.left_out.append(f"verify {size} over {context} rows")
+                    continue
+                self._report.steps[context, size] = step_seconds(target, context, size)
+            one, many = (self._report.steps.get((context, size)) for size in (1, 32))
+            ratio = many / one if one and many else None
+            self._report.figures.append(
+                Figure(f"verify 32 / verify 1 over {context} rows", ratio, "x", most=VERIFY_GOAL)
+            )
+
+    def _against_memory(self, target: TargetModel) -> None:
+        """The time of a one-token step over that of reading the weights once at the speed of a copy."""
+        bandwidth = copy_bandwidth(self._device)
+        least = read_bytes(target) / bandwidth
+        step = self._report.steps.get((CONTEXTS[0], 1)) or step_seconds(target, CONTEXTS[0], 1)
+        self._report.figures += [
+            Figure("copy bandwidth, read + written", bandwidth / 1e9, "GB/s"),
+            Figure("weights that a step reads", read_bytes(target) / 1e9, "GB"),
+            Figure("1-token step / (weight bytes / bandwidth)", step / least, "x", most=STEP_GOAL),
+            Figure("host waits in a greedy step of 8", waits(target, SamplingParams(temperature=0.0))),
+            Figure("host waits in a sampled step of 8", waits(target, SamplingParams(temperature=0.8, seed=0))),
+        ]
+
+    def _recorded(self, loaded: Loaded) -> None:
+        if not self._plan.traces or self._plan.tokenizer is None:
+            self._report.left_out.append("recorded answers: no traces and tokenizer were given")
+            return
+        encode, forced = load_encoder(self._plan.tokenizer), Forced(loaded)
+        try:
+            for number, path in enumerate(self._plan.traces):
+                self._progress(f"recorded answers: {path.name}")
+                self._replay(forced, path, read_calls(path, encode), len(self._plan.traces) - number)
+        finally:
+            forced.close()
+
+    def _replay(self, forced: Forced, path: Path, calls: Sequence[Any], files: int) -> None:
+        """One file in its share of the time that is left."""
+        now = time.perf_counter()
+        deadline = now + max(0.0, self._started + self._plan.seconds - now) / files
+        forced.outside = dict.fromkeys(forced.outside, 0.0)
+        table = forced.replay(path.name.split(".")[0], calls, lambda: time.perf_counter() > deadline)
+        done = len(table.runs.get(ON, ()))
+        if done < len(calls):
+            self._report.left_out.append(f"{table.name}: {len(calls) - done} of {len(calls)} calls")
+        if not done:
+            return
+        self._report.tables.append(table)
+        ratio = table.ratio(ON, OFF).median if done >= MIN_PAIRS else None
+        least = next((goal for word, goal in GOALS.items() if word in table.name), None)
+        seconds = sum(run.seconds for run in table.runs[ON])
+        self._report.figures += [
+            Figure(f"{table.name}: on / off, forced targets, random weights", ratio, "x", least=least),
+            Figure(f"{table.name}: share of the time on outside of forwards", forced.outside[ON] / seconds, ""),
+        ]
+
+
+async def _verified(backend: TorchBackend, asked: Sequence[Question]) -> Any:
+    try:
+        return await verify(backend, asked, lambda message: None)
+    finally:
+        await backend.aclose()
+
+
+def questions(count: int) -> list[Question]:
+    """Random prompts of bytes, every other one answered greedily, the others sampled with a seed."""
+    rng, greedy = np.random.default_rng(0), SamplingParams(temperature=0.0, max_tokens=CHECK_TOKENS)
+    samplings = [replace(greedy, temperature=0.8 * (number % 2), seed=number) for number in range(count)]
+    return [Question(rng.integers(0, 256, 8 + 5 * n % 40).tolist(), sampling) for n, sampling in enumerate(samplings)]
+
+
+@torch.inference_mode()
+def step_seconds(target: TargetModel, context: int, size: int) -> float:
+    """Median seconds of a forward of `size` tokens, a chain drafted behind one, over `context` rows, draws included."""
+    rows = target.new_rows(context + size)
+    assert isinstance(rows, SequenceCache)
+    target.forward(rows, [0])
+    rows.fill_blank(context)
+    return median([_clocked(target, rows, size) for _ in range(PASSES + WARM_PASSES)][WARM_PASSES:])
+
+
+def _clocked(target: TargetModel, rows: SequenceCache, size: int) -> float:
+    wait_for(target.device)
+    started = time.perf_counter()
+    target.forward(rows, [0], [0] * (size - 1), range(-1, size - 2)).argmax(-1).tolist()
+    return time.perf_counter() - started
+
+
+@torch.inference_mode()
+def waits(target: TargetModel, sampling: SamplingParams) -> int | None:
+    """How often the host waits for the device in a step that draws 8 tokens; None where that cannot be told."""
+    if target.device.type != "cuda":
+        return None
+    rows, sampler = target.new_rows(64), Sampler(sampling, target.vocab_size, [0], target.device)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            sampler.begin(target.forward(rows, [0], [0] * 7, range(-1, 6)))
+            for row in range(8):
+                sampler.observe(sampler.choose(row))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in seen)
+
+
+@torch.inference_mode()
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by copies from device memory to device memory, the best of a few."""
+    source = torch.empty(copied_bytes(device), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(PASSES):
+        wait_for(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        wait_for(device)
+        times.append(time.perf_counter() - started)
+    del source, target
+    gc.collect()
+    return 2 * copied_bytes(device) / min(times)

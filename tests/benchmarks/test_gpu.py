@@ -1,0 +1,80 @@
+"""The GPU benchmark on the CPU, with a model of two layers: every part runs, and says that it is no GPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from agentspec.benchmarks.decode import OFF
+from agentspec.benchmarks.gpu import Figure, Plan, Report, run_gpu
+from agentspec.benchmarks.gpu_report import print_report, write_json
+
+ANSWER = "check the order again please and then check the order again please"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    words = ["[UNK]", "user", "assistant", "check", "the", "order", "again", "please", "and", "then"]
+    built = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    built.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    built.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    built.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    path = tmp_path / "airline.jsonl.gz"
+    with gzip.open(path, "wt") as lines:
+        for number in range(8):
+            delta = [{"role": "user", "content": "please check"}]
+            lines.write(json.dumps({"session": str(number), "messages_delta": delta, "response": ANSWER}) + "\n")
+    return path
+
+
+def printed(report: Report) -> str:
+    console = Console(record=True, width=200, quiet=False)
+    print_report(report, console)
+    return console.export_text()
+
+
+def test_all_of_it_on_the_cpu(tokenizer: Path, traces: Path, tmp_path: Path) -> None:
+    report = run_gpu(Plan("tiny", "cpu", "float32", 60, (traces,), tokenizer, questions=4))
+    assert report.sound and len(report.checks) == 5 and not report.left_out
+    assert len(report.steps) == 14 and all(seconds > 0 for seconds in report.steps.values())
+    (table,) = report.tables
+    assert table.identical("on", OFF) == 8
+    tokens_per_step = table.tokens_per_step("on")
+    assert table.tokens_per_step(OFF) == 1.0 and tokens_per_step is not None and tokens_per_step > 1.5
+    text = printed(report)
+    assert "tiny, random weights, float32 on CPU" in text and "not judged here" in text
+    assert ", goal" not in text and "device memory, high-water: not measured" in text
+    assert "airline: on / off, forced targets, random weights" in text
+    write_json(report, tmp_path / "out.json", {"torch": "x"})
+    written: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+    assert written["device"] == "CPU" and {figure["met"] for figure in written["figures"]} == {None}
+    assert len(written["tables"][0]["runs"]["on"]) == 8
+
+
+def test_what_there_is_no_time_for_is_left_out() -> None:
+    report = run_gpu(Plan("tiny", "cpu", "float32", seconds=0.0))
+    assert report.left_out == ["exactness on small models", "the model"]
+    assert not report.checks and "left out: the model" in printed(report)
+
+
+def test_goals_are_judged_for_their_shape_on_a_gpu() -> None:
+    figures = [Figure("a", 1.2, "x", most=1.25), Figure("b", 2.0, "x", least=2.5), Figure("c", None, "x", least=1.0)]
+    text = printed(Report("8b", "some GPU", "bfloat16", checks={"trees": False}, figures=figures))
+    assert "a: 1.2 x, goal at most 1.25: met" in text and "b: 2 x, goal at least 2.5: missed" in text
+    assert "c: not measured, goal at least 1: undecided" in text and "FAILED: trees" in text
