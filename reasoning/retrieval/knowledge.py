@@ -70,7 +70,7 @@ class KnowledgeBase(Protocol):
     def metric(self) -> Metric: ...
 
     async def search(self, queries: Sequence[Query], count: int) -> Found:
-        """The best `count` documents for each query, or as many as there are.
+        """The best `count` documents for each query, or as many as there are; a larger count begins with the same ones.
 
         Raises `KnowledgeBaseError` when it cannot be asked, `ConfigurationError` for queries of another metric.
         """

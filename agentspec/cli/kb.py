@@ -1,0 +1,154 @@
+"""`agentspec kb`: knowledge bases on disk, and one of them as a service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentspec.cli.cache_files import SkipOption, choose, counted
+from agentspec.cli.common import JsonOption, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
+    from agentspec.reasoning.retrieval.knowledge import Hit
+
+app = typer.Typer(help="Make knowledge bases, look into them, serve them.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", file_okay=False)]
+
+
+class KindName(StrEnum):
+    dense = "dense"
+    hnsw = "hnsw"
+    bm25 = "bm25"
+
+
+@app.command()
+def build(
+    corpus: Annotated[Path, typer.Argument(metavar="CORPUS.jsonl", exists=True, dir_okay=False)],
+    out: Annotated[Path, typer.Option("--out", help="Folder to make; an index there is replaced", file_okay=False)],
+    kind: Annotated[
+        KindName, typer.Option(help="Embeddings, all compared; the same by a graph, approximate; or words")
+    ] = KindName.dense,
+    model: Annotated[str, typer.Option(help="Embedding model: built-in name, folder or model-hub id")] = "minilm",
+    skip_bad: SkipOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Index a corpus: JSON lines with "id", "text" and perhaps "title", plain or gzip.
+
+    The folder is complete or not there; a process that has it open goes over to the new one at its next search.
+    """
+    from agentspec.corpus import read_corpus
+    from agentspec.reasoning.retrieval import folder
+    from agentspec.reasoning.retrieval.opening import load_encoder
+
+    with _bars() as (console, start):
+        on_bad, bad = choose(skip_bad, console)
+        advance = start(None)
+        documents = list(counted(read_corpus(corpus, on_bad), str(corpus), advance))
+        encoder = None if kind is KindName.bm25 else load_encoder(model)
+        try:
+            manifest = folder.build(
+                documents, out, kind.value, encoder=encoder, model=_lasting(model), advance=start(len(documents))
+            )
+        finally:
+            if encoder is not None:
+                encoder.close()
+    if json:
+        print_json(asdict(manifest) | {"version": manifest.version, "bad": len(bad)})
+        return
+    left_out = f", {len(bad)} lines left out" if bad else ""
+    typer.echo(f"{out}: {manifest.documents} documents by {kind}, version {manifest.version[:12]}{left_out}")
+
+
+@app.command()
+def search(
+    folder: Folder,
+    query: Annotated[str, typer.Argument(metavar="QUERY")],
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Most documents to show")] = 5,
+    json: JsonOption = False,
+) -> None:
+    """Show the documents that a knowledge base finds for a query, best first."""
+    import anyio
+
+    hits = anyio.run(_search, folder, query, count)
+    if json:
+        print_json([{"id": hit.document.id, "score": hit.score, "text": hit.document.text} for hit in hits])
+        return
+    for hit in hits:
+        typer.echo(f"{hit.score:8.4f}  {hit.document.id}  {_shortened(hit.document.title, hit.document.text)}")
+
+
+@app.command()
+def serve(
+    folder: Folder,
+    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one")] = 8800,
+) -> None:
+    """Serve a knowledge base by HTTP until told to stop. It asks for no key: whoever reaches it reads the corpus."""
+    from agentspec.proxy.knowledge import serve as run
+    from agentspec.reasoning.retrieval.folder import open_folder
+    from agentspec.reasoning.retrieval.opening import load_encoder
+
+    run(open_folder(folder, load_encoder), host, port)
+
+
+async def _search(folder: Path, query: str, count: int) -> tuple[Hit, ...]:
+    from agentspec.reasoning.retrieval.folder import open_folder
+    from agentspec.reasoning.retrieval.opening import load_encoder
+
+    base = open_folder(folder, load_encoder)
+    try:
+        found = await base.search([await base.metric.encode(query)], count)
+    finally:
+        await base.aclose()
+    return found.hits[0]
+
+
+def _lasting(model: str) -> str:
+    """A model's folder by its whole path, other names as they are."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.exists() else model
+
+
+def _shortened(title: str, text: str, width: int = 80) -> str:
+    shown = " ".join(f"{title}: {text}".removeprefix(": ").split())
+    return shown if len(shown) <= width else f"{shown[: width - 3]}..."
+
+
+@contextmanager
+def _bars() -> Iterator[tuple[Console, Callable[[int | None], Callable[[str, int], None]]]]:
+    """Bars on stderr: `start(total)` gives an `advance(what, count)` whose bars end at `total`, if that is known."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bars:
+
+        def start(total: int | None) -> Callable[[str, int], None]:
+            tasks: dict[str, TaskID] = {}
+
+            def advance(what: str, count: int) -> None:
+                if what not in tasks:
+                    tasks[what] = bars.add_task(what, total=total)
+                bars.advance(tasks[what], count)
+
+            return advance
+
+        yield console, start

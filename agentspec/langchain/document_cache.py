@@ -1,0 +1,140 @@
+"""What a retriever has answered before, kept apart by request, and a guess at what it will answer next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+from langchain_core.documents import Document
+
+from agentspec.reasoning.retrieval import knowledge
+from agentspec.reasoning.retrieval.knowledge import Hit, Query
+from agentspec.reasoning.retrieval.lexical import LexicalMetric, terms, with_counts
+from agentspec.reasoning.retrieval.order import best
+
+Score = Callable[[str, list[Document]], Sequence[float]]
+
+MAX_SCOPES = 1024
+
+
+def key_of(document: Document) -> str:
+    """A document's id, or a hash of its content where it has none."""
+    if document.id is not None:
+        return f"id:{document.id}"
+    content = json.dumps([document.page_content, document.metadata], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def copies(documents: Sequence[Document]) -> list[Document]:
+    """Documents that may be changed without changing `documents`."""
+    return [document.model_copy(deep=True) for document in documents]
+
+
+class DocumentCache:
+    """The documents of one scope. Not thread-safe: `DocumentCaches` guards it."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+        self._documents: OrderedDict[str, tuple[Document, Hit]] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._usual = 0
+        self._metric = LexicalMetric()
+
+    def learn(self, query: str, documents: Sequence[Document]) -> None:
+        """Take in copies of what the retriever answered."""
+        keys = tuple(key_of(document) for document in documents)
+        for key, document in zip(keys, copies(documents), strict=True):
+            self._forget(key)
+            hit = with_counts(Hit(knowledge.Document(key, document.page_content), 0.0))
+            self._documents[key] = document, hit
+            self.characters += len(document.page_content)
+        if self._answers.pop(query, None) is None:
+            self.characters += len(query)
+        self._answers[query] = keys
+        self._usual = len(keys)
+
+    def guess(self, query: str, k: int | None, score: Score | None) -> list[Document] | None:
+        """The earlier answer to the same query, or else the best of what is here; None where that is too little."""
+        keys = self._answers.get(query)
+        if keys is not None and all(key in self._documents for key in keys):
+            return [self._documents[key][0] for key in keys[:k]]
+        wanted = self._usual if k is None else min(k, self._usual)
+        if not 0 < wanted <= len(self._documents):
+            return None
+        kept = [self._documents[key] for key in sorted(self._documents)]
+        return [kept[at][0] for at in best(self._scores(query, kept, score), wanted)]
+
+    def shrink(self) -> bool:
+        """Drop the oldest answer, or the oldest document where no answer is left; whether there was anything."""
+        if self._answers:
+            self.characters -= len(self._answers.popitem(last=False)[0])
+        elif self._documents:
+            self._forget(next(iter(self._documents)))
+        else:
+            return False
+        return True
+
+    def _scores(self, query: str, kept: Sequence[tuple[Document, Hit]], score: Score | None) -> np.ndarray:
+        if score is not None:
+            return np.asarray(score(query, [document for document, _ in kept]), np.float64)
+        return self._metric.scores(Query(query, terms(query)), [hit for _, hit in kept])
+
+    def _forget(self, key: str) -> None:
+        if (known := self._documents.pop(key, None)) is not None:
+            self.characters -= len(known[0].page_content)
+
+
+class Request:
+    """A scope with an end. What arrives after it is not remembered."""
+
+    over = False
+
+
+class DocumentCaches:
+    """The caches of all scopes, in at most `max_characters` of text: the least recently used goes first. Thread-safe.
+
+    The scope None has no cache: nothing is learnt and nothing guessed.
+    """
+
+    def __init__(self, max_characters: int) -> None:
+        self._max_characters = max_characters
+        self._caches: OrderedDict[Hashable, DocumentCache] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def characters(self) -> int:
+        with self._lock:
+            return self._total()
+
+    def learn(self, scope: Hashable, query: str, documents: Sequence[Document]) -> None:
+        if scope is None:
+            return
+        with self._lock:
+            if isinstance(scope, Request) and scope.over:
+                return
+            cache = self._caches.setdefault(scope, DocumentCache())
+            self._caches.move_to_end(scope)
+            cache.learn(query, documents)
+            while len(self._caches) > MAX_SCOPES or (len(self._caches) > 1 and self._total() > self._max_characters):
+                self._caches.popitem(last=False)
+            while cache.characters > self._max_characters and cache.shrink():
+                pass
+
+    def guess(self, scope: Hashable, query: str, k: int | None, score: Score | None) -> list[Document] | None:
+        """A copy of what the scope's cache guesses."""
+        with self._lock:
+            cache = self._caches.get(scope)
+            guess = None if cache is None else cache.guess(query, k, score)
+            return None if guess is None else copies(guess)
+
+    def end(self, request: Request) -> None:
+        with self._lock:
+            request.over = True
+            self._caches.pop(request, None)
+
+    def _total(self) -> int:
+        return sum(cache.characters for cache in self._caches.values())

@@ -1,0 +1,110 @@
+"""Between LangChain's retrievers and our knowledge bases: either as the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableConfig
+from pydantic import Field
+
+from agentspec.errors import KnowledgeBaseError
+from agentspec.langchain.document_cache import key_of
+from agentspec.portal import call_sync
+from agentspec.reasoning.retrieval import knowledge
+from agentspec.reasoning.retrieval.index import require_count
+from agentspec.reasoning.retrieval.knowledge import Found, Hit, KnowledgeBase, Metric, Query
+from agentspec.reasoning.retrieval.lexical import LexicalMetric, with_counts
+
+
+class KnowledgeRetriever(BaseRetriever):
+    """A knowledge base as a LangChain retriever: the best `k` documents, without scores, which depend on the query.
+
+    `abatch` asks for all queries at once. The knowledge base stays its owner's to close.
+    """
+
+    base: Any = Field(description="A `KnowledgeBase`")
+    k: int = Field(default=4, ge=1)
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        return call_sync(self._search, [query], k or self.k)[0]
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        return (await self._search([query], k or self.k))[0]
+
+    async def abatch(
+        self,
+        inputs: list[str],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[list[Document]]:
+        """The documents of each query by one search, which reports to no callbacks; if it fails, all fail."""
+        try:
+            return await self._search(inputs, kwargs.get("k") or self.k)
+        except Exception as error:
+            if not return_exceptions:
+                raise
+            return cast(list[list[Document]], [error] * len(inputs))
+
+    async def _search(self, texts: Sequence[str], k: int) -> list[list[Document]]:
+        base: KnowledgeBase = self.base
+        found = await base.search([await base.metric.encode(text) for text in texts], k)
+        return [[_langchain(hit) for hit in hits] for hits in found.hits]
+
+
+class RetrieverKnowledge:
+    """A LangChain retriever as a `KnowledgeBase`, whose order is the retriever's own.
+
+    It ranks by words in the cache, since nobody knows how the retriever does. Speculating on it is exact as long as the
+    retriever answers a query the same way each time; `version` is whatever the owner changes when that changes.
+    """
+
+    def __init__(self, retriever: BaseRetriever, *, version: str = "") -> None:
+        self.version = version
+        self._retriever = retriever
+        self._metric = LexicalMetric()
+
+    @property
+    def metric(self) -> Metric:
+        return self._metric
+
+    async def search(self, queries: Sequence[Query], count: int) -> Found:
+        require_count(count)
+        version = self.version
+        try:
+            answers = await self._retriever.abatch([query.text for query in queries]) if queries else []
+        except Exception as error:
+            raise KnowledgeBaseError(f"the retriever failed: {type(error).__name__}: {error}") from error
+        return Found(version, tuple(_hits(documents)[:count] for documents in answers))
+
+    async def aclose(self) -> None:
+        """Nothing: the retriever is its owner's."""
+
+
+def _langchain(hit: Hit) -> Document:
+    document = hit.document
+    title = {"title": document.title} if document.title else {}
+    return Document(id=document.id, page_content=document.text, metadata={**document.metadata, **title})
+
+
+def _hits(documents: Sequence[Document]) -> tuple[Hit, ...]:
+    """Each document once, scored by its place: 1, 1/2, 1/3 and so on."""
+    distinct: dict[str, Document] = {}
+    for document in documents:
+        distinct.setdefault(key_of(document), document)
+    places = enumerate(distinct.items(), start=1)
+    return tuple(with_counts(Hit(_ours(key, document), 1.0 / place)) for place, (key, document) in places)
+
+
+def _ours(key: str, document: Document) -> knowledge.Document:
+    title = str(document.metadata.get("title") or "")
+    return knowledge.Document(document.id or key, document.page_content, title, document.metadata)

@@ -1,0 +1,83 @@
+"""A knowledge base as an HTTP service: the other end of `reasoning/retrieval/remote.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agentspec.config import ServerSettings
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, RequestTooLargeError
+from agentspec.proxy import logs
+from agentspec.proxy.server import is_unprotected
+from agentspec.reasoning.retrieval.dense import DenseMetric, Encoder
+from agentspec.reasoning.retrieval.knowledge import KnowledgeBase, Query
+from agentspec.reasoning.retrieval.wire import found_json, parse_search
+
+MAX_BODY_BYTES = 8 << 20
+
+
+def create_service(base: KnowledgeBase) -> Starlette:
+    """An ASGI application that answers `POST /search` and `GET /health`, and closes `base` when it ends."""
+
+    async def search(request: Request) -> Response:
+        queries, count, theirs = await _asked(request)
+        encoder = base.metric.encoder if isinstance(base.metric, DenseMetric) else None
+        ours = None if encoder is None else encoder.fingerprint
+        encoded = [
+            query if _usable(query, theirs, encoder) else await base.metric.encode(query.text) for query in queries
+        ]
+        return JSONResponse(found_json(await base.search(encoded, count), ours))
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await base.aclose()
+
+    routes = [Route("/search", search, methods=["POST"]), Route("/health", health)]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={AgentSpecError: _failed})
+
+
+def serve(base: KnowledgeBase, host: str, port: int) -> None:
+    """Serve until told to stop. Raises `ConfigurationError` where it cannot listen."""
+    logs.configure("INFO")
+    if is_unprotected(ServerSettings(host=host, port=port)):
+        logs.logger.warning("everybody who reaches this address can read the corpus", host=host)
+    try:
+        uvicorn.run(create_service(base), host=host, port=port, log_level="warning", server_header=False)
+    except SystemExit:  # how uvicorn says that it cannot listen
+        raise ConfigurationError(f"cannot listen on {host}:{port}: it is taken or not this machine's") from None
+
+
+async def _asked(request: Request) -> tuple[list[Query], int, str | None]:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestTooLargeError(f"a search may have {MAX_BODY_BYTES} bytes")
+    try:
+        return parse_search(json.loads(body))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"not a search: {error}") from None
+
+
+def _usable(query: Query, theirs: str | None, encoder: Encoder | None) -> bool:
+    """Whether a client's vector is one that the knowledge base would have made of the text itself."""
+    if encoder is None or theirs != encoder.fingerprint:
+        return False
+    return isinstance(query.features, np.ndarray) and query.features.shape == (encoder.dimensions,)
+
+
+async def _failed(request: Request, error: Any) -> Response:
+    return JSONResponse(error.body(), error.status)

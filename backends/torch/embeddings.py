@@ -1,0 +1,123 @@
+"""Sentence embeddings: texts as vectors of length 1, from an encoder such as all-MiniLM-L6-v2.
+
+The mean of the last layer over the tokens of a text, as Sentence-BERT pools it (arXiv 1908.10084, section 3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModel
+
+from agentspec.backends.torch.loader import quiet, read_tokenizer
+from agentspec.backends.torch.placement import choose_device
+from agentspec.backends.torch.threads import compute_thread, on_own_thread
+from agentspec.errors import ModelUnavailableError, ShuttingDownError
+
+Vectors = NDArray[np.float32]
+
+MAX_TOKENS = 256
+BATCH = 32
+
+
+class SentenceEncoder:
+    """An embedding model. It computes in the thread of the local engine, a batch a turn; use it from any thread."""
+
+    def __init__(self, model: Any, tokenizer: Any, fingerprint: str) -> None:
+        self._limit = min(MAX_TOKENS, model.config.max_position_embeddings)
+        self.fingerprint = f"{fingerprint}:mean:{self._limit}"
+        self.dimensions: int = model.config.hidden_size
+        self._model, self._tokenizer = model.eval(), tokenizer
+        self._waiting: deque[tuple[Sequence[str], Future[Vectors]]] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = compute_thread(model.device)
+        self._thread.add(self)
+
+    @classmethod
+    def load(cls, reference: str, device: str = "auto") -> SentenceEncoder:
+        """The model of a built-in name, a folder or a model-hub id. Raises `ModelUnavailableError`."""
+        from agentspec.backends.model_store import resolve
+
+        def build() -> SentenceEncoder:
+            files = resolve(reference)
+            try:
+                with quiet():
+                    model = AutoModel.from_pretrained(files.folder, dtype=torch.float32, use_safetensors=True)
+            except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+                message = f"cannot read the embedding model in {str(files.folder)!r}: {error}"
+                raise ModelUnavailableError(message) from error
+            return cls(model.to(choose_device(device)), read_tokenizer(files.folder), files.fingerprint)
+
+        return on_own_thread(build)
+
+    async def encode(self, text: str) -> Vectors:
+        """The vector [dimensions] of one text, computed by itself: it does not depend on what else is asked."""
+        vectors = await asyncio.wrap_future(self._submit([text]))
+        first: Vectors = vectors[0]
+        return first
+
+    def encode_all(self, texts: Sequence[str], advance: Callable[[int], None] = lambda done: None) -> Vectors:
+        """The vectors [texts, dimensions]; texts of like length share a batch. Blocks."""
+        vectors = np.empty((len(texts), self.dimensions), np.float32)
+        order = sorted(range(len(texts)), key=lambda at: -len(texts[at]))
+        for batch in (order[at : at + BATCH] for at in range(0, len(order), BATCH)):
+            vectors[batch] = self._submit([texts[at] for at in batch]).result()
+            advance(len(batch))
+        return vectors
+
+    def close(self) -> None:
+        """Give up what waits and release the model. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            waiting, self._waiting = self._waiting, deque()
+        self._thread.remove(self)
+        for _, future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ShuttingDownError("the embedding model is closed"))
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._waiting)
+
+    def turn(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return
+            texts, future = self._waiting.popleft()
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(self._vectors(texts))
+        except Exception as error:
+            future.set_exception(error)
+
+    def _submit(self, texts: Sequence[str]) -> Future[Vectors]:
+        future: Future[Vectors] = Future()
+        with self._lock:
+            if self._closed:
+                raise ShuttingDownError("the embedding model is closed")
+            self._waiting.append((texts, future))
+        self._thread.wake()
+        return future
+
+    def _vectors(self, texts: Sequence[str]) -> Vectors:
+        rows = self._tokenizer(list(texts), padding=True, truncation=True, max_length=self._limit, return_tensors="pt")
+        rows = rows.to(self._model.device)
+        hidden: Tensor = self._model(**rows).last_hidden_state
+        mask = rows["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        means = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+        vectors: Vectors = torch.nn.functional.normalize(means, dim=1).float().cpu().numpy()
+        return vectors

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from agentspec.backends.model_store import resolve
+from agentspec.backends.torch.embeddings import BATCH, SentenceEncoder
+from agentspec.errors import ModelUnavailableError, ShuttingDownError
+
+pytestmark = pytest.mark.anyio
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] cat dog bird fish tree house river stone the a".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random encoder of two layers that knows a dozen words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    torch.manual_seed(5)
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=40,
+        initializer_range=0.5,
+    )
+    path = tmp_path_factory.mktemp("encoders") / "tiny"
+    BertModel(config).save_pretrained(path)
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def encoder(folder: Path) -> Iterator[SentenceEncoder]:
+    encoder = SentenceEncoder.load(str(folder), device="cpu")
+    yield encoder
+    encoder.close()
+
+
+async def test_vectors_are_means_over_the_tokens_of_length_one(encoder, folder):
+    from transformers import AutoModel, AutoTokenizer
+
+    text = "the cat a river"
+    tokens = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+    with torch.inference_mode():
+        mean = AutoModel.from_pretrained(folder).eval()(**tokens).last_hidden_state[0].mean(0).numpy()
+    vector = await encoder.encode(text)
+    assert vector.dtype == np.float32 and vector.shape == (encoder.dimensions,) == (32,)
+    assert vector == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
+
+
+async def test_a_query_does_not_depend_on_its_company(encoder):
+    texts = [f"the {word} {'stone ' * at}" for at, word in enumerate(WORDS[4:])]
+    alone = [await encoder.encode(text) for text in texts]
+    together = await asyncio.gather(*(encoder.encode(text) for text in texts))
+    assert all((one == other).all() for one, other in zip(alone, together, strict=True))
+
+
+async def test_documents_come_in_their_order_and_long_ones_are_cut(encoder):
+    texts = ["cat " * (at % 60) + WORDS[4 + at % 10] for at in range(2 * BATCH + 3)]
+    done: list[int] = []
+    vectors = encoder.encode_all(texts, done.append)
+    assert done == [BATCH, BATCH, 3] and vectors.shape == (len(texts), 32)
+    for at in (0, 1, 33, 59, len(texts) - 1):
+        assert vectors[at] == pytest.approx(await encoder.encode(texts[at]), abs=1e-5)
+    assert (await encoder.encode("cat " * 50) == await encoder.encode("cat " * 500)).all()
+    assert np.isfinite(await encoder.encode("")).all()
+
+
+async def test_a_closed_encoder_says_so_and_what_waits_is_given_up(folder):
+    encoder = SentenceEncoder.load(str(folder), device="cpu")
+    entered, leave = threading.Event(), threading.Event()
+    compute = encoder._vectors
+
+    def slow(texts):
+        entered.set()
+        leave.wait(10)
+        return compute(texts)
+
+    encoder._vectors = slow  # type: ignore[method-assign]
+    running, waiting, cancelled = (asyncio.ensure_future(encoder.encode(text)) for text in ("cat", "dog", "bird"))
+    await asyncio.to_thread(entered.wait, 10)
+    cancelled.cancel()
+    encoder.close()
+    encoder.close()
+    leave.set()
+    assert (await running).shape == (32,)
+    with pytest.raises(ShuttingDownError):
+        await waiting
+    with pytest.raises(ShuttingDownError):
+        await encoder.encode("cat")
+
+
+async def test_a_failure_is_that_texts_alone(encoder):
+    with pytest.raises((TypeError, ValueError)):
+        await encoder.encode(None)  # type: ignore[arg-type]
+    assert (await encoder.encode("cat")).shape == (32,)
+
+
+def test_the_fingerprint_is_that_of_the_weights_and_what_is_read_of_a_text(folder, encoder):
+    assert encoder.fingerprint == f"{resolve(str(folder)).fingerprint}:mean:40"
+
+
+def test_a_folder_without_a_usable_model_is_an_error(tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelUnavailableError, match="cannot read the embedding model"):
+        SentenceEncoder.load(str(tmp_path))
+
+
+@pytest.mark.model
+async def test_the_built_in_model_knows_what_belongs_together():
+    encoder = SentenceEncoder.load("minilm")
+    try:
+        vectors = encoder.encode_all(["A cat sits on the mat.", "Interest rates rose again.", "The kitten lies there."])
+        question = await encoder.encode("Where is the cat?")
+    finally:
+        encoder.close()
+    near = vectors @ question
+    assert encoder.dimensions == 384 and min(near[0], near[2]) > near[1]

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentspec.reasoning.retrieval import opening
+from agentspec.testing import FakeEncoder
+
+LINES = [
+    {"id": "a", "title": "Cats", "text": "the cat purrs"},
+    {"id": "b", "title": "Dogs", "text": "the dog barks " * 20},
+    {"id": "c", "text": "a river flows"},
+]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def encoders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The references that models were loaded by."""
+    loaded: list[str] = []
+
+    def load(model: str) -> FakeEncoder:
+        loaded.append(model)
+        return FakeEncoder()
+
+    monkeypatch.setattr(opening, "load_encoder", load)
+    return loaded
+
+
+@pytest.mark.parametrize("kind", ["dense", "hnsw", "bm25"])
+def test_what_was_built_can_be_searched(program, corpus, encoders, kind):
+    result = program("kb", "build", corpus, "--out", "kb", "--kind", kind)
+    assert result.exit_code == 0 and result.stdout.startswith(f"kb: 3 documents by {kind}, version ")
+    shown = program("kb", "search", "kb", "the dog barks", "-n", "2").stdout.splitlines()
+    assert len(shown) == 2 and "  b  Dogs: the dog barks the dog" in shown[0] and shown[0].endswith("...")
+    (hit,) = json.loads(program("kb", "search", "kb", "cats purrs", "-n", "1", "--json").stdout)
+    assert (hit["id"], hit["text"]) == ("a", "the cat purrs")
+    assert encoders == ([] if kind == "bm25" else ["minilm"] * 3)
+
+
+def test_a_model_in_a_folder_is_found_again_from_anywhere(program, corpus, encoders, model_folder):
+    values = json.loads(program("kb", "build", corpus, "--out", "kb", "--model", "model", "--json").stdout)
+    assert values["model"] == str(model_folder) and values["encoder"] == "fake-16" and values["bad"] == 0
+    assert len(values["version"]) == 64 and set(values["files"]) == {"documents.jsonl", "index.faiss"}
+
+
+def test_bad_lines_are_named_and_left_out_on_demand(program, corpus):
+    with corpus.open("a") as file:
+        file.write('no\n{"id": "a", "text": "again"}\n')
+    refused = program("kb", "build", corpus, "--out", "kb", "--kind", "bm25")
+    assert refused.exit_code == 2 and "corpus.jsonl:4: not valid JSON" in refused.stderr
+    assert not Path("kb").exists()
+    result = program("kb", "build", corpus, "--out", "kb", "--kind", "bm25", "--skip-bad")
+    assert result.exit_code == 0 and "2 lines left out" in result.stdout
+    assert "the id 'a' was given in" in result.stderr
+
+
+def test_what_cannot_be_built_or_searched_says_why(program, tmp_path, corpus):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    assert "no documents" in program("kb", "build", empty, "--out", "kb", "--kind", "bm25").stderr
+    refused = program("kb", "build", corpus, "--out", tmp_path, "--kind", "bm25")
+    assert refused.exit_code == 2 and "exists and is no knowledge base" in refused.stderr
+    missing = program("kb", "search", "nowhere", "x")
+    assert missing.exit_code == 1 and "agentspec kb build makes one" in missing.stderr
+
+
+def test_a_service_answers_until_told_to_stop(program, corpus):
+    program("kb", "build", corpus, "--out", "kb", "--kind", "bm25")
+    port = 18000 + os.getpid() % 10000
+    command = [Path(sys.executable).with_name("agentspec"), "kb", "serve", "kb", "--port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as service:
+        try:
+            for _ in range(200):
+                try:
+                    body = {"queries": [{"text": "dog"}, {"text": "cat"}], "count": 1}
+                    answer = httpx.post(f"http://127.0.0.1:{port}/search", json=body).json()
+                    break
+                except httpx.TransportError:
+                    time.sleep(0.1)
+            assert [hits[0]["id"] for hits in answer["results"]] == ["b", "a"]
+            assert set(answer["results"][0][0]["weights"]) == {"dogs", "dog", "barks"}
+            second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert second.returncode == 2 and "cannot listen" in second.stderr
+        finally:
+            service.send_signal(signal.SIGTERM)
+            assert service.wait(30) in (0, -signal.SIGTERM)
