@@ -1,0 +1,108 @@
+"""A model with retrieval behind the `Backend` protocol: events become deltas and counts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentspec.backends.base import Backend, Capabilities, text_side
+from agentspec.errors import ConfigurationError
+from agentspec.reasoning.retrieval.documents import DocumentCache
+from agentspec.reasoning.retrieval.events import Ended, Event, Said
+from agentspec.reasoning.retrieval.knowledge import KnowledgeBase
+from agentspec.reasoning.retrieval.library import Account
+from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.settings import RaLMSpecSettings
+from agentspec.stride import Pace
+from agentspec.types import Delta, GenerateRequest, RetrievalSpeculation, Usage
+
+MOST_TENANTS = 64  # that have a cache of their own, where caches outlive a request
+
+
+@dataclass(slots=True)
+class RetrievalBackend:
+    """A model that reads a document of `knowledge` every few tokens. Its answers carry a `RetrievalSpeculation`.
+
+    Without `speculation` a request is answered by sequential retrieval, with the same words. The model and the
+    knowledge base stay their owners' to close.
+    """
+
+    name: str
+    settings: RaLMSpecSettings
+    base: Backend
+    model: str
+    knowledge: KnowledgeBase
+    pace: Pace = field(default_factory=Pace)
+    _caches: OrderedDict[str, DocumentCache] = field(default_factory=OrderedDict)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(token_ids=True, logprobs=self.base.capabilities.logprobs, speculation=True)
+
+    async def aclose(self) -> None:
+        """The model and the knowledge base are closed by who opened them."""
+
+    def check(self) -> None:
+        """Raises `ConfigurationError` for a model whose prompts cannot be token ids."""
+        if text_side(self.base) is None:
+            raise ConfigurationError(
+                f"models.{self.name}.base: the model {self.model!r} takes no token ids, which retrieval needs:"
+                " name a local model, or a vLLM server's"
+            )
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Verified text round by round; closing the iterator cancels the model's work and the searches.
+
+        Raises `KnowledgeBaseError` where the knowledge base fails, `InvalidRequestError` for what a model with
+        retrieval cannot honour, and what the base model raises.
+        """
+        account, tokens = Account(), 0
+        async with aclosing(self._events(request, account)) as events:
+            async for event in events:
+                if isinstance(event, Said):
+                    tokens += len(event.token_ids)
+                    yield Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
+                elif isinstance(event, Ended):
+                    usage = Usage(prompt_tokens=event.prompt_tokens, completion_tokens=tokens)
+                    yield Delta(finish_reason=event.finish, usage=usage, speculation=self._sum(account))
+
+    def _events(self, request: GenerateRequest, account: Account) -> AsyncGenerator[Event]:
+        given: dict[str, Any] = {
+            "backend": self.base,
+            "knowledge": self.knowledge,
+            "settings": self.settings,
+            "account": account,
+        }
+        asked = replace(request, model=self.model)
+        if not request.speculation:
+            return sequential(asked, **given)
+        return ralmspec(asked, **given, pace=self.pace, cache=self._cache(request.tenant))
+
+    def _cache(self, tenant: str) -> DocumentCache | None:
+        """The tenant's own, where documents may outlive a request; None for a fresh one."""
+        if self.settings.cache == "request":
+            return None
+        cache = self._caches.setdefault(tenant, DocumentCache(self.settings.cache_bytes))
+        self._caches.move_to_end(tenant)
+        if len(self._caches) > MOST_TENANTS:
+            self._caches.popitem(last=False)
+        return cache
+
+    def _sum(self, account: Account) -> RetrievalSpeculation:
+        return RetrievalSpeculation(
+            drafted=account.guessed_tokens + account.dropped_tokens,
+            accepted=account.guessed_tokens,
+            steps=account.rounds,
+            strategy=self.settings.strategy,
+            knobs=self.settings.knobs,
+            knowledge=self.settings.knowledge,
+            queries=account.queries,
+            batches=account.batches,
+            hit_rate=account.hit_rate,
+            strides=tuple(account.strides),
+            redone=account.redone,
+            seconds=account.seconds,
+        )

@@ -1,0 +1,100 @@
+"""A prompt with a place for a document: before the last user message's text, or before the whole text."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentspec.backends.base import TextSide
+from agentspec.backends.template_messages import plain
+from agentspec.errors import ContextLengthError
+from agentspec.reasoning.prompts import defused
+from agentspec.reasoning.retrieval.knowledge import Document
+from agentspec.types import GenerateRequest, Message
+
+BEHIND = "\n\n"  # between the document and what it is read for
+
+
+@dataclass(slots=True)
+class Prompt:
+    """The question's tokens around the place of the document; `asked` are those that the first query is made of.
+
+    `length` is that of the model's context: where it does not hold everything, the document is cut and the question
+    is not.
+    """
+
+    side: TextSide
+    head: tuple[int, ...]
+    tail: tuple[int, ...]
+    asked: tuple[int, ...]
+    document_tokens: int
+    length: int | None = None
+    _gap: tuple[int, ...] = ()
+    _read: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    async def of(cls, request: GenerateRequest, side: TextSide, document_tokens: int, length: int | None) -> Prompt:
+        """Raises `InvalidRequestError` for messages that are not text or that the template refuses."""
+        gap = tuple(await side.tokenize(BEHIND))
+        if request.messages is not None:
+            head, tail, asked = await _of_messages(request.messages, side)
+        else:
+            head, tail = await _of_text(request, side)
+            asked = tail
+        return cls(side, head, tail, asked, document_tokens, length, gap)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the question."""
+        return len(self.head) + len(self.tail)
+
+    def room(self, answer: int = 0) -> int | None:
+        """Tokens that the model's context leaves for what follows `answer` tokens of answer; None: no bound known."""
+        return None if self.length is None else self.length - self.tokens - answer
+
+    def require(self, tokens: int) -> None:
+        """Raises `ContextLengthError` if not even the question and `tokens` of answer fit."""
+        room = self.room()
+        if room is not None and tokens > max(room, 0):
+            raise ContextLengthError(
+                f"the prompt has {self.tokens} tokens and max_tokens is {tokens}; the model takes {self.length}",
+                param="messages",
+            )
+
+    async def with_document(self, document: Document | None, answer: Sequence[int], tokens: int) -> tuple[int, ...]:
+        """The prompt for `tokens` more behind `answer`, with as much of the document as fits."""
+        return (*self.head, *await self._document(document, len(answer) + tokens), *self.tail, *answer)
+
+    async def _document(self, document: Document | None, taken: int) -> tuple[int, ...]:
+        if document is None:
+            return ()
+        written = f"{document.title}\n{document.text}" if document.title else document.text
+        if written not in self._read:
+            self._read[written] = tuple(await self.side.tokenize(defused(written)))[: self.document_tokens]
+        room = self.room(taken)
+        fits = self.document_tokens if room is None else max(0, room - len(self._gap))
+        kept = self._read[written][:fits]
+        return (*kept, *self._gap) if kept else ()
+
+
+async def _of_messages(
+    messages: Sequence[Message], side: TextSide
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The rendered messages around the beginning of the last user message's text, and that text."""
+    users = [at for at, message in enumerate(messages) if message.get("role") == "user"]
+    place = users[-1] if users else len(messages) - 1
+    mark = f"document-{secrets.token_hex(8)}"
+    asked = str(plain(messages[place]).get("content", ""))
+    marked = [{**message, "content": mark + asked} if at == place else message for at, message in enumerate(messages)]
+    head, _, tail = (await side.render(marked)).partition(mark)
+    return tuple(await side.tokenize(head)), tuple(await side.tokenize(tail)), tuple(await side.tokenize(asked))
+
+
+async def _of_text(request: GenerateRequest, side: TextSide) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a model wants at a prompt's beginning stays there; the document comes behind it."""
+    begin = tuple(await side.tokenize("", begins=True))
+    ids = tuple(request.token_ids or ()) if request.text is None else tuple(await side.tokenize(request.text))
+    if request.text is None and begin and ids[: len(begin)] != begin:
+        return (), ids
+    return begin, ids[len(begin) :] if request.text is None else ids

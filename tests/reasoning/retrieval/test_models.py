@@ -1,0 +1,86 @@
+"""Real models, in process: a tiny random one in every way, and SmolLM2 on twenty questions."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.reasoning.retrieval.bm25 import Bm25Index
+from agentspec.reasoning.retrieval.events import Said
+from agentspec.reasoning.retrieval.index import IndexKnowledge, Snapshot
+from agentspec.reasoning.retrieval.knobs import RetrievalSettings
+from agentspec.reasoning.retrieval.knowledge import Document, KnowledgeBase
+from agentspec.reasoning.retrieval.library import Account
+from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.types import GenerateRequest, SamplingParams
+
+pytest.importorskip("torch")
+
+PASSAGES = [json.loads(line) for line in (Path(__file__).parent / "passages.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def loaded(model: str, **options: Any) -> Iterator[Any]:
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+
+    backend = TorchBackend.load(TorchSettings(model=model, **options))
+    try:
+        yield backend
+    finally:
+        asyncio.run(backend.aclose())
+
+
+def passages() -> KnowledgeBase:
+    documents = sorted((Document(p["id"], p["text"], p["title"]) for p in PASSAGES), key=lambda one: one.id)
+    return IndexKnowledge(Snapshot(Bm25Index.build(documents), "1"))
+
+
+def asking(question: str, seed: int | None, max_tokens: int) -> GenerateRequest:
+    sampling = SamplingParams(temperature=0.0 if seed is None else 0.8, seed=seed, max_tokens=max_tokens)
+    return GenerateRequest("m", messages=[{"role": "user", "content": question}], sampling=sampling)
+
+
+async def said(run: Any, request: GenerateRequest, **given: Any) -> tuple[str, tuple[int, ...]]:
+    events = [event async for event in run(request, knowledge=passages(), **given) if isinstance(event, Said)]
+    return "".join(event.text for event in events), tuple(token for event in events for token in event.token_ids)
+
+
+def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
+    """Its tokens are bytes and its text is noise, which ends inside characters and retrieves at random."""
+    account = Account()
+
+    async def check(backend: Any) -> None:
+        for number, passage in enumerate(PASSAGES[:8]):
+            request = asking(passage["question"], number if number % 2 else None, 24)
+            plain = await said(sequential, request, backend=backend)
+            for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
+                knobs = RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=3)  # type: ignore[arg-type]
+                assert await said(ralmspec, request, backend=backend, settings=knobs, account=account) == plain
+
+    with loaded(str(tiny_model)) as backend:
+        asyncio.run(check(backend))
+    assert account.guesses and account.rounds
+
+
+@pytest.mark.model
+def test_twenty_questions_to_a_real_model(default_model: object) -> None:
+    settings = {"document_tokens": 24, "stride": 2, "prefetch": 4}
+
+    async def check(backend: Any) -> None:
+        for number, passage in enumerate(PASSAGES):
+            request = asking(passage["question"], number if number % 2 else None, 8)
+            knobs = RetrievalSettings(**settings, asynchronous=number % 4 < 2)  # type: ignore[arg-type]
+            found = await said(ralmspec, request, backend=backend, settings=knobs)
+            assert found == await said(sequential, request, backend=backend, settings=knobs)
+            assert len(found[1]) > 0
+
+    with loaded("smollm2-135m", max_draft_tokens=0) as backend:
+        asyncio.run(check(backend))
