@@ -44,6 +44,7 @@ demo: $(VENV)/.installed-all
 
 test: $(VENV)/.installed-test
 	$(BIN)/agentspec model fetch smollm2-135m
+	$(BIN)/agentspec model fetch minilm
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test

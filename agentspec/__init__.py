@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ContextLengthError,
         EngineError,
         InvalidRequestError,
+        KnowledgeBaseError,
         ModelNotFoundError,
         ModelUnavailableError,
         NotReadyError,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
         UpstreamTimeoutError,
     )
     from agentspec.langchain import ChatAgentSpec
+    from agentspec.reasoning.retrieval.knobs import RetrievalSettings
+    from agentspec.reasoning.retrieval.ralmspec import ralmspec
     from agentspec.runtime import Runtime
     from agentspec.step import (
         async_httpx_hooks,
@@ -89,6 +92,7 @@ _MODULES = {
         "ContextLengthError",
         "EngineError",
         "InvalidRequestError",
+        "KnowledgeBaseError",
         "ModelNotFoundError",
         "ModelUnavailableError",
         "NotReadyError",
@@ -101,6 +105,8 @@ _MODULES = {
         "UpstreamTimeoutError",
     ),
     "langchain": ("ChatAgentSpec",),
+    "reasoning.retrieval.knobs": ("RetrievalSettings",),
+    "reasoning.retrieval.ralmspec": ("ralmspec",),
     "runtime": ("Runtime",),
     "step": (
         "async_httpx_hooks",
@@ -150,6 +156,7 @@ __all__ = [
     "FinishReason",
     "GenerateRequest",
     "InvalidRequestError",
+    "KnowledgeBaseError",
     "Labels",
     "Message",
     "ModelNotFoundError",
@@ -160,6 +167,7 @@ __all__ = [
     "Prompt",
     "RequestTimeoutError",
     "RequestTooLargeError",
+    "RetrievalSettings",
     "Runtime",
     "SamplingParams",
     "Settings",
@@ -180,6 +188,7 @@ __all__ = [
     "headers",
     "httpx_hooks",
     "load_settings",
+    "ralmspec",
     "report",
     "step",
     "workflow",

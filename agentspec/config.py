@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -32,19 +30,22 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
+from agentspec.config_file import PREFIX, folded, read_file, refuse_secrets, tables
 from agentspec.errors import ConfigurationError
 from agentspec.keys import ApiKey
 from agentspec.leaves import leaves, masked
+from agentspec.reasoning.retrieval.settings import IndexSettings, KnowledgeSettings, RemoteSettings
 from agentspec.reasoning.settings import (
     STRATEGIES,
+    KnnLmSettings,
     LookaheadSettings,
+    RaLMSpecSettings,
     SpecReasonSettings,
     SpeculativeThinkingSettings,
     StrategySettings,
 )
 from agentspec.reasoning.trace_settings import TraceSettings
 
-PREFIX = "AGENTSPEC_"
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
 ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
 """Further names of variables, as plug-ins in other programs use them."""
@@ -87,7 +88,9 @@ AnyModel = Annotated[
     Annotated[ModelSettings, Tag("plain")]
     | Annotated[SpecReasonSettings, Tag("specreason")]
     | Annotated[SpeculativeThinkingSettings, Tag("speculative_thinking")]
-    | Annotated[LookaheadSettings, Tag("lookahead")],
+    | Annotated[LookaheadSettings, Tag("lookahead")]
+    | Annotated[RaLMSpecSettings, Tag("ralmspec")]
+    | Annotated[KnnLmSettings, Tag("knnlm")],
     Discriminator(_strategy_of),
 ]
 
@@ -109,6 +112,7 @@ class Settings(BaseSettings):
     cache: CacheSettings = Field(default_factory=CacheSettings)
     backends: dict[str, BackendSettings] = Field(default_factory=_default_backends)
     models: dict[str, AnyModel] = Field(default_factory=dict)
+    knowledge: dict[str, KnowledgeSettings] = Field(default_factory=dict)
     traces: TraceSettings = Field(default_factory=TraceSettings)
 
     _origins: dict[Key, tuple[SourceKind, str]] = PrivateAttr(default_factory=dict)
@@ -140,13 +144,17 @@ class Settings(BaseSettings):
         """A strategy's models are plain ones: a [models.NAME] table without a strategy, or a backend."""
         plain = [other for other, model in self.models.items() if isinstance(model, ModelSettings)]
         known = dict.fromkeys([*plain, *self.backends])
-        for role in ("base", "small", "judge"):
-            meant = getattr(strategy, role, None)
-            if meant is not None and meant not in known:
+        for role, meant in strategy.models.items():
+            if meant not in known:
                 raise ValueError(
                     f"models.{name}.{role} = {meant!r} names no plain model and no backend;"
                     f" configured: {', '.join(known)}{_suggestion(meant, known)}"
                 )
+        if isinstance(strategy, RaLMSpecSettings) and strategy.knowledge not in self.knowledge:
+            raise ValueError(
+                f"models.{name}.knowledge = {strategy.knowledge!r} names no [knowledge.NAME] table;"
+                f" configured: {', '.join(self.knowledge) or 'none'}{_suggestion(strategy.knowledge, self.knowledge)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +190,8 @@ def load_settings(
     if path is None and os.environ.get(CONFIG_VARIABLE):
         path = Path(os.environ[CONFIG_VARIABLE])
     flags = dict(overrides or {})
-    file = _read_file(path) if path is not None else {}
-    _refuse_secrets(file, path)
+    file = read_file(path) if path is not None else {}
+    refuse_secrets(file, path)
     environment = _read_environment(file)
     if only_overridden_backends:
         file, environment = (_keep_backends(layer, flags.get("backends", {})) for layer in (file, environment))
@@ -201,16 +209,6 @@ def load_settings(
     return settings
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        with path.expanduser().open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: not valid TOML: {error}") from None
-
-
 def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
     """`AGENTSPEC_SECTION__KEY` variables as nested tables. Names in `file` are met with case and punctuation folded."""
     # Only names with a double underscore are settings: AGENTSPEC_MODELS, the store's folder, is not the `models` table.
@@ -223,8 +221,8 @@ def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
             _overlay(merged, source(), {}, "env", name)
         except ValueError:
             raise ConfigurationError(f"{name}: not valid; lists are written as JSON, [...]") from None
-    for section in ("backends", "models"):
-        written = {_folded(name): name for name, _ in _tables(file, section)}
+    for section in ("backends", "models", "knowledge"):
+        written = {folded(name): name for name, _ in tables(file, section)}
         if section in merged:
             merged[section] = {written.get(name, name): table for name, table in merged[section].items()}
     return merged
@@ -254,33 +252,8 @@ def _is_setting(name: str) -> bool:
     return bool(double)
 
 
-def _refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
-    cache = file.get("cache")
-    cache = cache if isinstance(cache, Mapping) else {}
-    if "password" in cache or without_password(location := str(cache.get("path", ""))) != location:
-        raise ConfigurationError(
-            f"{path}: the password of cache.path must not stand in a file: files are copied and committed."
-            f" Set {PREFIX}CACHE__PASSWORD, or name a file in cache.password_file"
-        )
-    for name, table in _tables(file, "backends"):
-        variable = f"{PREFIX}BACKENDS__{_folded(name).upper()}__API_KEY"
-        advice = f"files are copied and committed. Set {variable}, or name a file in backends.{name}.api_key_file"
-        if "api_key" in table:
-            raise ConfigurationError(f"{path}: backends.{name}.api_key must not stand in a file: {advice}")
-        if "@" in urlsplit(str(table.get("base_url", ""))).netloc:
-            raise ConfigurationError(f"{path}: backends.{name}.base_url must not carry a password: {advice}")
-    server = file.get("server")
-    keys = server.get("api_keys") if isinstance(server, dict) else None
-    for key in keys if isinstance(keys, list) else []:
-        if not isinstance(key, dict) or "key" in key or "api_key" in key:
-            raise ConfigurationError(
-                f"{path}: server.api_keys must not hold a key itself: files are copied and committed."
-                " Write [[server.api_keys]] with tenant and key_env (a variable's name) or key_file"
-            )
-
-
 def _keep_backends(layer: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: table for name, table in _tables(layer, "backends") if name in wanted}
+    kept = {name: table for name, table in tables(layer, "backends") if name in wanted}
     return {key: value for key, value in layer.items() if key not in ("backends", "models")} | {"backends": kept}
 
 
@@ -314,20 +287,9 @@ def _overlay(
 
 def _variable(key: Key) -> str:
     """The variable that a value of the environment came from."""
-    name = PREFIX + "__".join(_folded(part).upper() for part in key)
+    name = PREFIX + "__".join(folded(part).upper() for part in key)
     alias = next((alias for alias, meant in ALIASES.items() if meant == name), name)
     return alias if name not in os.environ and alias in os.environ else name
-
-
-def _folded(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name.lower())
-
-
-def _tables(layer: Mapping[str, Any], section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    tables = layer.get(section)
-    for name, table in tables.items() if isinstance(tables, Mapping) else ():
-        if isinstance(table, Mapping):
-            yield name, table
 
 
 def _suggestion(name: str, known: Mapping[str, Any]) -> str:
@@ -338,7 +300,7 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
 def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
     """One pydantic error as one line: where it was written, which key, what is wrong and what would be right."""
     location = [str(part) for part in item["loc"]]
-    if location[:1] in (["backends"], ["models"]) and len(location) > 2:
+    if location[:1] in (["backends"], ["models"], ["knowledge"]) and len(location) > 2:
         del location[2]  # pydantic names the member of the union here
     key = tuple(location)
     name = f"{_where(key or ('models',), origins)}{'.'.join(key)}"
@@ -349,6 +311,8 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
         return f"{name}: missing; it must be given"
     if item["type"].startswith("union_tag") and key[0] == "models":
         return f"{name}.strategy: must be one of {', '.join(STRATEGIES)}; leave it out for a plain model"
+    if item["type"].startswith("union_tag") and key[0] == "knowledge":
+        return f'{name}: set kind = "index" (a folder) or kind = "remote" (a service)'
     if item["type"].startswith("union_tag"):
         return f'{name}: set kind = "torch" (a local model) or kind = "openai" (an OpenAI-compatible endpoint)'
     if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
@@ -374,6 +338,8 @@ def _known(key: Key, merged: Mapping[str, Any]) -> str:
     match parents:
         case ["backends", name]:
             table = OpenAISettings if merged["backends"][name].get("kind") == "openai" else TorchSettings
+        case ["knowledge", name]:
+            table = RemoteSettings if merged["knowledge"][name].get("kind") == "remote" else IndexSettings
         case ["server", "api_keys", *_]:
             table = ApiKey
         case ["models", name]:

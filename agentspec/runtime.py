@@ -27,7 +27,8 @@ from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
-    from agentspec.reasoning.backend import StrategyBackend
+    from agentspec.reasoning.opening import Strategy
+    from agentspec.reasoning.retrieval.knowledge import KnowledgeBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class Runtime:
 
     `backends` gives ready ones: each replaces the configured backend of its name, and a name that is not configured is
     a model name as well. Without `settings` the given ones are all there is. `cache` gives an open cache, which stays
-    its owner's to close. Nothing is built before `start()`. Thread-safe, except that `aclose` is called once nothing
-    new arrives.
+    its owner's to close; `knowledge` open knowledge bases in place of the configured ones of their names. Nothing is
+    built before `start()`. Thread-safe, except that `aclose` is called once nothing new arrives.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Runtime:
         *,
         backends: Mapping[str, Backend] | None = None,
         cache: SuffixCache | None = None,
+        knowledge: Mapping[str, KnowledgeBase] | None = None,
     ) -> None:
         self.settings = settings or (Settings(backends={}) if backends else Settings())
         self._backends: dict[str, Backend] = dict(backends or {})
         self._names = _model_names(self.settings, self._backends)
         self._passthrough = _passthrough(self.settings, self._backends)
-        self._strategies: dict[str, StrategyBackend] = {}
+        self._strategies: dict[str, Strategy] = {}
+        self._knowledge: dict[str, KnowledgeBase] = dict(knowledge or {})
         self._given_cache = cache
         self._own_cache: SuffixCache | None = None
         self._building = threading.Lock()
@@ -157,6 +160,8 @@ class Runtime:
                 async with AsyncExitStack() as stack:
                     for backend in self._backends.values():
                         stack.push_async_callback(backend.aclose)
+                    for base in self._knowledge.values():
+                        stack.push_async_callback(base.aclose)
             finally:
                 self._building.release()
 
@@ -188,17 +193,25 @@ class Runtime:
         wanted = {name: model for name, model in self.settings.models.items() if isinstance(model, StrategySettings)}
         if not wanted or self._strategies:
             return
-        from agentspec.reasoning.opening import Named, build, prepare
+        from agentspec.reasoning.opening import Named, Parts, open_strategy, prepare
         from agentspec.reasoning.trace import open_folder
 
         def find(name: str) -> Named:
             backend_name, model = named_model(self.settings, name)
             return Named(self._backends[backend_name], model)
 
-        traces = open_folder(self.settings.traces)
-        built = {name: build(name, settings, find, traces) for name, settings in wanted.items()}
+        parts = Parts(find, self._know, open_folder(self.settings.traces))
+        built = {name: open_strategy(name, cast(Any, settings), parts) for name, settings in wanted.items()}
         _run_apart(lambda: _prepare_all(built.values(), prepare))
         self._strategies = built
+
+    def _know(self, name: str) -> KnowledgeBase:
+        """The knowledge base of `[knowledge.name]`, opened once for all strategies."""
+        if name not in self._knowledge:
+            from agentspec.reasoning.retrieval.opening import open_knowledge
+
+            self._knowledge[name] = open_knowledge(self.settings.knowledge[name])
+        return self._knowledge[name]
 
     def _resolve(self, model: str) -> tuple[str, str]:
         if model in self._names:
@@ -238,7 +251,7 @@ def _base_backend(settings: Settings, strategy: StrategySettings) -> str:
     return base.backend if isinstance(base, ModelSettings) else strategy.base
 
 
-async def _prepare_all(strategies: Iterable[StrategyBackend], prepare: Callable[[Any], Awaitable[Any]]) -> None:
+async def _prepare_all(strategies: Iterable[Any], prepare: Callable[[Any], Awaitable[Any]]) -> None:
     for strategy in strategies:
         await prepare(strategy)
 
@@ -268,7 +281,7 @@ def unreachable(settings: Settings) -> dict[str, str]:
     reached = {backend for backend, _ in _model_names(settings, {}).values()} | {_passthrough(settings, {})}
     for strategy in settings.models.values():
         if isinstance(strategy, StrategySettings):
-            reached |= {strategy.small, getattr(strategy, "judge", None)}
+            reached |= set(strategy.models.values())
     return {name: _advice(name, settings) for name in settings.backends if name not in reached}
 
 

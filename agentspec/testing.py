@@ -1,4 +1,4 @@
-"""Fakes for tests of code that uses agentspec: a backend that plays a script instead of running a model."""
+"""Fakes for tests of code that uses agentspec: a backend that plays a script, an encoder that only knows words."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import json
 import math
 import re
 import threading
+import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from agentspec.backends.base import NONE, Capabilities
 from agentspec.errors import ContextLengthError, OverloadedError
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, Speculation, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _WORD = re.compile(r"\n\n|(?:(?!\n\n)\s)*\S+|(?:(?!\n\n)\s)+")
 
@@ -250,6 +255,45 @@ class ThinkingModel(FakeBackend):
             word = self._score(quoted[-1])
             return Answer(word, top={word: 1.0}) if isinstance(word, str) else word
         return self._said if "</think>" in prompt else self._step(prompt.rpartition("<think>\n")[2])
+
+
+class FakeEncoder:
+    """An `Encoder` without a model: every word is a direction of its own, a text the direction of their sum.
+
+    `encoded` lists the texts that were encoded one by one. Each of those takes `latency` seconds.
+    """
+
+    def __init__(self, dimensions: int = 16, *, latency: float = 0.0) -> None:
+        self.dimensions = dimensions
+        self.fingerprint = f"fake-{dimensions}"
+        self.encoded: list[str] = []
+        self.closed = False
+        self._latency = latency
+
+    async def encode(self, text: str) -> NDArray[np.float32]:
+        await anyio.sleep(self._latency)
+        self.encoded.append(text)
+        return self._vector(text)
+
+    def encode_all(
+        self, texts: Sequence[str], advance: Callable[[int], None] = lambda done: None
+    ) -> NDArray[np.float32]:
+        import numpy as np
+
+        vectors = [self._vector(text) for text in texts]
+        advance(len(vectors))
+        return np.stack(vectors)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _vector(self, text: str) -> NDArray[np.float32]:
+        import numpy as np
+
+        words = re.findall(r"\w+", text.lower()) or [""]
+        seeds = [zlib.crc32(word.encode()) for word in words]
+        total = sum(np.random.default_rng(seed).standard_normal(self.dimensions) for seed in seeds)
+        return np.asarray(total / np.linalg.norm(total), np.float32)
 
 
 _QUOTED = re.compile(r"<<<\n(.*?)\n>>>", re.DOTALL)

@@ -310,6 +310,49 @@ class StepSpeculation(Speculation):
 
 
 @dataclass(frozen=True, slots=True)
+class KnnSpeculation(Speculation):
+    """What speculative retrieval did for one answer of KNN-LM, which is that of searching for every token.
+
+    `drafted` and `accepted` count guessed tokens, `wrong` those found to be so: what was guessed behind them never was.
+    `decided` tokens needed no neighbours; the others are `queries`, asked in `searches`, each a batch: `strides` has
+    their sizes. The seconds are those of the model, of guessing beside it, and of searching the datastore.
+    """
+
+    lossy: bool = False
+    strategy: str = "knnlm"
+    wrong: int = 0
+    decided: int = 0
+    queries: int = 0
+    searches: int = 0
+    strides: tuple[int, ...] = ()
+    model_seconds: float = 0.0
+    guess_seconds: float = 0.0
+    search_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalSpeculation(Speculation):
+    """What guessing documents did for one answer, which is the one of sequential retrieval: nothing is lost.
+
+    `drafted` and `accepted` count the tokens generated from guessed documents, `steps` the rounds of the answer.
+    `queries` went to the knowledge base in `batches`; `hit_rate` is the share of guesses that were right, None without
+    any; `strides` has the number of guesses that each batch verified, 0 where the document was waited for. `redone`
+    counts batches that met another version of the knowledge base. `seconds` says where the time went.
+    """
+
+    lossy: bool = False
+    strategy: str = ""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    knowledge: str = ""
+    queries: int = 0
+    batches: int = 0
+    hit_rate: float | None = None
+    strides: tuple[int, ...] = ()
+    redone: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """A piece of an answer. The last one carries `finish_reason`, `usage` and, where there was any, `speculation`.
 

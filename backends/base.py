@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from agentspec.types import Delta, GenerateRequest, Message
 
 NONE: Mapping[str, Any] = MappingProxyType({})
+T = TypeVar("T")
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +85,100 @@ class Embeds(Protocol):
 
     async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:
         """One vector for each text, all of one length."""
+        ...
+
+
+@runtime_checkable
+class HiddenStates(Protocol):
+    """A backend that shows the hidden states of texts: those after the last norm, which the output head reads."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the weights; states of models with other fingerprints have nothing to do with each other."""
+        ...
+
+    async def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Floats]:
+        """For each text of token ids its hidden states [tokens, width], one behind every token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """What a model computed behind a text's last token: `logits` [vocab], and the `hidden` [width] its head read."""
+
+    logits: Floats
+    hidden: Floats
+
+
+class Steps(Protocol):
+    """One answer, token by token, in the hands of who decides what the next token is drawn from.
+
+    `tokens` are the prompt and what was added. Only for use inside `StepSession.run`.
+    """
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def plain(self) -> bool:
+        """Whether the next token is simply the one with the best score, the lowest id among equals."""
+        ...
+
+    def advance(self) -> State:
+        """Compute the last token, and the prompt before it where that has not been done.
+
+        Each token has a forward of its own, so that what it gives does not depend on what was rewound before.
+        """
+        ...
+
+    def draw(self, scores: Floats) -> int:
+        """The next token by the request's sampling, with `scores` [vocab] in the place of logits; adds nothing.
+
+        Depends on scores, tokens, seed and position alone.
+        """
+        ...
+
+    def add(self, token: int) -> bool:
+        """Add a token; True if an answer may not go on behind it, by its end tokens or its length."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens, the prompt at least. What is added again is not computed again."""
+        ...
+
+
+class Scan(Protocol):
+    """Many rows that are searched through as a whole. Only for use inside `StepSession.run`."""
+
+    def near(self, queries: Floats, count: int) -> list[NDArray[np.int64]]:
+        """For each of `queries` [q, width] the rows, ascending, that may be among its `count` nearest ones by Euclidean
+        distance: all that are, and few others.
+        """
+        ...
+
+
+class StepSession(Protocol):
+    """An answer made step by step, where the model computes."""
+
+    async def run(self, play: Callable[[Steps], T]) -> T:
+        """What `play` returns or raises, run in the model's computing thread, between the work of other requests."""
+        ...
+
+    def tell(self, tokens: Sequence[int]) -> Delta:
+        """The next `tokens` of the answer as a client sees them; `finish_reason` is set with the last, and what comes
+        behind it is left out.
+        """
+        ...
+
+
+@runtime_checkable
+class StepByStep(Protocol):
+    """A backend that lets somebody else decide what each token is drawn from, by rows near its hidden state, say."""
+
+    async def open_steps(self, request: GenerateRequest) -> StepSession:
+        """Begin an answer. Raises `InvalidRequestError` as `generate` does, and for what goes beyond one answer."""
+        ...
+
+    async def open_scan(self, rows: NDArray[np.float16]) -> Scan:
+        """Make `rows` [n, width] ready to be searched where the model computes."""
         ...

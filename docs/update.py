@@ -18,7 +18,14 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.config import ModelSettings, ServerSettings
 from agentspec.keys import ApiKey
-from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
+from agentspec.reasoning.retrieval.settings import IndexSettings, RemoteSettings
+from agentspec.reasoning.settings import (
+    KnnLmSettings,
+    LookaheadSettings,
+    RaLMSpecSettings,
+    SpecReasonSettings,
+    SpeculativeThinkingSettings,
+)
 from agentspec.reasoning.trace_settings import TraceSettings
 
 DOCS = Path(__file__).parent
@@ -33,6 +40,10 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ('[models.NAME] with strategy = "specreason"', SpecReasonSettings),
     ('[models.NAME] with strategy = "speculative_thinking"', SpeculativeThinkingSettings),
     ('[models.NAME] with strategy = "lookahead"', LookaheadSettings),
+    ('[knowledge.NAME] with kind = "index"', IndexSettings),
+    ('[knowledge.NAME] with kind = "remote"', RemoteSettings),
+    ('[models.NAME] with strategy = "ralmspec"', RaLMSpecSettings),
+    ('[models.NAME] with strategy = "knnlm"', KnnLmSettings),
     ("[traces]", TraceSettings),
 )
 

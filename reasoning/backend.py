@@ -14,7 +14,7 @@ from agentspec.reasoning.alone import base_alone
 from agentspec.reasoning.events import Accepted, Ended, Event, Proposed, Rewritten, Said
 from agentspec.reasoning.lookahead import lookahead
 from agentspec.reasoning.settings import (
-    AnyStrategy,
+    Delegation,
     SpecReasonSettings,
     SpeculativeThinkingSettings,
 )
@@ -75,7 +75,7 @@ class StrategyBackend:
     """
 
     name: str
-    settings: AnyStrategy
+    settings: Delegation
     writers: dict[str, Writer]
     traces: TraceFolder | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(logprobs=True))
@@ -83,7 +83,7 @@ class StrategyBackend:
 
     @classmethod
     def of(
-        cls, settings: AnyStrategy, *, base: Backend, small: Backend, judge: Backend | None = None, name: str = "fast"
+        cls, settings: Delegation, *, base: Backend, small: Backend, judge: Backend | None = None, name: str = "fast"
     ) -> StrategyBackend:
         """A strategy over backends that are there already; its settings' names serve as the models' names."""
         writers = {"base": Writer("base", base, settings.base), "small": Writer("small", small, settings.small)}
@@ -229,12 +229,6 @@ SHAPED = ("tools", "tool_choice", "response_format", "functions")
 def reasoning(text: str) -> Delta:
     """Thinking as clients expect it, under both names that are in use."""
     return Delta(extra={"reasoning": text, "reasoning_content": text})
-
-
-def lossy_header(settings: AnyStrategy) -> str:
-    """What the header `x-agentspec-lossy` says: the strategy and its knobs."""
-    knobs = [f"{name}={str(value).lower()}" for name, value in settings.knobs.items()]
-    return "; ".join((settings.strategy, *knobs))
 
 
 def _checked(request: GenerateRequest) -> GenerateRequest:

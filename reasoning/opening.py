@@ -10,7 +10,17 @@ from typing import Any
 from agentspec.backends.base import Backend, Embeds
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.reasoning.backend import StrategyBackend
-from agentspec.reasoning.settings import AnyStrategy, LookaheadSettings, SpecReasonSettings
+from agentspec.reasoning.retrieval.backend import RetrievalBackend
+from agentspec.reasoning.retrieval.knn_backend import KnnStrategy
+from agentspec.reasoning.retrieval.knowledge import KnowledgeBase
+from agentspec.reasoning.settings import (
+    AnyStrategy,
+    Delegation,
+    KnnLmSettings,
+    LookaheadSettings,
+    RaLMSpecSettings,
+    SpecReasonSettings,
+)
 from agentspec.reasoning.templates import Template
 from agentspec.reasoning.trace import TraceFolder
 from agentspec.reasoning.writer import Writer
@@ -29,13 +39,33 @@ class Named:
     model: str
 
 
-def build(
-    name: str, settings: AnyStrategy, find: Callable[[str], Named], traces: TraceFolder | None = None
-) -> StrategyBackend:
-    """The strategy of `[models.name]`, its templates read. `find` says what base, small and judge mean.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What strategies are made of: `find` says what base, small and judge mean, `know` what a knowledge base's name."""
 
-    Raises `ConfigurationError`.
-    """
+    find: Callable[[str], Named]
+    know: Callable[[str], KnowledgeBase]
+    traces: TraceFolder | None = None
+
+
+Strategy = StrategyBackend | RetrievalBackend | KnnStrategy
+
+
+def open_strategy(name: str, settings: AnyStrategy, parts: Parts) -> Strategy:
+    """The strategy of `[models.name]`. Raises `ConfigurationError`, and what opening a knowledge base raises."""
+    if isinstance(settings, KnnLmSettings):
+        base = parts.find(settings.base)
+        return KnnStrategy(name, settings, base.backend, base.model)
+    if isinstance(settings, RaLMSpecSettings):
+        base = parts.find(settings.base)
+        return RetrievalBackend(name, settings, base.backend, base.model, parts.know(settings.knowledge))
+    return build(name, settings, parts.find, parts.traces)
+
+
+def build(
+    name: str, settings: Delegation, find: Callable[[str], Named], traces: TraceFolder | None = None
+) -> StrategyBackend:
+    """The strategy of `[models.name]` that delegates, its templates read. Raises `ConfigurationError`."""
     writers = {role: _writer(role, settings, find) for role in ("base", "small")}
     if isinstance(settings, (SpecReasonSettings, LookaheadSettings)):
         writers["judge"] = _writer("judge", settings, find) if settings.judge else writers["base"]
@@ -44,7 +74,7 @@ def build(
     return StrategyBackend(name, settings, writers, traces)
 
 
-async def prepare(strategy: StrategyBackend) -> list[str]:
+async def prepare(strategy: Strategy) -> list[str]:
     """Find out what the models of `strategy` can do. Gives the roles whose models do not answer now: those are left
     for the first request.
 
@@ -52,12 +82,32 @@ async def prepare(strategy: StrategyBackend) -> list[str]:
     neither continue a message nor be sent a prompt of ours.
     """
     try:
+        if isinstance(strategy, KnnStrategy):
+            await strategy.open()
+            return []
+        if isinstance(strategy, RetrievalBackend):
+            return await _prepare_retrieval(strategy)
         return await _prepare(strategy)
     finally:
-        for writer in strategy.writers.values():
-            leave: Any = getattr(writer.backend, "leave_loop", None)
+        for backend in _backends(strategy):
+            leave: Any = getattr(backend, "leave_loop", None)
             if leave is not None:
                 await leave()
+
+
+def _backends(strategy: Strategy) -> list[Backend]:
+    if isinstance(strategy, (RetrievalBackend, KnnStrategy)):
+        return [strategy.base]
+    return [writer.backend for writer in strategy.writers.values()]
+
+
+async def _prepare_retrieval(strategy: RetrievalBackend) -> list[str]:
+    """The knowledge base is not asked: one that is down now may be up for the first request."""
+    if not await _answers(strategy.base):
+        logger.warning("the base model of %s does not answer yet", strategy.name)
+        return ["base"]
+    strategy.check()
+    return []
 
 
 async def _prepare(strategy: StrategyBackend) -> list[str]:
@@ -74,24 +124,26 @@ async def _prepare(strategy: StrategyBackend) -> list[str]:
     return [role for role, writer in strategy.writers.items() if not answers[id(writer)]]
 
 
-async def _examine(writer: Writer, settings: AnyStrategy) -> None:
+async def _examine(writer: Writer, settings: Delegation) -> None:
     await writer.check(settings.think_start)
     if writer.continues_messages:
         writer.keeps_thinking = await _keeps_thinking(writer, settings)
 
 
-def _writer(role: str, settings: AnyStrategy, find: Callable[[str], Named]) -> Writer:
+def _writer(role: str, settings: Delegation, find: Callable[[str], Named]) -> Writer:
     named, template = find(getattr(settings, role)), getattr(settings, f"{role}_template")
     return Writer(role, named.backend, named.model, Template(template) if template else None)
 
 
-async def _probed(writer: Writer) -> bool:
-    """Whether the model answers; an endpoint's capabilities are found out on the way.
+async def _answers(backend: Backend) -> bool:
+    """Whether the model answers; an endpoint's capabilities are found out on the way."""
+    probe: Any = getattr(backend, "probe", None)
+    return probe is None or bool((await probe(PROBE_SECONDS)).answers)
 
-    One that has no chat template refuses the messages that endpoints are probed with, but may complete raw text.
-    """
-    probe: Any = getattr(writer.backend, "probe", None)
-    if probe is None or (await probe(PROBE_SECONDS)).answers:
+
+async def _probed(writer: Writer) -> bool:
+    """Whether the model answers, if need be by completing raw text: one without a chat template refuses messages."""
+    if await _answers(writer.backend):
         return True
     return writer.template is not None and await _completes(writer)
 
@@ -104,7 +156,7 @@ async def _completes(writer: Writer) -> bool:
         return False
 
 
-async def _keeps_thinking(writer: Writer, settings: AnyStrategy) -> bool:
+async def _keeps_thinking(writer: Writer, settings: Delegation) -> bool:
     """Whether the endpoint's template leaves closed thinking in a message it continues.
 
     Templates of reasoning models delete it; then a prompt is shorter with the closing mark than without.

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentspec.reasoning.retrieval.knn_settings import KnnKnobs
+from agentspec.reasoning.retrieval.knobs import RetrievalSettings
+
 
 class StrategySettings(BaseModel):
-    """What all strategies share. Every one is lossy: the answer may differ from the base model's own."""
+    """What all strategies share. A `lossy` one's answer may differ from what its models would give without it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    lossy: ClassVar[bool] = True
 
     base: str = Field(description="The large model: a [models.NAME] or [backends.NAME] table")
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The settings that the answer depends on, as every answer names them."""
+        return {}
+
+    @property
+    def summary(self) -> str:
+        """The strategy and its knobs in one line, for a header."""
+        knobs = [f"{name}={str(value).lower()}" for name, value in self.knobs.items()]
+        return "; ".join((getattr(self, "strategy", ""), *knobs))
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The models that it names, by role."""
+        named = {role: getattr(self, role, None) for role in ("base", "small", "judge")}
+        return {role: name for role, name in named.items() if name is not None}
+
+
+class DelegationSettings(StrategySettings):
+    """What the strategies that delegate steps of thinking share. Their knobs trade quality for speed."""
+
     small: str = Field(description="The small model, likewise")
     base_template: str | None = Field(
         default=None, description="Chat template applied here: plain, chatml, or a Jinja file; unset: the model's own"
@@ -31,13 +58,8 @@ class StrategySettings(BaseModel):
     top_p: float = Field(default=0.95, gt=0, le=1, description="Of the thinking, where a request sets none")
     call_timeout: float = Field(default=120.0, gt=0, description="Seconds that one step of a model may take")
 
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """The settings that trade quality for speed, as every answer names them."""
-        return {}
 
-
-class SpecReasonSettings(StrategySettings):
+class SpecReasonSettings(DelegationSettings):
     """`[models.NAME] strategy = "specreason"`: SpecReason (arXiv 2504.07891)."""
 
     strategy: Literal["specreason"] = "specreason"
@@ -56,7 +78,7 @@ class SpecReasonSettings(StrategySettings):
         return {"threshold": self.threshold, "score": self.score, "first_steps": self.first_steps}
 
 
-class SpeculativeThinkingSettings(StrategySettings):
+class SpeculativeThinkingSettings(DelegationSettings):
     """`[models.NAME] strategy = "speculative_thinking"`: Speculative Thinking (arXiv 2504.12329)."""
 
     strategy: Literal["speculative_thinking"] = "speculative_thinking"
@@ -79,7 +101,7 @@ class SpeculativeThinkingSettings(StrategySettings):
         return {"small_reasons": self.small_reasons, "max_base_share": self.max_base_share}
 
 
-class LookaheadSettings(StrategySettings):
+class LookaheadSettings(DelegationSettings):
     """`[models.NAME] strategy = "lookahead"`: Lookahead Reasoning (arXiv 2506.19830)."""
 
     strategy: Literal["lookahead"] = "lookahead"
@@ -99,9 +121,37 @@ class LookaheadSettings(StrategySettings):
         return {"compare": self.compare, "depth": self.depth, **compared}
 
 
-AnyStrategy = SpecReasonSettings | SpeculativeThinkingSettings | LookaheadSettings
+class RaLMSpecSettings(RetrievalSettings, StrategySettings):
+    """`[models.NAME] strategy = "ralmspec"`: iterative retrieval with RaLMSpec (arXiv 2401.14021), lossless."""
+
+    lossy: ClassVar[bool] = False
+
+    strategy: Literal["ralmspec"] = "ralmspec"
+    knowledge: str = Field(description="Where documents come from: a [knowledge.NAME] table")
+    cache: Literal["request", "tenant"] = Field(
+        default="request", description="Whose requests guess from the same documents; never those of several tenants"
+    )
+
+
+class KnnLmSettings(KnnKnobs, StrategySettings):
+    """`[models.NAME] strategy = "knnlm"`: KNN-LM (arXiv 1911.00172), searched as RaLMSpec does, lossless."""
+
+    lossy: ClassVar[bool] = False
+
+    strategy: Literal["knnlm"] = "knnlm"
+    datastore: Path = Field(description="Folder that `agentspec knn build` made with the base model, a local one")
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("neighbours", "weight", "temperature")}
+
+
+Delegation = SpecReasonSettings | SpeculativeThinkingSettings | LookaheadSettings
+AnyStrategy = Delegation | RaLMSpecSettings | KnnLmSettings
 STRATEGIES: dict[str, type[StrategySettings]] = {
     "specreason": SpecReasonSettings,
     "speculative_thinking": SpeculativeThinkingSettings,
     "lookahead": LookaheadSettings,
+    "ralmspec": RaLMSpecSettings,
+    "knnlm": KnnLmSettings,
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentspec.reasoning.context import Context
 from agentspec.reasoning.events import Accepted, Event, Failed, Rewritten, Said
-from agentspec.reasoning.settings import StrategySettings
+from agentspec.reasoning.settings import DelegationSettings
 from agentspec.reasoning.steps import BOUNDARY, Author, Step
 from agentspec.reasoning.writer import Pen, Spend, Writer, failing
 from agentspec.types import GenerateRequest, SamplingParams
@@ -44,7 +44,7 @@ class Thinking:
     What the base model raises ends the answer.
     """
 
-    def __init__(self, request: GenerateRequest, settings: StrategySettings, writers: dict[str, Writer]) -> None:
+    def __init__(self, request: GenerateRequest, settings: DelegationSettings, writers: dict[str, Writer]) -> None:
         self.request = request
         self.settings = settings
         self.writers = writers
@@ -192,7 +192,7 @@ _OF_ANSWERS = (
 )
 
 
-def _sampling(request: GenerateRequest, settings: StrategySettings) -> SamplingParams:
+def _sampling(request: GenerateRequest, settings: DelegationSettings) -> SamplingParams:
     """The request's sampling for the thinking; what it leaves at OpenAI's default is the strategy's to choose."""
     given = request.sampling
     chosen: dict[str, Any] = {}

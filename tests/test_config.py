@@ -14,6 +14,7 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.config import ServerSettings, Settings, effective_values, load_settings
 from agentspec.errors import ConfigurationError
 from agentspec.keys import ApiKey
+from agentspec.reasoning.retrieval.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import SpecReasonSettings
 
 ISSUE = """
@@ -300,3 +301,45 @@ def test_mistakes_in_a_strategy_are_named(write, table, said):
     with pytest.raises(ConfigurationError) as caught:
         load_settings(path)
     assert said in str(caught.value)
+
+
+KNOWLEDGE = """
+[knowledge.handbook]
+kind = "index"
+path = "~/handbook"
+
+[knowledge.search]
+kind = "remote"
+url = "http://kb.example/v1"
+ranks_by = "dense"
+model = "minilm"
+"""
+
+
+def test_knowledge_bases_are_configured(write, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_KNOWLEDGE__SEARCH__API_KEY", "sk-secret")
+    settings = load_settings(write(KNOWLEDGE))
+    handbook, search = settings.knowledge["handbook"], settings.knowledge["search"]
+    assert isinstance(handbook, IndexSettings) and handbook.threads == 1
+    assert isinstance(search, RemoteSettings) and search.retries == 0
+    assert search.api_key is not None and search.api_key.get_secret_value() == "sk-secret"
+    assert "sk-secret" not in str(effective_values(settings))
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('path = "x"', 'knowledge.k: set kind = "index"'),
+        ('kind = "index"', "knowledge.k.path: missing"),
+        ('kind = "index"\npath = "x"\npth = "y"', "knowledge.k.pth: unknown key; did you mean 'path'?"),
+        ('kind = "remote"\nurl = "nowhere"', "knowledge.k.url = 'nowhere'"),
+        ('kind = "remote"\nurl = "http://kb"\nranks_by = "dense"', "set both or neither"),
+        ('kind = "remote"\nurl = "http://kb"\ntimeot = 1', "did you mean 'timeout'?"),
+        ('kind = "remote"\nurl = "http://kb"\napi_key = "s3cret"', "AGENTSPEC_KNOWLEDGE__K__API_KEY"),
+        ('kind = "remote"\nurl = "http://me:s3cret@kb"', "knowledge.k.url must not carry a password"),
+    ],
+)
+def test_mistakes_in_a_knowledge_base_are_named(write, table, said):
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(write(f"[knowledge.k]\n{table}\n"))
+    assert said in str(caught.value) and "s3cret" not in str(caught.value)

@@ -80,6 +80,15 @@ def test_langgraph_agent(repository: Path) -> None:
     assert "capitals" in printed and "check" in printed and printed.count("ai:") == 2
 
 
+@pytest.mark.model
+def test_rag_agent(repository: Path) -> None:
+    printed = run(repository, "rag_agent.py")
+    assert "draft: " in printed and "check: " in printed
+    assert "2 look-ups, 1 guessed, 1 of these right" in printed
+    own = run(repository, "rag_agent.py", str(repository / "examples" / "passages.jsonl"), "Who", "was", "Hutton?")
+    assert "2 look-ups" in own
+
+
 def test_every_example_is_tested(repository: Path) -> None:
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert {path.stem for path in (repository / "examples").glob("*.py")} <= tested

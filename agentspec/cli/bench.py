@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
 from enum import StrEnum
 from functools import partial
@@ -13,9 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from agentspec.benchmarks.public_logs import Source
-from agentspec.cli.common import FAILED, require_writable
-
-REPORT_WIDTH = 150  # columns of a table that goes to a file
+from agentspec.cli import bench_retrieval
+from agentspec.cli.common import FAILED, REPORT_WIDTH, conditions, require_writable
 
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
 
@@ -72,7 +69,7 @@ def decode(
         )
     print_tables(tables, console)
     if json:
-        write_json(tables, json, _environment("torch", "transformers", model=model))
+        write_json(tables, json, conditions("torch", "transformers", model=model))
     if plot:
         write_plot(tables, plot)
 
@@ -97,7 +94,7 @@ def concurrency(
         table = run_concurrency(model, clients=clients, rounds=rounds, max_tokens=max_tokens, progress=status.update)
     print_table(table, console)
     if json:
-        write_json(table, json, _environment("torch", "transformers", model=model))
+        write_json(table, json, conditions("torch", "transformers", model=model))
 
 
 @app.command()
@@ -122,7 +119,7 @@ def agent(
         report = run_agent(model, warm=warm, progress=status.update, off=off, kept=kept)
     print_report(report, console)
     if json:
-        write_json(report, json, _environment("torch", "transformers", model=model))
+        write_json(report, json, conditions("torch", "transformers", model=model))
 
 
 @app.command()
@@ -157,7 +154,7 @@ def gpu(
         report = run_gpu(plan, status.update)
     print_report(report, console)
     if json:
-        write_json(report, json, _environment("torch", "transformers"))
+        write_json(report, json, conditions("torch", "transformers"))
     if not report.sound:
         raise typer.Exit(FAILED)
 
@@ -204,7 +201,7 @@ def cache(
         )
     print_report(report, console)
     if json:
-        write_json(report, json, _environment("tokenizers", "numpy", tokenizer=str(tokenizer)))
+        write_json(report, json, conditions("tokenizers", "numpy", tokenizer=str(tokenizer)))
     if plot:
         write_plot(report, plot)
 
@@ -241,7 +238,7 @@ def vllm(
         report = run_vllm(place, limit=limit, controls=controls, progress=status.update)
     print_report(report, drafting, console)
     if json:
-        write_json(report, drafting, json, _environment(model=model, eager=str(eager)))
+        write_json(report, drafting, json, conditions(model=model, eager=str(eager)))
 
 
 @app.command()
@@ -284,7 +281,7 @@ def reasoning(
         report.predictions = bench.predict(bench.read_steps(replay), speeds, [n / 10 for n in range(11)])
     print_report(report, console)
     if json:
-        write_json(report, json, _environment("numpy", model=str(model)))
+        write_json(report, json, conditions("numpy", model=str(model)))
     if plot:
         write_plot(report, plot)
 
@@ -302,19 +299,9 @@ def traces(
     typer.echo(f"{convert(source, files, out)} calls written to {out}")
 
 
+app.command()(bench_retrieval.retrieval)
+app.command()(bench_retrieval.knn)
+
+
 def _sets(prompts: Prompts) -> list[Any]:
     return {Prompts.edit: ["edit"], Prompts.short: ["edit_short"], Prompts.all: ["edit", "edit_short"]}[prompts]
-
-
-def _environment(*packages: str, **subject: str) -> dict[str, Any]:
-    """What a figure depends on: what was measured, the machine and how busy it is, the versions of the packages."""
-    from importlib.metadata import version
-
-    return {
-        **subject,
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("agentspec", *packages)},
-    }

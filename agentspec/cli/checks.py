@@ -18,11 +18,13 @@ from agentspec.cache.settings import CacheSettings
 from agentspec.cli.common import EXTRAS
 from agentspec.config import Settings
 from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.reasoning.retrieval.settings import IndexSettings, RemoteSettings
 
 if TYPE_CHECKING:
     from agentspec.backends.openai import Acceptance, ProbeReport, ServerMetrics, VllmReport
 
 _ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
+_DISTRIBUTIONS = {"faiss": "faiss-cpu"}  # of packages whose name differs by more than a dash
 _ROOM = 2 << 30  # bytes a built-in model needs while it is prepared, generously
 
 
@@ -40,8 +42,10 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     """Every check that applies to `settings` but for its strategies, quick ones first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Check("agentspec", "ok", version("agentspec"))
+    indexed = any(isinstance(knowledge, IndexSettings) for knowledge in settings.knowledge.values())
+    needed = {*(["torch"] if _local(settings) else []), *(["retrieval"] if indexed else [])}
     for extra in EXTRAS:
-        yield check_extra(extra, needed=extra == "torch" and bool(_local(settings)))
+        yield check_extra(extra, needed=extra in needed)
     yield check_native()
     if isinstance(settings.cache.path, Path):
         yield check_folder("cache folder", settings.cache.path, "cache.path")
@@ -58,13 +62,15 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
             yield from check_upstream(name, backend)
+    for name, knowledge in settings.knowledge.items():
+        yield check_knowledge(name, knowledge)
 
 
 def check_extra(extra: str, *, needed: bool) -> Check:
     """Whether the packages of an extra are installed, with their versions."""
     found, missing = [], []
     for package in EXTRAS[extra]:
-        distribution = package.replace("_", "-")
+        distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
         try:
             found.append(f"{distribution} {version(distribution)}")
         except PackageNotFoundError:
@@ -230,6 +236,37 @@ def check_upstream(name: str, settings: OpenAISettings) -> Iterator[Check]:
     yield Check(label, "ok", _described(report))
     if report.vllm is not None:
         yield check_drafter(name, report.vllm)
+
+
+def check_knowledge(name: str, settings: IndexSettings | RemoteSettings) -> Check:
+    """Whether a knowledge base's folder holds an index, or its service answers a search."""
+    from agentspec.reasoning.retrieval.folder import read_manifest
+
+    label = f"{name}: knowledge"
+    try:
+        if isinstance(settings, IndexSettings):
+            manifest = read_manifest(settings.path.expanduser())
+            by = f" and {manifest.model}" if manifest.model else ""
+            return Check(label, "ok", f"{settings.path} holds {manifest.documents} documents, by {manifest.kind}{by}")
+        return Check(label, "ok", f"{settings.url} answers, version {_searched(settings) or 'not told'}")
+    except (AgentSpecError, ImportError) as error:
+        return Check(label, "fail", str(error), f"correct knowledge.{name}")
+
+
+def _searched(settings: RemoteSettings) -> str:
+    """The version that a service names in answer to a search."""
+    import anyio
+
+    from agentspec.reasoning.retrieval.opening import open_knowledge
+
+    async def search() -> str:
+        base = open_knowledge(settings)
+        try:
+            return (await base.search([await base.metric.encode("agentspec")], 1)).version
+        finally:
+            await base.aclose()
+
+    return anyio.run(search)
 
 
 def _described(report: ProbeReport) -> str:

@@ -56,9 +56,10 @@ def _read_secrets(settings: Settings) -> None:
     """Read every key once, so that a missing one is found now and not at the first request."""
     from agentspec.backends.settings import OpenAISettings
     from agentspec.keys import read_keys, read_secret
+    from agentspec.reasoning.retrieval.settings import RemoteSettings
 
     settings.cache.location()
     read_keys(settings.server.api_keys)
-    for backend in settings.backends.values():
-        if isinstance(backend, OpenAISettings) and backend.api_key_file is not None:
-            read_secret(backend.api_key_file)
+    for reached in (*settings.backends.values(), *settings.knowledge.values()):
+        if isinstance(reached, OpenAISettings | RemoteSettings) and reached.api_key_file is not None:
+            read_secret(reached.api_key_file)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from agentspec.backends.base import NONE, Backend, Capabilities
 from agentspec.backends.settings import BackendSettings, OpenAISettings
 from agentspec.cli.checks import Check
 from agentspec.config import Settings
-from agentspec.errors import AgentSpecError, InvalidRequestError
-from agentspec.reasoning.settings import StrategySettings
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError
+from agentspec.reasoning.settings import KnnLmSettings, StrategySettings
 from agentspec.types import Delta, GenerateRequest, Message
 
 if TYPE_CHECKING:
-    from agentspec.reasoning.backend import StrategyBackend
+    from agentspec.reasoning.opening import Strategy
 
 
 class Unloaded:
@@ -73,17 +73,39 @@ def check_strategy(name: str, settings: Settings) -> Check:
     if absent:
         return Check(label, "note", f"not known before {absent[0]} is here", f"agentspec model fetch {absent[0]}")
     try:
+        if isinstance(strategy, KnnLmSettings):
+            return Check(label, "ok", _datastore(strategy, settings))
         built, silent = _prepared(name, settings)
     except (AgentSpecError, ImportError) as error:
         return Check(label, "fail", str(error), f"correct models.{name}")
-    found = "; ".join(_described(built, role) for role in built.writers if role not in silent)
+    roles = getattr(built, "writers", ("base",))
+    found = "; ".join(_described(built, role) for role in roles if role not in silent)
     if silent:
         detail = f"no answer from {' and '.join(silent)}; {found or 'none'}"
         return Check(label, "fail" if "base" in silent else "note", detail, "start what is missing")
     return Check(label, "ok", found)
 
 
-def _described(built: StrategyBackend, role: str) -> str:
+def _datastore(strategy: KnnLmSettings, settings: Settings) -> str:
+    """What a KNN-LM's datastore holds. Raises `ConfigurationError` for one that its model cannot use."""
+    from agentspec.backends.model_store import resolve
+    from agentspec.backends.torch.adapter import with_adapter
+    from agentspec.reasoning.retrieval.knn_store import Store
+    from agentspec.runtime import named_model
+
+    base = settings.backends[named_model(settings, strategy.base)[0]]
+    if isinstance(base, OpenAISettings):
+        raise ConfigurationError(f'KNN-LM needs a local model: {strategy.base!r} is no backend of kind "torch"')
+    fingerprint = with_adapter(resolve(base.model).fingerprint, base.adapter)
+    store = Store.open(strategy.datastore, fingerprint=fingerprint, model=strategy.base)
+    return f"base = {strategy.base}; {store.manifest.entries} entries in {strategy.datastore}"
+
+
+def _described(built: Strategy, role: str) -> str:
+    from agentspec.reasoning.backend import StrategyBackend
+
+    if not isinstance(built, StrategyBackend):
+        return f"base = {built.settings.base} (token ids)"
     writer = built.writers[role]
     if role == "judge" and writer is built.writers["base"]:
         return "judge = base"
@@ -91,10 +113,14 @@ def _described(built: StrategyBackend, role: str) -> str:
     return f"{role} = {getattr(built.settings, role)} ({writer.way}{deletes})"
 
 
-def _prepared(name: str, settings: Settings) -> tuple[StrategyBackend, list[str]]:
+def _prepared(name: str, settings: Settings) -> tuple[Strategy, list[str]]:
+    """The strategy over stand-ins for its models, and the roles whose models do not answer.
+
+    Its knowledge base is left out: that has a line of its own.
+    """
     import anyio
 
-    from agentspec.reasoning.opening import Named, build, prepare
+    from agentspec.reasoning.opening import Named, Parts, open_strategy, prepare
     from agentspec.runtime import named_model
 
     backends: dict[str, Backend] = {}
@@ -113,7 +139,7 @@ def _prepared(name: str, settings: Settings) -> tuple[StrategyBackend, list[str]
                 await backend.aclose()
 
     strategy: Any = settings.models[name]
-    built = build(name, strategy, find)
+    built = open_strategy(name, strategy, Parts(find, lambda knowledge: cast(Any, None)))
     with _unlogged():
         return built, anyio.run(probed)
 
@@ -130,8 +156,8 @@ def _local_models(name: str, settings: Settings) -> list[str]:
     """The models in the strategy's roles that run here."""
     from agentspec.runtime import named_model
 
-    roles = [getattr(settings.models[name], role, None) for role in ("base", "small", "judge")]
-    backends = [settings.backends[named_model(settings, role)[0]] for role in roles if role is not None]
+    strategy: Any = settings.models[name]
+    backends = [settings.backends[named_model(settings, model)[0]] for model in strategy.models.values()]
     return [backend.model for backend in backends if not isinstance(backend, OpenAISettings)]
 
 

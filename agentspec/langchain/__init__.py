@@ -1,5 +1,7 @@
-"""A LangChain chat model on the in-process runtime or on a remote gateway."""
+"""A LangChain chat model on the in-process runtime or on a remote gateway, and retrievers that speculate."""
 
 from agentspec.langchain.chat_model import ChatAgentSpec
+from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge
+from agentspec.langchain.speculative import Correction, SpeculativeRetriever
 
-__all__ = ["ChatAgentSpec"]
+__all__ = ["ChatAgentSpec", "Correction", "KnowledgeRetriever", "RetrieverKnowledge", "SpeculativeRetriever"]

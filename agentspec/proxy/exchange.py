@@ -18,7 +18,7 @@ _KEY = "agentspec.exchange"
 class Exchange:
     """`model` stays None until it is known to be a configured one, so that no text of a client's is ever logged.
 
-    `lossy` names the strategy and its knobs where the answer may differ from the base model's own.
+    `strategy` is a header that names the strategy and its knobs, and whether the answer may differ by it.
     """
 
     request_id: str
@@ -32,7 +32,7 @@ class Exchange:
     stream: bool = False
     usage: Usage | None = None
     speculation: Speculation | None = None
-    lossy: str | None = None
+    strategy: tuple[bytes, str] | None = None
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     body_begun: bool = False
@@ -68,5 +68,6 @@ class Exchange:
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", self.request_id.encode()
-        if self.lossy is not None:
-            yield b"x-agentspec-lossy", self.lossy.encode()
+        if self.strategy is not None:
+            name, value = self.strategy
+            yield name, value.encode()

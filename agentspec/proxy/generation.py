@@ -24,7 +24,9 @@ from agentspec.proxy.flow import Deadline, until_disconnect
 from agentspec.proxy.gate import Gate
 from agentspec.proxy.labels import Caller, read_caller
 from agentspec.proxy.upstream import check_upstream_fields, labelled, pass_through
-from agentspec.reasoning.backend import StrategyBackend, lossy_header
+from agentspec.reasoning.backend import StrategyBackend
+from agentspec.reasoning.retrieval.backend import RetrievalBackend
+from agentspec.reasoning.retrieval.knn_backend import KnnStrategy
 from agentspec.runtime import Runtime
 from agentspec.telemetry.metrics import OTHER
 from agentspec.types import Delta, GenerateRequest
@@ -75,8 +77,7 @@ class Generation:
             raise InvalidRequestError(f"the model {exchange.model!r} answers chat completions only", param="model")
         if self.path == "/chat/completions":
             request, exchange.stream, usage = chat.parse(fields, caller, max_messages=self.settings.max_messages)
-            if isinstance(backend, StrategyBackend):
-                exchange.lossy = lossy_header(backend.settings) if request.speculation else None
+            exchange.strategy = strategy_header(backend, request)
             return request, chat.ChatWriter(
                 request.model,
                 usage,
@@ -87,6 +88,7 @@ class Generation:
             )
         if self.path == "/completions":
             request, exchange.stream, usage = completions.parse(fields, caller)
+            exchange.strategy = strategy_header(backend, request)
             return request, completions.CompletionWriter(
                 request.model,
                 usage,
@@ -109,6 +111,15 @@ class Generation:
         if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_NAME:
             raise InvalidRequestError(f"model must be a string of 1 to {MAX_MODEL_NAME} characters", param="model")
         return model
+
+
+def strategy_header(backend: Backend, request: GenerateRequest) -> tuple[bytes, str] | None:
+    """What tells a client that a strategy answers, and whether its answer may be another than without it."""
+    if not isinstance(backend, (StrategyBackend, RetrievalBackend, KnnStrategy)):
+        return None
+    if not backend.settings.lossy:
+        return b"x-agentspec-lossless", backend.settings.summary
+    return (b"x-agentspec-lossy", backend.settings.summary) if request.speculation else None
 
 
 async def whole(deltas: AsyncGenerator[Delta], writer: Writer, exchange: Exchange, send: Send) -> None:

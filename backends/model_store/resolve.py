@@ -81,10 +81,10 @@ def _builtin(model: Builtin, *, show: bool, fresh: bool) -> ModelFiles:
     with locked(folder.parent):
         if is_prepared(folder, model.sha256):
             return files  # another process was faster
-        gguf = folder.parent / model.filename
-        if not (gguf.is_file() and compute_sha256(gguf) == model.sha256):
-            download(model, gguf, show=show)
-        prepare(gguf, model.sha256, folder, show=show)
+        source = folder.parent / model.filename
+        if not (source.is_file() and compute_sha256(source) == model.sha256):
+            download(model, source, show=show)
+        prepare(source, model.sha256, folder, show=show, inside=model.inside)
     return files
 
 

@@ -12,6 +12,7 @@ from agentspec.types import (
     Delta,
     FinishReason,
     GenerateRequest,
+    RetrievalSpeculation,
     SamplingParams,
     Speculation,
     StepSpeculation,
@@ -179,8 +180,9 @@ def _speculation(value: Mapping[str, Any] | None) -> Speculation | None:
     }
     if "strategy" not in value:
         return Speculation(**counts)
-    more = {field.name: value[field.name] for field in fields(StepSpeculation) if field.name in value}
-    return StepSpeculation(**(more | counts))
+    kind = RetrievalSpeculation if "hit_rate" in value else StepSpeculation
+    more = {field.name: value[field.name] for field in fields(kind) if field.name in value}
+    return kind(**(more | counts))
 
 
 def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...]:

@@ -9,7 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agentspec.backends.base import NONE, Capabilities
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.backends.base import NONE, Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.answers import Reading
 from agentspec.backends.torch.calibrate import measure_batches, measure_costs
@@ -23,10 +26,12 @@ from agentspec.backends.torch.generation import Job, Shared
 from agentspec.backends.torch.loader import Loaded, load, load_draft
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.row_scan import RowScan
 from agentspec.backends.torch.stats import EngineStats
+from agentspec.backends.torch.stepping import TorchSession, computed, require_one_answer, states_of
 from agentspec.backends.torch.text import ids_of_end
-from agentspec.backends.torch.threads import on_own_thread
-from agentspec.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from agentspec.backends.torch.threads import Tasks, compute_thread, on_own_thread
+from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, OverloadedError
 from agentspec.types import Delta, GenerateRequest, Message, Source
 
 if TYPE_CHECKING:
@@ -63,6 +68,7 @@ class TorchBackend:
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             shared.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(shared, settings, self._open_memory)
+        self._tasks = Tasks(compute_thread(loaded.target.device))
 
     @classmethod
     def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
@@ -144,7 +150,36 @@ class TorchBackend:
         except RuntimeError:  # the loop is closed: nobody listens any more
             self._engine.cancel(job)
 
+    @property
+    def fingerprint(self) -> str:
+        """Names the weights, an adapter's included."""
+        return self._loaded.fingerprint
+
+    async def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Floats]:
+        """For each text of token ids what the output head reads behind every token, [tokens, width] in float32.
+
+        All texts share one forward. Raises `ContextLengthError` for one that is too long.
+        """
+        if any(len(text) > self.context_length for text in texts):
+            raise ContextLengthError(f"a text is longer than the model's {self.context_length} tokens")
+        for text in texts:
+            self._check_ids(text, "prompt")
+        return await computed(self._tasks, lambda: states_of(self.target, texts))
+
+    async def open_steps(self, request: GenerateRequest) -> TorchSession:
+        """An answer that its caller makes token by token. Raises `InvalidRequestError` and `ContextLengthError`."""
+        require_one_answer(request)
+        if not self.target.rewindable:
+            raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
+        (job, *_), reading = await asyncio.to_thread(self.prepare_all, request)
+        return TorchSession(self.target, job, self._tasks, self._codec, reading.reader())
+
+    async def open_scan(self, rows: NDArray[np.float16]) -> RowScan:
+        """Copy `rows` [n, width] to where the model computes, in float32."""
+        return await computed(self._tasks, lambda: RowScan(rows, self.target.device))
+
     async def aclose(self) -> None:
+        self._tasks.close()
         await asyncio.to_thread(self._engine.close)
 
     def prepare(self, request: GenerateRequest) -> Job:

@@ -92,7 +92,7 @@ def read_weights(folder: Path, name: str, dtype: torch.dtype) -> Any:
     """The model in `folder`, on the CPU. Raises `ModelUnavailableError`, also where weights are missing."""
     try:
         require_decoder(AutoConfig.from_pretrained(folder), name)
-        with _quiet():
+        with quiet():
             read: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
@@ -247,7 +247,7 @@ def _float32_head(module: Any) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the library's progress bars, which belong to programs and not to a server's log."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

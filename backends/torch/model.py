@@ -6,10 +6,13 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentspec.backends.torch.attention import ATTENTION_NAME
+from agentspec.backends.torch.head_input import HeadInput
 from agentspec.backends.torch.kv_cache import Rows, SequenceCache, StateCache
 from agentspec.backends.torch.packed import PackedCache, Piece, wanted_rows
 from agentspec.backends.torch.tree_mask import attention_mask, tree_layout
@@ -54,10 +57,22 @@ class TargetModel:
         """
         if not self.batched and len(pieces) > 1:
             return [logits for piece in pieces for logits in self.forward_batch([piece])]
-        forward = self._packed if self._packs else self._own
-        logits: Tensor = forward(pieces).logits[0].float()
+        wanted = wanted_rows(pieces)
+        logits: Tensor = self._run(pieces, wanted if len(wanted) else np.zeros(1, np.int64)).logits[0].float()
         outputs = [piece.outputs for piece in pieces]
-        return list(logits[: sum(outputs)].split_with_sizes(outputs))
+        return list(logits[: len(wanted)].split_with_sizes(outputs))
+
+    @torch.inference_mode()
+    def states_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """For each piece what the output head would read, [tokens, width] in float32: the hidden state behind every
+        token given, after the last norm. Rows as with `forward_batch`; the head itself hardly runs.
+        """
+        if not self.batched and len(pieces) > 1:
+            return [states for piece in pieces for states in self.states_batch([piece])]
+        sizes = [len(piece) for piece in pieces]
+        with HeadInput(self.module, most_rows=1) as head:
+            self._run(pieces, np.arange(sum(sizes)))
+        return list(head.states.split_with_sizes(sizes))
 
     def forward(
         self, rows: Rows, chain: Sequence[int], tokens: Sequence[int] = (), parents: Sequence[int] = ()
@@ -70,19 +85,22 @@ class TargetModel:
         self.forward_batch([Piece(rows, chain, wanted=False)])
         rows.commit(len(chain), ())
 
-    def _packed(self, pieces: Sequence[Piece]) -> Any:
+    def _run(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
+        """The forward; `wanted` are the rows that reach the head, ascending and at least one."""
+        return self._packed(pieces, wanted) if self._packs else self._own(pieces, wanted)
+
+    def _packed(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
         cache = PackedCache(pieces, self._layer_windows, self._groups, self.dtype, self.device)
-        wanted = torch.from_numpy(wanted_rows(pieces)).to(self.device)
         return self.module(
             input_ids=_ids(pieces, self.device),
             position_ids=torch.from_numpy(cache.positions)[None].to(self.device),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=wanted if len(wanted) else 1,
+            logits_to_keep=torch.from_numpy(wanted).to(self.device),
         )
 
-    def _own(self, pieces: Sequence[Piece]) -> Any:
-        """One sequence through the model's own attention."""
+    def _own(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
+        """One sequence through the model's own attention; the rows it wants are its last ones."""
         (piece,) = pieces
         rows, where = piece.rows, dict[str, Any]()
         if isinstance(rows, SequenceCache):
@@ -95,7 +113,7 @@ class TargetModel:
             where["attention_mask"] = masks if len(masks) > 1 else next(iter(masks.values()))
         where[self._cache_name] = rows if isinstance(rows, SequenceCache) else rows.native
         ids = _ids(pieces, self.device)
-        return self.module(input_ids=ids, use_cache=True, logits_to_keep=max(piece.outputs, 1), **where)
+        return self.module(input_ids=ids, use_cache=True, logits_to_keep=len(wanted), **where)
 
     @property
     def _layer_windows(self) -> list[int | None]:

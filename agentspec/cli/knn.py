@@ -1,0 +1,123 @@
+"""`agentspec knn`: datastores of KNN-LM, and answers with one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agentspec.reasoning.retrieval.knn_build import Progress
+    from agentspec.reasoning.retrieval.knn_settings import KnnKnobs
+
+app = typer.Typer(help="Build a KNN-LM datastore, and generate with it.", no_args_is_help=True)
+
+
+ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")]
+NeighboursOption = Annotated[int | None, typer.Option(help="Nearest entries that share their part of the mixture")]
+WeightOption = Annotated[float | None, typer.Option(help="That part, from 0 to 1")]
+DistanceOption = Annotated[
+    float | None, typer.Option(help="Squared distance that makes an entry count e times less: the temperature")
+]
+
+
+@app.callback()
+def knn() -> None:
+    """Build a KNN-LM datastore, and generate with it."""
+
+
+@app.command()
+def build(
+    corpus: Annotated[
+        list[Path],
+        typer.Argument(metavar="CORPUS.jsonl...", exists=True, dir_okay=False, help="JSON lines with text; .gz too"),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the datastore; an unfinished one is gone on with")],
+    model: ModelOption = "smollm2-135m",
+) -> None:
+    """Read a corpus with a model and keep the hidden state before every token: 2 bytes a number, on disk."""
+    import anyio
+    from rich.console import Console
+
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.reasoning.retrieval.knn_build import Corpus
+    from agentspec.reasoning.retrieval.knn_build import build as build_store
+
+    console = Console(stderr=True)
+    with console.status("loading the model"):
+        backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
+
+    async def run() -> None:
+        try:
+            with progress_bar(console) as bar:
+                source = Corpus(tuple(corpus))
+                manifest = await build_store(source, out, backend, backend.model_name, backend.encode, bar)
+            typer.echo(f"{out}: {manifest.entries} entries of {manifest.documents} documents")
+        finally:
+            await backend.aclose()
+
+    anyio.run(run)
+
+
+def knobs_of(neighbours: int | None, weight: float | None, distance: float | None) -> KnnKnobs:
+    """The knobs given, the others as they are by default."""
+    from agentspec.reasoning.retrieval.knn_settings import KnnKnobs
+
+    given = {"neighbours": neighbours, "weight": weight, "temperature": distance}
+    return KnnKnobs.model_validate({name: value for name, value in given.items() if value is not None})
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """A bar of documents, with entries and their pace beside it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("documents, {task.fields[entries]} entries"))
+    with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("", total=None, entries=0)
+        yield lambda now: bar.update(task, total=now.total, completed=now.documents, entries=now.entries)
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Datastore, as knn build makes it")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue")],
+    model: ModelOption = "smollm2-135m",
+    max_tokens: Annotated[int, typer.Option(help="Length of the answer", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0)] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of the draws")] = None,
+    neighbours: NeighboursOption = None,
+    weight: WeightOption = None,
+    distance: DistanceOption = None,
+    speculation: Annotated[bool, typer.Option(help="Guess neighbours; the answer is the same without")] = True,
+) -> None:
+    """Continue a text with a model and its datastore."""
+    import anyio
+
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.reasoning.retrieval.knn_backend import KnnBackend
+    from agentspec.types import GenerateRequest, SamplingParams
+
+    knobs = knobs_of(neighbours, weight, distance)
+    sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
+
+    async def run() -> None:
+        try:
+            knn_lm = await KnnBackend.open(backend, folder, knobs, model=model)
+            async for delta in knn_lm.generate(
+                GenerateRequest(model, text=prompt, sampling=sampling, speculation=speculation)
+            ):
+                typer.echo(delta.text, nl=delta.finish_reason is not None)
+        finally:
+            await backend.aclose()
+
+    anyio.run(run)

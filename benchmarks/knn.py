@@ -1,0 +1,132 @@
+"""KNN-LM with speculation off and on: the same prompts, interleaved, answers compared, and how far it could go.
+
+Each prompt is answered under all variants in an order that rotates. `off` asks the datastore for every token; `on` is
+the default; `every token asked` verifies all its guesses, so that the bound on decided tokens plays no part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentspec.benchmarks.stats import Ratio, paired_ratio, rotated
+from agentspec.errors import ConfigurationError
+from agentspec.reasoning.retrieval.knn_backend import KnnBackend
+from agentspec.reasoning.retrieval.knn_build import open_lines
+from agentspec.reasoning.retrieval.knn_settings import KnnKnobs
+from agentspec.types import GenerateRequest, KnnSpeculation, SamplingParams
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
+
+OFF, ON, ASKED, FIXED = "off", "on", "on, every token asked", "on, stride 3, every token asked"
+VARIANTS: dict[str, dict[str, Any]] = {
+    OFF: {},
+    ON: {},
+    ASKED: {"bound": False},
+    FIXED: {"bound": False, "stride": 3},
+}
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One answer: its tokens, wall-clock seconds with the reading of the prompt, and what it took."""
+
+    tokens: tuple[int, ...]
+    seconds: float
+    took: KnnSpeculation
+
+
+@dataclass(slots=True)
+class KnnTable:
+    """Runs by variant, one a prompt in the same order, over a datastore of `entries`."""
+
+    entries: int
+    runs: dict[str, list[Run]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
+
+    def speedup(self, variant: str) -> Ratio:
+        off, on = ([run.seconds for run in self.runs[name]] for name in (OFF, variant))
+        return paired_ratio(off, on)
+
+    def bound(self) -> float:
+        """What answers without any search would be: all of the time that searches took, saved."""
+        seconds = sum(run.seconds for run in self.runs[OFF])
+        return seconds / (seconds - sum(run.took.search_seconds for run in self.runs[OFF]))
+
+    def gamma(self, variant: str) -> float:
+        """Share of verified guesses that were right; a search stops at the first that is not."""
+        right = sum(run.took.accepted for run in self.runs[variant])
+        wrong = sum(run.took.wrong for run in self.runs[variant])
+        return right / max(1, right + wrong)
+
+    def same(self, variant: str) -> int:
+        pairs = zip(self.runs[OFF], self.runs[variant], strict=True)
+        return sum(one.tokens == other.tokens for one, other in pairs)
+
+
+def read_prompts(file: Path, limit: int) -> list[str]:
+    """The `prompt`, `question`, `problem` or `text` of each line. Raises `ConfigurationError` for a line with none."""
+    with open_lines(file) as lines:
+        records = [json.loads(line) for line in islice(lines, limit)]
+    names = ("prompt", "question", "problem", "text")
+    found = [next((record[name] for name in names if name in record), None) for record in records]
+    if None in found or not found:
+        raise ConfigurationError(f"{file}: each line must have one of {', '.join(names)}")
+    return [f"{text}\n" for text in found]
+
+
+def run_knn(
+    model: str, folder: Path, prompts: Sequence[str], sampling: SamplingParams, knobs: KnnKnobs, progress: Progress
+) -> KnnTable:
+    """One run for each prompt and variant. Raises what the backend raises."""
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+
+    progress(f"loading {model}")
+    backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
+
+    async def measured() -> KnnTable:
+        try:
+            return await _measure(backend, folder, prompts, sampling, knobs, progress)
+        finally:
+            await backend.aclose()
+
+    return asyncio.run(measured())
+
+
+async def _measure(
+    backend: TorchBackend,
+    folder: Path,
+    prompts: Sequence[str],
+    sampling: SamplingParams,
+    knobs: KnnKnobs,
+    progress: Progress,
+) -> KnnTable:
+    progress("reading the datastore")
+    base = await KnnBackend.open(backend, folder, knobs, model=backend.model_name)
+    table = KnnTable(base.entries)
+    await _timed(base, prompts[0], sampling, speculation=True)  # nothing is cold any more
+    for index, prompt in enumerate(prompts):
+        progress(f"prompt {index + 1} of {len(prompts)}")
+        for name, change in rotated(VARIANTS, index):
+            variant = base.with_knobs(knobs.model_copy(update=change))
+            table.runs[name].append(await _timed(variant, prompt, sampling, speculation=name != OFF))
+    return table
+
+
+async def _timed(model: KnnBackend, prompt: str, sampling: SamplingParams, *, speculation: bool) -> Run:
+    started = time.perf_counter()
+    request = GenerateRequest("", text=prompt, sampling=sampling, speculation=speculation)
+    deltas = [delta async for delta in model.generate(request)]
+    seconds = time.perf_counter() - started
+    took = deltas[-1].speculation
+    assert isinstance(took, KnnSpeculation)
+    return Run(tuple(token for delta in deltas for token in delta.token_ids), seconds, took)

@@ -1,0 +1,169 @@
+"""A KNN-LM datastore on disk: for each token of a corpus the hidden state before it, and the token.
+
+A folder of `keys` (float16, [entries, width]), `values` (int32, [entries]) and `manifest.json`. Files only grow; the
+manifest says how much of them counts, and is replaced in one piece, so that a build goes on where it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+
+from agentspec.errors import ConfigurationError
+
+FORMAT = 1
+KEYS, VALUES, MANIFEST = "keys.f16", "values.i32", "manifest.json"
+Keys = NDArray[np.float16]
+Values = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a datastore holds so far: `documents` of a corpus with hash `corpus`, by a model with `fingerprint`."""
+
+    model: str
+    fingerprint: str
+    corpus: str
+    width: int = 0
+    documents: int = 0
+    entries: int = 0
+    complete: bool = False
+    format: int = FORMAT
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """That of a folder, None where there is none. Raises `ConfigurationError` for one that cannot be read."""
+        try:
+            manifest = cls(**json.loads((folder / MANIFEST).read_text()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigurationError(f"{str(folder)!r} holds no datastore of this version: {error}") from error
+        if manifest.format != FORMAT:
+            raise ConfigurationError(f"{str(folder)!r} is a datastore of format {manifest.format}, not {FORMAT}")
+        return manifest
+
+    def write(self, folder: Path) -> None:
+        """Replace the folder's manifest in one piece."""
+        beside = folder / f"{MANIFEST}.new"
+        with beside.open("w") as file:
+            json.dump(asdict(self), file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(folder / MANIFEST)
+
+
+def require_model(folder: Path, manifest: Manifest, fingerprint: str, model: str) -> None:
+    """Raises `ConfigurationError` for a datastore whose keys are the states of another model."""
+    if manifest.fingerprint != fingerprint:
+        raise ConfigurationError(
+            f"the datastore {str(folder)!r} was built with {manifest.model!r}, whose hidden states mean nothing to"
+            f" {model!r}: build one with agentspec knn build --model {model}"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """A complete datastore, mapped into memory: `keys` [entries, width] and `values` [entries]."""
+
+    manifest: Manifest
+    keys: Keys
+    values: Values
+
+    @classmethod
+    def open(cls, folder: Path, *, fingerprint: str, model: str) -> Store:
+        """Raises `ConfigurationError` for a folder without a complete datastore of this model."""
+        manifest = Manifest.read(folder)
+        if manifest is None:
+            raise ConfigurationError(f"{str(folder)!r} holds no datastore; build one with agentspec knn build")
+        require_model(folder, manifest, fingerprint, model)
+        if not manifest.complete:
+            raise ConfigurationError(f"the datastore {str(folder)!r} is incomplete: run agentspec knn build again")
+        try:
+            keys = np.memmap(folder / KEYS, np.float16, "r", shape=(manifest.entries, manifest.width))
+            values = np.memmap(folder / VALUES, np.int32, "r", shape=(manifest.entries,))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"the datastore {str(folder)!r} is damaged: {error}") from error
+        return cls(manifest, keys, values)
+
+
+class StoreWriter:
+    """Appends to the datastore in `folder`, behind what its manifest counts; what lies behind that is cut off.
+
+    Raises `ConfigurationError` for a folder with a datastore of another model or corpus, and for one that another
+    build is writing to.
+    """
+
+    def __init__(self, folder: Path, fresh: Manifest) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._lock = _locked(folder)
+        self.manifest = _continued(folder, fresh)
+        self._keys = (folder / KEYS).open("ab")
+        self._values = (folder / VALUES).open("ab")
+        self._keys.truncate(self.manifest.entries * self.manifest.width * np.dtype(np.float16).itemsize)
+        self._values.truncate(self.manifest.entries * np.dtype(np.int32).itemsize)
+
+    def append(self, keys: Sequence[NDArray[np.float32]], values: Sequence[Sequence[int]], documents: int) -> None:
+        """Add the entries of `documents` more documents: they are there after a crash once this returns."""
+        for rows, tokens in zip(keys, values, strict=True):
+            self._keys.write(rows.astype(np.float16).tobytes())
+            self._values.write(np.asarray(tokens, np.int32).tobytes())
+        for file in (self._keys, self._values):
+            file.flush()
+            os.fsync(file.fileno())
+        width = next((rows.shape[1] for rows in keys), self.manifest.width)
+        entries = self.manifest.entries + sum(map(len, values))
+        self._replace(
+            replace(self.manifest, width=width, documents=self.manifest.documents + documents, entries=entries)
+        )
+
+    def finish(self) -> Manifest:
+        """Everything is there. Raises `ConfigurationError` for a corpus that gave no entries."""
+        if not self.manifest.entries:
+            raise ConfigurationError("the corpus has no text of two tokens or more")
+        self._replace(replace(self.manifest, complete=True))
+        return self.manifest
+
+    def _replace(self, manifest: Manifest) -> None:
+        manifest.write(self.folder)
+        self.manifest = manifest
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._keys.close()
+        self._values.close()
+        self._lock.release()
+
+
+def _locked(folder: Path) -> FileLock:
+    """Ends with the process that holds it, if not before."""
+    lock = FileLock(folder / "writer.lock", timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigurationError(f"another build is writing to {str(folder)!r}") from None
+    return lock
+
+
+def _continued(folder: Path, fresh: Manifest) -> Manifest:
+    """The manifest to go on from: that of the folder if it is of the same model and corpus."""
+    found = Manifest.read(folder)
+    if found is None:
+        return fresh
+    require_model(folder, found, fresh.fingerprint, fresh.model)
+    if found.corpus != fresh.corpus:
+        raise ConfigurationError(f"{str(folder)!r} holds a datastore of another corpus: name another folder")
+    return found

@@ -1,0 +1,45 @@
+"""The commands end to end on a tiny model: build, generate, measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORDS = "one two three four five six seven eight"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"title": f"Part {i}", "text": WORDS * 2}) + "\n" for i in range(8)))
+    return file
+
+
+def test_a_datastore_is_built_used_and_measured(program: Any, tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
+    store, model = tmp_path / "store", ("--model", tiny_model)
+    built = program("knn", "build", corpus, "--out", store, *model)
+    assert built.exit_code == 0, built.output
+    assert "entries of 8 documents" in built.output
+    asked = ("knn", "generate", store, "one two", *model, "--max-tokens", 12, "--weight", 0.6, "--neighbours", 4)
+    on, off = program(*asked), program(*asked, "--no-speculation")
+    assert on.exit_code == 0 and on.output == off.output != "\n"
+    out = tmp_path / "out.json"
+    measured = program(
+        *("bench", "knn", store, corpus, *model, "--limit", 7, "--max-tokens", 6, "--distance", 20, "--json", out)
+    )
+    assert measured.exit_code == 0, measured.output
+    assert "KNN-LM" in measured.output and "7/7" in measured.output
+    assert json.loads(out.read_text())["environment"]["temperature"] == "20.0"
+
+
+def test_another_corpus_is_refused(program: Any, tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
+    store, model = tmp_path / "store", ("--model", tiny_model)
+    assert program("knn", "build", corpus, "--out", store, *model).exit_code == 0
+    corpus.write_text(json.dumps({"text": "something else"}) + "\n")
+    refused = program("knn", "build", corpus, "--out", store, *model)
+    assert refused.exit_code == 2 and "another corpus" in refused.output
+    missing = program("knn", "generate", tmp_path, "x", *model)
+    assert missing.exit_code == 2 and "no datastore" in missing.output
