@@ -11,8 +11,9 @@ from agentspec.backends.openai.sse import SseDecoder
 from agentspec.backends.openai.text_side import ServerTextSide
 from agentspec.backends.openai.vllm import XARGS, VllmReport, list_models, owns_models, read_metrics, read_version
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import UpstreamError, UpstreamStatusError
+from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 
+TRIES = 2  # of what gets no answer in time
 _QUESTION = [{"role": "user", "content": "Say hello."}]
 _BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
 
@@ -127,10 +128,16 @@ class _Prober:
         return False
 
     async def _try(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
-        try:
-            return await self.ask(messages, **fields)
-        except UpstreamError:
-            return {}
+        """The answer, empty for a refusal. Asked twice where none came in time: a server that prepares itself when it
+        is first asked for something has it ready then."""
+        for _ in range(TRIES):
+            try:
+                return await self.ask(messages, **fields)
+            except UpstreamTimeoutError:
+                continue
+            except UpstreamError:
+                break
+        return {}
 
     async def _post(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> bytes:
         body = {"model": self.model, "messages": messages, "max_tokens": 1, **fields}

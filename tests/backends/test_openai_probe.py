@@ -93,6 +93,21 @@ async def test_requests_are_one_token_and_capabilities_follow() -> None:
     assert probed.capabilities.token_ids and probed.capabilities.continue_final
 
 
+async def test_an_ability_that_takes_its_time_at_first_is_found() -> None:
+    able = Upstream("logprobs", "ids")
+    waited: list[str] = []
+
+    def slow(request: httpx.Request) -> httpx.Response:
+        field = next((name for name in ("logprobs", "return_token_ids") if name.encode() in request.content), None)
+        if field is not None and waited.count(field) < (1 if field == "logprobs" else 2):
+            waited.append(field)
+            raise httpx.ReadTimeout("preparing")
+        return able(request)
+
+    report = await OpenAIBackend(SETTINGS, transport=httpx.MockTransport(slow)).probe(1.0)
+    assert report.logprobs and not report.token_ids and report.answers
+
+
 async def test_the_settings_model_is_probed() -> None:
     upstream = Upstream()
     await backend(upstream, "chosen").probe()
