@@ -75,15 +75,12 @@ class AgentBench:
 
     @classmethod
     def load(cls, model: str, progress: Progress) -> AgentBench:
-        from agentspec.backends.model_store import resolve
         from agentspec.backends.torch import TorchBackend
         from agentspec.cache import SuffixCache
 
         progress(f"loading {model}")
         backend = TorchBackend.load(TorchSettings(model=model), cache=SuffixCache.open())
-        engine = backend.stats()
-        peer = Peer(resolve(model).folder, device=engine.device, dtype=engine.dtype)
-        return cls(backend, peer, asyncio.new_event_loop(), progress)
+        return cls(backend, Peer.beside(backend, model), asyncio.new_event_loop(), progress)
 
     def close(self) -> None:
         self.peer.close()

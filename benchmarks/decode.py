@@ -138,15 +138,13 @@ class Bench:
     @classmethod
     def load(cls, model: str, progress: Progress, others: Mapping[str, dict[str, Any]] | None = None) -> Bench:
         """`others` are further variants by name, each with settings that differ from the default ones."""
-        from agentspec.backends.model_store import resolve
         from agentspec.backends.torch import TorchBackend
         from agentspec.cache import SuffixCache
 
         progress(f"loading {model}")
         settings = TorchSettings(model=model, prefix_bytes=PREFIX_BYTES_OFF)  # type: ignore[arg-type]
         backend = TorchBackend.load(settings, cache=SuffixCache.open())
-        engine = backend.stats()
-        peer = Peer(resolve(model).folder, device=engine.device, dtype=engine.dtype)
+        peer = Peer.beside(backend, model)
         different = {
             name: TorchBackend.load(settings.model_copy(update=update)) for name, update in (others or {}).items()
         }

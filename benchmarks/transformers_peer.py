@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
 
 import numpy as np
 
@@ -24,6 +27,14 @@ class Peer:
 
     def __init__(self, folder: Path, *, device: str, dtype: str) -> None:
         self._process = ProcessPoolExecutor(1, get_context("spawn"), _load, (folder, device, dtype))
+
+    @classmethod
+    def beside(cls, backend: TorchBackend, model: str) -> Peer:
+        """A twin of `backend`, which runs `model`."""
+        from agentspec.backends.model_store import resolve
+
+        engine = backend.stats()
+        return cls(resolve(model).folder, device=engine.device, dtype=engine.dtype)
 
     def generate(self, prompt: Sequence[int], max_tokens: int, **options: int) -> tuple[tuple[int, ...], float]:
         """Greedy answer to `prompt` and the seconds it took, prefill included; `options` go to `generate`."""

@@ -39,8 +39,7 @@ class Unloaded:
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
-        shown = GenerateRequest("", messages=messages, tools=tuple(tools), template_arguments=template_arguments)
-        return self._codec.read(shown)[0]
+        return self._codec.render(messages, tools=tools, template_arguments=template_arguments)
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
         return self._codec.encode(text, special=begins)

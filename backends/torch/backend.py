@@ -229,8 +229,8 @@ class TorchBackend:
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
         """The prompt that `messages` become, ready for the assistant's answer."""
-        shown = GenerateRequest("", messages=messages, tools=tuple(tools), template_arguments=template_arguments)
-        return (await asyncio.to_thread(self._codec.read, shown))[0]
+        shown = partial(self._codec.render, messages, tools=tools, template_arguments=template_arguments)
+        return await asyncio.to_thread(shown)
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
         """Token ids of `text` as it continues a prompt, or as it begins one."""

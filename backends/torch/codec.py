@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from agentspec.backends.base import NONE
 from agentspec.backends.torch.chat_template import render
 from agentspec.backends.torch.detokenizer import Decode
 from agentspec.types import GenerateRequest, Message
@@ -43,13 +44,20 @@ class Codec:
         """Token ids of `render`."""
         return self.encode(self.render(messages, start=not continue_final, continue_final=continue_final))
 
-    def render(self, messages: Sequence[Message], *, start: bool, continue_final: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        start: bool = True,
+        continue_final: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
         """Messages through the model's own chat template (sandboxed): `start` opens an answer, `continue_final` leaves
         the last message open. Raises `InvalidRequestError` for what the template refuses.
         """
-        return render(
-            self.tokenizer, GenerateRequest("", messages=messages), start=start, continue_final=continue_final
-        )
+        shown = GenerateRequest("", messages=messages, tools=tuple(tools), template_arguments=template_arguments)
+        return render(self.tokenizer, shown, start=start, continue_final=continue_final)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a prompt (a beginning-of-text token)."""
