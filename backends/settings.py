@@ -20,6 +20,9 @@ class TorchSettings(BaseModel):
     adapter: str | None = Field(default=None, description="Folder of a LoRA adapter to merge into the model")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N or mps")
     dtype: str = Field(default="auto", description="auto, float32, bfloat16 or float16")
+    cuda_graphs: bool = Field(
+        default=True, description="Record small forwards as CUDA graphs on a CUDA device, which takes some memory"
+    )
     max_queue: int = Field(default=64, ge=1, description="Requests that may wait; one more is answered 429")
     max_active: int = Field(default=16, ge=1, description="Requests decoded together; the others wait")
     kv_bytes: ByteSize | None = Field(

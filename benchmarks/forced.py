@@ -71,6 +71,7 @@ class Forced:
 
     def __init__(self, loaded: Loaded) -> None:
         self.target = ForcedModel(loaded.target.module)
+        self.target.graphs = loaded.target.graphs
         forced = Loaded(
             name="forced",
             target=self.target,

@@ -22,6 +22,7 @@ import torch
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.graphs import record_graphs
 from agentspec.backends.torch.kv_cache import SequenceCache
 from agentspec.backends.torch.loader import Loaded, read_tokenizer
 from agentspec.backends.torch.model import TargetModel
@@ -142,6 +143,7 @@ class Bench:
 
     def _verify(self, dtype: torch.dtype, together: int, name: str) -> None:
         loaded = build("tiny", byte_tokenizer(), self._device, dtype, spread=CHECK_SPREAD)
+        record_graphs(loaded.target)
         self._report.checks[f"{name}: trees"] = loaded.target.rewindable
         settings = TorchSettings(max_active=together)
         with SuffixCache.open() as cache:
@@ -161,11 +163,21 @@ class Bench:
         loaded = build(self._plan.shape, tokenizer, self._device, self._dtype)
         self._report.attention = loaded.target.attention
         self._report.checks[f"{self._plan.shape}: chains and trees"] = loaded.target.rewindable
+        self._section("forwards as CUDA graphs", lambda: self._record(loaded.target))
         self._section("verifications by size", lambda: self._time_sizes(loaded.target))
         self._section("a step against memory", lambda: self._against_memory(loaded.target))
         self._section("recorded answers", lambda: self._recorded(loaded))
         high = torch.cuda.max_memory_allocated(self._device) / 2**30 if self._device.type == "cuda" else None
         self._report.figures.append(Figure("device memory, high-water", high, "GiB"))
+
+    def _record(self, target: TargetModel) -> None:
+        """All that follows is timed with recorded forwards, where the device has them."""
+        if self._device.type != "cuda":
+            return
+        launched = step_seconds(target, CONTEXTS[0], 1)
+        self._report.checks["forwards are recorded as CUDA graphs"] = record_graphs(target)
+        ratio = launched / step_seconds(target, CONTEXTS[0], 1)
+        self._report.figures.append(Figure("1-token step, launched kernel by kernel / recorded", ratio, "x"))
 
     def _time_sizes(self, target: TargetModel) -> None:
         for context in CONTEXTS:

@@ -21,6 +21,13 @@ class Prompts(StrEnum):
     edit = "edit"
     short = "short"
     all = "all"
+    control = "control"
+
+    @property
+    def sets(self) -> list[Any]:
+        """The sets of prompts besides the control, which is always measured."""
+        named = {Prompts.edit: ["edit"], Prompts.short: ["edit_short"], Prompts.control: []}
+        return named.get(self, ["edit", "edit_short"])
 
 
 class Shape(StrEnum):
@@ -37,9 +44,9 @@ def bench() -> None:
 @app.command()
 def decode(
     model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
-    prompts: Annotated[Prompts, typer.Option(help="Which code-edit prompts: long answers, short ones, or both")] = (
-        Prompts.all
-    ),
+    prompts: Annotated[
+        Prompts, typer.Option(help="Code edits with long answers, with short ones, or all; or the control alone")
+    ] = Prompts.all,
     limit: Annotated[
         int | None, typer.Option(help="Only the first so many prompts of each set (at least 7)", min=7)
     ] = None,
@@ -61,7 +68,7 @@ def decode(
     with console.status("starting") as status:
         tables = run_decode(
             model,
-            sets=_sets(prompts),
+            sets=prompts.sets,
             limit=limit,
             progress=status.update,
             ngram=ngram,
@@ -301,7 +308,3 @@ def traces(
 
 app.command()(bench_retrieval.retrieval)
 app.command()(bench_retrieval.knn)
-
-
-def _sets(prompts: Prompts) -> list[Any]:
-    return {Prompts.edit: ["edit"], Prompts.short: ["edit_short"], Prompts.all: ["edit", "edit_short"]}[prompts]

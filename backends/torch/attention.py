@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,42 +15,54 @@ ATTENTION_NAME = "agentspec_grouped"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
+class Attended(Protocol):
+    """What a layer's queries attend to: in place of keys and of values alike."""
+
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        """The attention of `query` [1, heads, L, d]: [1, L, heads, d]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """One layer's tensors of several sequences, in the order of their queries: keys or values [1, kv_heads, S_i, d].
+    """One layer's keys and values [1, kv_heads, S_i, d] of several sequences, in the order of their queries.
 
     `lengths` are the numbers of query rows; `masks` as `grouped_attention` takes them.
     """
 
-    rows: Sequence[Tensor]
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
     lengths: Sequence[int]
     masks: Sequence[Tensor | None]
+
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        """Each sequence's queries over its own rows. Nothing is padded, and what one sequence attends to is what it
+        would attend to alone.
+        """
+        queries = query.split_with_sizes(self.lengths, 2)
+        parts = [
+            grouped_attention(*part, scaling) for part in zip(queries, self.keys, self.values, self.masks, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
-    key: Ragged,
-    value: Ragged,
+    key: Attended,
+    value: Attended,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` [1, heads, sum of L_i, d], each sequence over its own rows; returns [1, sum, heads, d].
+    """Attention of `query` [1, heads, L, d] as its cache computes it; returns [1, L, heads, d].
 
-    Nothing is padded, and what one sequence attends to is what it would attend to alone. Raises NotImplementedError
-    for variants this kernel does not compute.
+    Raises NotImplementedError for variants that no cache of ours computes.
     """
     if any(kwargs.get(name) is not None for name in UNSUPPORTED):
         raise NotImplementedError(f"grouped attention knows none of {UNSUPPORTED}")
-    parts = [
-        grouped_attention(queries, keys, values, mask, scaling)
-        for queries, keys, values, mask in zip(
-            query.split_with_sizes(key.lengths, 2), key.rows, value.rows, key.masks, strict=True
-        )
-    ]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1), None
+    return key.attend(query, scaling).contiguous(), None
 
 
 def grouped_attention(

@@ -249,6 +249,8 @@ class TorchBackend:
             dtype=str(target.dtype).removeprefix("torch."),
             attention=target.attention,
             packed_layers=self._loaded.packed,
+            graph_sizes=() if target.graphs is None else target.graphs.sizes,
+            graph_replays=0 if target.graphs is None else target.graphs.replays,
             adapter=self._loaded.adapter,
             speculation=self.capabilities.speculation,
             drafters=tuple(self._drafting.names) if self.capabilities.speculation else (),

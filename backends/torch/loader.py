@@ -21,6 +21,7 @@ from agentspec.backends.torch.adapter import merge_adapter, with_adapter
 from agentspec.backends.torch.attention import ATTENTION_NAME
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.drafters.drafting import SmallModel
+from agentspec.backends.torch.graphs import record_graphs
 from agentspec.backends.torch.layouts import exact_context, masks_known, require_decoder
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed_linear import pack_linears, unpack_linears
@@ -31,8 +32,6 @@ from agentspec.types import Namespace
 logger = logging.getLogger(__name__)
 
 CHECK_CHAIN, CHECK_TREE, CHECK_PARENTS = 5, 4, (-1, -1, 0, 1)
-CHECK_TOLERANCE = {torch.float32: 2e-3}
-LOW_PRECISION_TOLERANCE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,10 @@ def _load(settings: TorchSettings, model: str, adapter: str | None) -> Loaded:
     module = read_weights(files.folder, files.name, dtype)
     if adapter is not None:
         module = merge_adapter(module, adapter)
-    return prepare(module.to(device), tokenizer, name=files.name, fingerprint=fingerprint, adapter=adapter)
+    loaded = prepare(module.to(device), tokenizer, name=files.name, fingerprint=fingerprint, adapter=adapter)
+    if settings.cuda_graphs:
+        record_graphs(loaded.target)
+    return loaded
 
 
 def read_weights(folder: Path, name: str, dtype: torch.dtype) -> Any:
@@ -207,7 +209,7 @@ class Check:
         except (TypeError, ValueError, AttributeError, NotImplementedError, LookupError, RuntimeError) as error:
             logger.debug("%s fails with %s attention: %s", type(target.module).__name__, target.attention, error)
             return False
-        return difference <= CHECK_TOLERANCE.get(target.dtype, LOW_PRECISION_TOLERANCE)
+        return difference <= target.tolerance
 
     def difference(self, target: TargetModel) -> float:
         """Largest logit difference of one forward over rows, chain and tree; of a single token if not rewindable."""

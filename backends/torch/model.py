@@ -12,11 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentspec.backends.torch.attention import ATTENTION_NAME
+from agentspec.backends.torch.graphs import Graphs
 from agentspec.backends.torch.head_input import HeadInput
 from agentspec.backends.torch.kv_cache import Rows, SequenceCache, StateCache
-from agentspec.backends.torch.packed import PackedCache, Piece, wanted_rows
+from agentspec.backends.torch.packed import PackedCache, Piece, packed_ids, wanted_rows
+from agentspec.backends.torch.placement import to_device
 from agentspec.backends.torch.tree_mask import attention_mask, tree_layout
 
+TOLERANCE = {torch.float32: 2e-3}
+LOW_PRECISION_TOLERANCE = 0.5
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 LENGTH_BOUND_ROTARIES = frozenset({"dynamic", "longrope"})  # their angles depend on the longest position of a forward
 
@@ -25,7 +29,8 @@ class TargetModel:
     """A Hugging Face decoder-only model behind one method. Not thread-safe: the engine's thread owns it.
 
     `rewindable` says whether drafts can be verified and rows reused; without it tokens run strictly one after another.
-    `batched` says whether several sequences share a forward; without it each gets one of its own, in turn.
+    `batched` says whether several sequences share a forward; without it each gets one of its own, in turn. `graphs`
+    replays small forwards, if there are any.
     """
 
     def __init__(self, module: Any, *, rewindable: bool) -> None:
@@ -37,6 +42,7 @@ class TargetModel:
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self.attention: str = config._attn_implementation
+        self.graphs: Graphs | None = None
         self._packs = rewindable and self.attention == ATTENTION_NAME
         self.batched = self._packs and LENGTH_BOUND_ROTARIES.isdisjoint(_rotaries(config))
         self._config = config
@@ -44,6 +50,11 @@ class TargetModel:
         self._windows = layer_windows(config) or {}
         parameters = inspect.signature(module.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+
+    @property
+    def tolerance(self) -> float:
+        """By how much a token's logits may differ from those of another way to compute them."""
+        return TOLERANCE.get(self.dtype, LOW_PRECISION_TOLERANCE)
 
     def new_rows(self, capacity: int) -> Rows:
         return SequenceCache(capacity) if self.rewindable else StateCache(self._config)
@@ -58,9 +69,24 @@ class TargetModel:
         if not self.batched and len(pieces) > 1:
             return [logits for piece in pieces for logits in self.forward_batch([piece])]
         wanted = wanted_rows(pieces)
-        logits: Tensor = self._run(pieces, wanted if len(wanted) else np.zeros(1, np.int64)).logits[0].float()
+        logits = self._logits(pieces, wanted if len(wanted) else np.zeros(1, np.int64))
         outputs = [piece.outputs for piece in pieces]
         return list(logits[: len(wanted)].split_with_sizes(outputs))
+
+    def _logits(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Tensor:
+        """The logits [len(wanted), vocab] of these rows, by a recorded forward where one is large enough."""
+        if self.graphs is not None and self.graphs.fits(sum(map(len, pieces))):
+            logits = self.graphs.replay(packed_ids(pieces), self._cache_of(pieces))
+            return logits.index_select(0, to_device(wanted, self.device))
+        computed: Tensor = self._run(pieces, wanted).logits[0]
+        return computed.float()
+
+    @torch.inference_mode()
+    def forward_shown(self, rows: Rows, token: int) -> tuple[Tensor, Tensor]:
+        """For one token its logits [vocab] and what the output head read to make them [width], both in float32."""
+        with HeadInput(self.module) as head:
+            logits: Tensor = self._run([Piece(rows, [token])], np.zeros(1, np.int64)).logits
+        return logits[0, 0].float(), head.states[-1]
 
     @torch.inference_mode()
     def states_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -90,14 +116,17 @@ class TargetModel:
         return self._packed(pieces, wanted) if self._packs else self._own(pieces, wanted)
 
     def _packed(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
-        cache = PackedCache(pieces, self._layer_windows, self._groups, self.dtype, self.device)
+        cache = self._cache_of(pieces)
         return self.module(
-            input_ids=_ids(pieces, self.device),
-            position_ids=torch.from_numpy(cache.positions)[None].to(self.device),
+            input_ids=to_device(packed_ids(pieces), self.device)[None],
+            position_ids=to_device(cache.positions, self.device)[None],
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=torch.from_numpy(wanted).to(self.device),
+            logits_to_keep=to_device(wanted, self.device),
         )
+
+    def _cache_of(self, pieces: Sequence[Piece]) -> PackedCache:
+        return PackedCache(pieces, self._layer_windows, self._groups, self.dtype, self.device)
 
     def _own(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
         """One sequence through the model's own attention; the rows it wants are its last ones."""
@@ -106,13 +135,13 @@ class TargetModel:
         if isinstance(rows, SequenceCache):
             layout = tree_layout(len(piece.chain), piece.parents)
             masks = {
-                kind: attention_mask(layout, rows.length, window=window, groups=1, dtype=self.dtype).to(self.device)
+                kind: attention_mask(layout, rows.length, window=window, groups=1, dtype=self.dtype, device=self.device)
                 for kind, window in self._windows.items()
             }
-            where["position_ids"] = torch.from_numpy(rows.length + layout.depths)[None].to(self.device)
+            where["position_ids"] = to_device(rows.length + layout.depths, self.device)[None]
             where["attention_mask"] = masks if len(masks) > 1 else next(iter(masks.values()))
         where[self._cache_name] = rows if isinstance(rows, SequenceCache) else rows.native
-        ids = _ids(pieces, self.device)
+        ids = to_device(packed_ids(pieces), self.device)[None]
         return self.module(input_ids=ids, use_cache=True, logits_to_keep=len(wanted), **where)
 
     @property
@@ -130,10 +159,6 @@ class TargetModel:
         rows = SequenceCache(1)
         self.forward(rows, [0])
         return rows.nbytes // rows.capacity
-
-
-def _ids(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    return torch.tensor([[token for piece in pieces for token in (*piece.chain, *piece.tokens)]], device=device)
 
 
 def _rotaries(config: Any) -> set[Any]:

@@ -50,7 +50,7 @@ class View:
 class PackedCache(Cache):
     """The caches of several sequences behind the interface of one, for the length of a forward.
 
-    `update` gives each sequence its rows and returns `Ragged` rows, which only `packed_attention` understands.
+    `update` gives each sequence its rows and returns `Ragged` ones, which only `packed_attention` understands.
     `windows` says for each layer how far it looks back (None: everything).
     """
 
@@ -80,7 +80,8 @@ class PackedCache(Cache):
             all_keys, all_values = cache.update(key, value, layer_idx)
             keys.append(all_keys[:, :, first:] if first else all_keys)
             values.append(all_values[:, :, first:] if first else all_values)
-        return Ragged(keys, self._lengths, view.masks), Ragged(values, self._lengths, view.masks)
+        rows = Ragged(keys, values, self._lengths, view.masks)
+        return rows, rows
 
     def __bool__(self) -> bool:
         return True
@@ -101,8 +102,8 @@ def _view(
     masks: list[Tensor | None] = []
     for layout, past, first in zip(layouts, pasts, firsts, strict=True):
         alone = len(layout) == 1  # it sees every row from `first` on
-        mask = None if alone else attention_mask(layout, past, window=window, groups=groups, dtype=dtype, first=first)
-        masks.append(None if mask is None else mask.to(device))
+        seen = {"window": window, "groups": groups, "dtype": dtype, "first": first, "device": device}
+        masks.append(None if alone else attention_mask(layout, past, **seen))
     return View(firsts, masks)
 
 
@@ -111,3 +112,8 @@ def wanted_rows(pieces: Sequence[Piece]) -> NDArray[np.int64]:
     ends = np.cumsum([len(piece) for piece in pieces])
     spans = [np.arange(end - piece.outputs, end) for piece, end in zip(pieces, ends, strict=True)]
     return np.concatenate(spans).astype(np.int64)
+
+
+def packed_ids(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    """The token ids of the packed forward."""
+    return np.array([token for piece in pieces for token in (*piece.chain, *piece.tokens)], dtype=np.int64)

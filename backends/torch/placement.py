@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from agentspec.errors import ConfigurationError
 
@@ -43,3 +46,11 @@ def _best_dtype(device: torch.device) -> torch.dtype:
         return torch.float32
     native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float16
+
+
+def to_device(data: NDArray[np.generic] | Tensor, device: torch.device) -> Tensor:
+    """A copy of host data on `device`, or the data itself where it is there. The host does not wait for the copy."""
+    tensor = data if isinstance(data, Tensor) else torch.from_numpy(data)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -11,7 +11,8 @@ class EngineStats:
     """A snapshot. Token counts are totals since load; `*_by_source` use the names of `Source.NAMES`.
 
     `steps` counts each answer's draws, `batch_sizes` how many forwards served so many answers. The governor's choices:
-    `draft_sizes` for each answer's part of a step, `step_drafts` for steps as a whole.
+    `draft_sizes` for each answer's part of a step, `step_drafts` for steps as a whole. `graph_sizes` are the
+    tokens of forwards that were recorded as CUDA graphs, `graph_replays` how many forwards they have served.
     """
 
     model: str
@@ -19,6 +20,8 @@ class EngineStats:
     dtype: str
     attention: str
     packed_layers: int
+    graph_sizes: tuple[int, ...]
+    graph_replays: int
     adapter: str | None
     speculation: bool
     drafters: tuple[str, ...]

@@ -15,7 +15,6 @@ from agentspec.backends.torch.answers import AnswerReader
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.detokenizer import Detokenizer, StopScanner
 from agentspec.backends.torch.generation import Job
-from agentspec.backends.torch.head_input import HeadInput
 from agentspec.backends.torch.kv_cache import SequenceCache
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed import Piece
@@ -69,11 +68,10 @@ class TorchSteps:
         self._forget(last)
         for token in self._tokens[self._rows.length : last]:
             self._target.prefill(self._rows, [token])
-        with HeadInput(self._target.module) as head:
-            logits = self._target.forward(self._rows, self._tokens[last:])
+        logits, state = self._target.forward_shown(self._rows, self._tokens[last])
         self._rows.commit(1, ())
         self._read = list(self._tokens)
-        return State(logits[0].cpu().numpy(), head.states[-1].cpu().numpy())
+        return State(logits.cpu().numpy(), state.cpu().numpy())
 
     def draw(self, scores: Floats) -> int:
         self._sampler.begin(torch.from_numpy(scores)[None].to(self._target.device))

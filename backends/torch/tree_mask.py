@@ -10,6 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentspec.backends.torch.placement import to_device
+
+CPU = torch.device("cpu")
+ALIGNED = 16  # columns: CUDA kernels copy a mask first whose rows do not begin at such places
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -41,20 +46,27 @@ def first_visible(past: int, window: int | None) -> int:
 
 
 def attention_mask(
-    layout: Layout, past: int, *, window: int | None, groups: int, dtype: torch.dtype, first: int = 0
+    layout: Layout,
+    past: int,
+    *,
+    window: int | None,
+    groups: int,
+    dtype: torch.dtype,
+    first: int = 0,
+    device: torch.device = CPU,
 ) -> Tensor:
     """The additive mask [1, 1, groups * L, past + L - first] of a layer that looks back `window` positions (None: all).
 
     Columns begin at committed row `first`. Committed rows stand at their position; a tree row's column follows them,
     whatever its position. The distance is therefore taken between positions, never between columns.
     """
-    known = past - first
-    hidden = np.zeros((len(layout), known + len(layout)), dtype=np.bool_)
-    hidden[:, known:] = ~layout.sees
+    known, size, lowest = past - first, len(layout), torch.finfo(dtype).min
+    width = known + size
+    room = torch.zeros(groups, size, -(-width // ALIGNED) * ALIGNED, dtype=dtype, device=device)
+    mask = room[:, :, :width]
+    mask[:, :, known:].masked_fill_(to_device(~layout.sees, device), lowest)
     if window is not None:
-        positions = past + layout.depths
-        columns = np.concatenate([np.arange(first, past), positions])
-        hidden |= columns[None, :] <= positions[:, None] - window
-    mask = torch.zeros(hidden.shape, dtype=dtype)
-    mask.masked_fill_(torch.from_numpy(hidden), torch.finfo(dtype).min)
-    return mask.repeat(groups, 1)[None, None]
+        positions = to_device(past + layout.depths, device)
+        columns = torch.cat([torch.arange(first, past, device=device), positions])
+        mask.masked_fill_(columns[None, :] <= positions[:, None] - window, lowest)
+    return mask.view(1, 1, groups * size, width)

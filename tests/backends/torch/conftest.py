@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -36,6 +39,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from agentspec.backends.torch.attention import ATTENTION_NAME, packed_attention
 from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.drafters import Drafting, make_draft
 from agentspec.backends.torch.generation import Generation, Job, Shared
@@ -480,3 +484,26 @@ def rule() -> Callable[..., np.ndarray]:
 @pytest.fixture(scope="session")
 def ask_of() -> type[Ask]:
     return Ask
+
+
+Mutate = Callable[[ModuleType, str, str, Any, str], None]
+
+
+@pytest.fixture
+def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
+    """Gives `owner` its attribute `name` from a copy of `module` that is compiled from its source with one change."""
+
+    def change(module: ModuleType, old: str, new: str, owner: Any, name: str) -> None:
+        path = Path(str(module.__file__))
+        source = path.read_text()
+        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {path.name}"
+        twin = ModuleType(module.__name__ + "_mutated")
+        twin.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, twin.__name__, twin)
+        # A twin of the attention module registers itself where the models look: put back what was there afterwards.
+        monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION_NAME, packed_attention)
+        exec(compile(source.replace(old, new), str(path), "exec"), twin.__dict__)
+        source_of = twin if isinstance(owner, ModuleType) else getattr(twin, owner.__name__)
+        monkeypatch.setattr(owner, name, getattr(source_of, name))
+
+    return change

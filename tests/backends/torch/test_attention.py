@@ -39,8 +39,8 @@ def test_packed_sequences_attend_each_to_its_own_rows(count: int) -> None:
     query = torch.randn(1, 4, sum(lengths), 8)
     rows = [torch.randn(2, 1, 2, size, 8) for size in sizes]
     masks = [None, *(torch.randn(1, 1, 2 * length, size) for length, size in zip(lengths[1:], sizes[1:], strict=True))]
-    keys, values = (Ragged([pair[i] for pair in rows], lengths, masks) for i in (0, 1))
-    out, weights = packed_attention(nn.Module(), query, keys, values, None, scaling=0.3)
+    ragged = Ragged([keys for keys, _ in rows], [values for _, values in rows], lengths, masks)
+    out, weights = packed_attention(nn.Module(), query, ragged, ragged, None, scaling=0.3)
     alone = [
         grouped_attention(queries, pair[0], pair[1], mask, 0.3)
         for queries, pair, mask in zip(query.split(lengths, 2), rows, masks, strict=True)
@@ -50,7 +50,7 @@ def test_packed_sequences_attend_each_to_its_own_rows(count: int) -> None:
 
 @pytest.mark.parametrize("variant", ["softcap", "s_aux", "position_bias"])
 def test_other_attention_variants_are_refused(variant: str) -> None:
-    rows = Ragged([torch.randn(1, 1, 1, 8)], [1], [None])
+    rows = Ragged([torch.randn(1, 1, 1, 8)], [torch.randn(1, 1, 1, 8)], [1], [None])
     with pytest.raises(NotImplementedError):
         packed_attention(
             nn.Module(), torch.randn(1, 1, 1, 8), rows, rows, None, scaling=1.0, **{variant: torch.ones(1)}
