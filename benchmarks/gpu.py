@@ -279,7 +279,7 @@ def waits(target: TargetModel, sampling: SamplingParams) -> int | None:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            sampler.begin(target.forward(rows, [0], [0] * 7, range(-1, 6)))
+            sampler.begin(target.forward(rows, [0], [0] * 7, range(-1, 6)), [0] * 7, range(-1, 6))
             for row in range(8):
                 sampler.observe(sampler.choose(row))
         finally:

@@ -16,9 +16,10 @@ from agentspec.backends.torch.drafters.coupled import CoupledSampler
 from agentspec.backends.torch.drafters.guided import GuidedDrafter
 from agentspec.backends.torch.kv_cache import Rows
 from agentspec.backends.torch.limits import Rules
-from agentspec.backends.torch.logprobs import PromptScorer, token_logprob
+from agentspec.backends.torch.logprobs import PromptScorer, token_logprobs
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.placement import to_device
 from agentspec.backends.torch.proposal import Bill, Proposal, Proposer
 from agentspec.backends.torch.sampler import Sampler
 from agentspec.backends.torch.stats import Counters
@@ -57,6 +58,7 @@ class Shared:
     max_draft_tokens: int = 48
     relieve: Callable[[], None] = lambda: None  # lets go of memory that is only kept to save time
     drafting: Drafting = field(default_factory=Drafting)
+    draws_ahead: bool | None = None  # whether samplers do; None: where waiting for the device is dear
 
     def speculates(self, request: GenerateRequest) -> bool:
         return request.speculation and self.target.rewindable and self.max_draft_tokens > 0
@@ -80,8 +82,14 @@ class Generation:
         self._reused = self._charged = rows.length
         target = shared.target
         limits = job.rules.limits(job.sampling.min_tokens, job.stop_ids, target.vocab_size)
-        self._sampler = Sampler(
-            job.sampling, target.vocab_size, job.prompt, target.device, choice=job.rules.choice, limits=limits
+        self.sampler = Sampler(
+            job.sampling,
+            target.vocab_size,
+            job.prompt,
+            target.device,
+            choice=job.rules.choice,
+            limits=limits,
+            ahead=shared.draws_ahead,
         )
         self._detokenizer = Detokenizer(shared.codec.decoder(job.rules.shown), job.prompt)
         self._scanner = StopScanner(job.sampling.stop)
@@ -91,16 +99,16 @@ class Generation:
         self._scorer = self._prompt_scorer()
         self._prompt_due = job.request.return_prompt or self._scorer is not None
         self._logits = torch.empty(0)
+        self._drawn_from: list[int] = []  # the rows of the logits behind this step's tokens
         self._text: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
 
     @property
     def seed(self) -> int:
         """The request's seed, or the one drawn for it; with it the answer can be had again."""
-        return self._sampler.seed
+        return self.sampler.seed
 
     def _open_drafter(self) -> Drafter:
-        shared, job, constraint = self._shared, self.job, self._sampler.limits.constraint
+        shared, job, constraint = self._shared, self.job, self.sampler.limits.constraint
         noise = CoupledSampler(job.sampling, self.seed, job.rules.choice)
         drafter = shared.drafting.open(self._memory, self._prediction, noise, shared.governor.cost)
         return drafter if constraint is None else GuidedDrafter(drafter, constraint)
@@ -146,12 +154,15 @@ class Generation:
         self.rows.commit(count, ())
         self._shared.counters.prefill_tokens += count
 
-    def commit(self, read: int, draft: Proposal, logits: Tensor, bill: Bill) -> Delta:
-        """Draw from `logits`, those after the last of `read` tokens and after each draft node; tell what was added."""
+    def begin(self, draft: Proposal, logits: Tensor) -> None:
+        """Take the logits of a step, those after the last token read and after each draft node."""
+        self._logits, self._drawn_from = logits, []
+        self.sampler.begin(logits, draft.tokens, draft.parents)
+
+    def commit(self, read: int, draft: Proposal, bill: Bill) -> Delta:
+        """Draw from the logits of a step that read `read` tokens; tell what was added."""
         committed = len(self.tokens)
-        self._logits = logits
-        self._sampler.begin(logits)
-        path = walk(draft.tokens, draft.parents, self._sampler.choose, self._emit)
+        path = walk(draft.tokens, draft.parents, self.sampler.choose, self._emit)
         self.rows.commit(read, path)
         fresh = self.tokens[committed:]
         self._first_at = self._first_at or perf_counter()
@@ -169,10 +180,8 @@ class Generation:
     def _emit(self, token: int, row: int) -> bool:
         """Commit one token, drawn from logits row `row`; True if the answer ends with it."""
         self.tokens.append(token)
-        self._sampler.observe(token)
-        if self.job.sampling.logprobs:
-            entry = token_logprob(self._logits[row], token, self.job.sampling.top_logprobs, self._shared.codec.spell)
-            self._logprobs.append(entry)
+        self.sampler.observe(token)
+        self._drawn_from.append(row)
         if token in self.job.stop_ids:
             self.finish = "stop"
         else:
@@ -195,15 +204,22 @@ class Generation:
         delta = Delta(
             text="".join(self._text),
             token_ids=tuple(fresh),
-            logprobs=tuple(self._logprobs),
+            logprobs=self._logprobs(fresh),
             finish_reason=self.finish,
             usage=self._usage() if self.finish else None,
             speculation=self._proposer.speculation if self.finish else None,
             prompt=self._prompt() if self._prompt_due else None,
         )
         self._prompt_due = False
-        self._text, self._logprobs = [], []
+        self._text = []
         return delta
+
+    def _logprobs(self, fresh: list[int]) -> tuple[TokenLogprob, ...]:
+        sampling = self.job.sampling
+        if not sampling.logprobs:
+            return ()
+        rows = self._logits.index_select(0, to_device(torch.tensor(self._drawn_from), self._logits.device))
+        return tuple(token_logprobs(rows, fresh, sampling.top_logprobs, self._shared.codec.spell))
 
     def _prompt(self) -> Prompt:
         request, ids = self.job.request, tuple(self.job.prompt)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from agentspec.backends.torch.placement import to_device
+
 GROWTH = 1.5
 FIRST_ROWS = 64
 
@@ -65,7 +67,7 @@ class SequenceCache(Cache):
 
     def _gather(self, target: int, rows: Sequence[int]) -> None:
         tensors = [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
-        index = torch.tensor(rows, device=tensors[0].device)  # once: the host waits for each copy to a device
+        index = to_device(torch.tensor(rows), tensors[0].device)
         for tensor in tensors:
             tensor[:, :, target : target + len(rows)] = tensor.index_select(2, index)
 

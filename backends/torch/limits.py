@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.grammar import Constraint, Grammar
+from agentspec.backends.torch.placement import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Limits:
             rest = allowed.clone()
             rest[barred] = False
             allowed, whole = (rest, False) if bool(rest.any()) else (allowed, whole)
-        return row if whole else row.masked_fill(~allowed.to(row.device), float("-inf"))
+        return row if whole else row.masked_fill(to_device(~allowed, row.device), float("-inf"))
 
     def observe(self, token: int) -> None:
         """The answer now ends in `token`."""

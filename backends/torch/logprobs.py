@@ -4,31 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.placement import to_device
 from agentspec.types import TokenLogprob
 
 CHUNK = 64  # prompt tokens scored at once: their logits are all kept, and other streams wait meanwhile
 
 
-def token_logprob(logits: Tensor, token: int, top: int, spell: Callable[[int], str]) -> TokenLogprob:
-    """`token`'s natural-log probability under the float32 row `logits` [vocab], and those of the `top` best tokens."""
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int, spell: Callable[[int], str]) -> list[TokenLogprob]:
+    """Each token's natural-log probability under its own float32 row of `logits` [tokens, vocab], and those of the
+    `top` best tokens there. The host waits for the device once.
+    """
+    reals, integers = _measured(logits, tokens, min(top, logits.shape[-1]))
+    return [_entry(*measured, spell) for measured in zip(tokens, reals, integers, strict=True)]
+
+
+def _measured(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[list[list[float]], list[list[int]]]:
+    """For each row the log-probabilities of the token and of the best ones; the token's rank and the best ones' ids.
+
+    The first travel as the integers of their bits, so that one tensor brings everything.
+    """
     scores = logits.log_softmax(-1)
-    rank = int((logits > logits[token]).sum()) + 1
-    best = scores.topk(min(top, len(scores))) if top else None
-    pairs = [] if best is None else zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return TokenLogprob(
-        token_id=token,
-        text=spell(token),
-        logprob=float(scores[token]),
-        rank=rank,
-        top=tuple(
-            TokenLogprob(int(other), spell(int(other)), value, rank=place)
-            for place, (other, value) in enumerate(pairs, 1)
-        ),
-    )
+    chosen = to_device(torch.tensor(tokens), logits.device)[:, None]
+    rank = (logits > logits.gather(-1, chosen)).sum(-1, keepdim=True) + 1
+    best = scores.topk(top)
+    reals = torch.cat([scores.gather(-1, chosen), best.values], dim=-1)
+    integers = torch.cat([rank, best.indices], dim=-1).int()
+    found = torch.cat([reals.view(torch.int32), integers], dim=-1).cpu().numpy()
+    return found[:, : 1 + top].view(np.float32).tolist(), found[:, 1 + top :].tolist()
+
+
+def _entry(token: int, reals: list[float], integers: list[int], spell: Callable[[int], str]) -> TokenLogprob:
+    (own, *values), (rank, *ids) = reals, integers
+    best = enumerate(zip(ids, values, strict=True), 1)
+    top = tuple(TokenLogprob(other, spell(other), value, rank=place) for place, (other, value) in best)
+    return TokenLogprob(token, spell(token), own, rank=rank, top=top)
 
 
 class PromptScorer:
@@ -63,5 +77,5 @@ class PromptScorer:
         first, *rest = self._prompt[at : min(at + self._chunk, len(self._prompt) - 1)]
         logits = self._target.forward(self._rows, [first], rest, range(-1, len(rest) - 1))
         self._rows.commit(1, range(len(rest)))
-        for row, token in zip(logits, self._prompt[at + 1 :], strict=False):
-            self.entries.append(token_logprob(row, token, self._top, self._spell))
+        scored = self._prompt[at + 1 : at + 1 + len(logits)]
+        self.entries += token_logprobs(logits, scored, self._top, self._spell)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
+
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -48,9 +49,14 @@ def _best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float16
 
 
-def to_device(data: NDArray[np.generic] | Tensor, device: torch.device) -> Tensor:
-    """A copy of host data on `device`, or the data itself where it is there. The host does not wait for the copy."""
-    tensor = data if isinstance(data, Tensor) else torch.from_numpy(data)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+def waits_are_dear(device: torch.device) -> bool:
+    """Whether the device works beside the host, which then loses time whenever it waits for a result."""
+    return device.type != "cpu"
+
+
+def to_device(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
+    """Host values on `device`. A copy to a CUDA device goes through pinned memory, so that the host does not wait."""
+    tensor = torch.as_tensor(values)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

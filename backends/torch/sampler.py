@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from agentspec.backends.torch.limits import Limits
+from agentspec.backends.torch.placement import to_device, waits_are_dear
+from agentspec.backends.torch.truncation import truncated, truncates
 from agentspec.types import SamplingParams
 
 GREEDY_BELOW: Final = 1e-5  # colder than this, scaling would overflow before it changed anything
-NUCLEUS_HEAD: Final = 1024  # candidates sorted before falling back to sorting them all
 _WORD: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
@@ -38,13 +40,15 @@ def position_key(seed: int, choice: int, position: int) -> int:
     return _mixed(_mixed(_mixed(seed + _GOLDEN) ^ choice) + _GOLDEN * (position + 1))
 
 
-def gumbel_noise(key: int, token_ids: Tensor) -> Tensor:
+def gumbel_noise(key: int | Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise in float32 for each of `token_ids` (int64): entry i is a pure function of (key, id i).
+
+    A column of keys, as signed words, gives a row of noise for each.
 
     splitmix64's output function at counter `id` gives 32 uniform bits v; -log1p(-v) is then a standard exponential,
     accurate where v is small, which is where the largest noise comes from, and its negative log is Gumbel.
     """
-    z = token_ids * _signed(_GOLDEN) + _signed(key)
+    z = token_ids * _signed(_GOLDEN) + (_signed(key) if isinstance(key, int) else key)
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(_MIX_1)
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(_MIX_2)
     bits = ((z ^ ((z >> 31) & ((1 << 33) - 1))) >> 32) & 0xFFFFFFFF
@@ -59,6 +63,10 @@ class Sampler:
     frequency and presence penalties (answer); temperature; min_p; top_k; top_p. A choice depends on the logits, the
     history, the seed, the index of the answer and the absolute position, and on nothing else, so that it is the same
     however the logits came about.
+
+    Where waiting for the device is dear (`ahead`; None: on any but the CPU) the tokens of all rows are drawn when the
+    round begins and come to the host together; else a row is processed when a token is drawn from it. The best tokens
+    of plain logits cost so little that they are always drawn ahead.
     """
 
     def __init__(
@@ -70,44 +78,51 @@ class Sampler:
         *,
         choice: int = 0,
         limits: Limits | None = None,
+        ahead: bool | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self._choice = choice
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.greedy = params.temperature < GREEDY_BELOW
         self._params = params
+        self._ahead = waits_are_dear(device) if ahead is None else ahead
+        self._truncates = not self.greedy and truncates(params, vocab_size)
         self._ids = torch.arange(vocab_size, device=device)
         self._bias = _bias_vector(params, vocab_size, device)
         self._penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
         self._position = len(prompt)
-        self._best: list[int] | None = None
         self._logits = torch.empty(0)
+        self._pending: Tensor | None = None
+        self._drawn: list[int] | None = None
         if self._penalised:
             self._counts = torch.zeros(vocab_size, device=device)
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._seen[torch.tensor(list(prompt), dtype=torch.long, device=device)] = True
+            self._prompted = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._prompted.index_fill_(0, to_device(torch.tensor(list(prompt), dtype=torch.long), device), True)
 
     @property
     def plain(self) -> bool:
         """Whether the next choice is the best score as it is."""
-        return self.greedy and not self._penalised and self._bias is None and self.limits.idle
+        return self._raw and self.limits.idle
 
-    def begin(self, logits: Tensor) -> None:
-        """Take the raw float32 logits [rows, vocab] of a round."""
-        self._logits = logits
-        raw = self.greedy and not self._penalised and self._bias is None
-        self._best = logits.argmax(-1).tolist() if raw else None
+    @property
+    def _raw(self) -> bool:
+        return self.greedy and not self._penalised and self._bias is None
+
+    def begin(self, logits: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> None:
+        """Take the raw float32 logits [rows, vocab] of a round: row 0 follows the history, row i + 1 node i of a tree.
+
+        What can be drawn ahead is, without waiting for it; `fetch` brings the tokens of several answers at once.
+        """
+        self._logits, self._drawn, self._pending = logits, None, None
+        if (self._ahead or self._raw) and (self.limits.idle or not self._truncates):
+            self._pending = self._draw(logits, lineages(tokens, parents))
 
     def choose(self, row: int) -> int:
-        """The token that follows the history, drawn from row `row`; the lowest id where greedy scores are equal."""
-        if self._best is not None and (self.limits.idle or self.limits.allow(self._best[row])):
-            return self._best[row]
-        scores = self._penalties(self.limits.apply(self._logits[row]))
-        if self.greedy:
-            return int(scores.argmax())
-        ids, scores = self._truncated(scores / self._params.temperature)
-        noise = gumbel_noise(position_key(self.seed, self._choice, self._position), ids)
-        return int(ids[(scores + noise).argmax()])
+        """The token that follows the history, drawn from row `row`; the lowest id where scores are equal."""
+        fetch([self])
+        if self._drawn is not None and (self.limits.idle or self._foresees(self._drawn[row])):
+            return self._drawn[row]
+        return int(self._draw(self.limits.apply(self._logits[row])[None], [()]))
 
     def observe(self, token: int) -> None:
         """The answer now ends in `token`."""
@@ -115,51 +130,74 @@ class Sampler:
         self.limits.observe(token)
         if self._penalised:
             self._counts[token] += 1
-            self._seen[token] = True
 
-    def _penalties(self, row: Tensor) -> Tensor:
+    def _foresees(self, token: int) -> bool:
+        """Whether `token`, drawn as if there were no limits, is what is drawn under them: the best of all scores is
+        the best of those that are allowed if it is one of them, but a truncation depends on what is allowed.
+        """
+        return not self._truncates and self.limits.allow(token)
+
+    def _draw(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """One id [rows] for each row of logits, which follows the history and then its path."""
+        scores = self._penalties(rows, paths)
+        if self.greedy:
+            return scores.argmax(-1)
+        scores = truncated(scores / self._params.temperature, self._params, patient=not self._ahead)
+        keys = [position_key(self.seed, self._choice, self._position + len(path)) for path in paths]
+        if self._truncates and not self._ahead:
+            return self._best_survivor(scores[0], keys[0])
+        column = to_device(torch.tensor([[_signed(key)] for key in keys]), scores.device)
+        return (scores + gumbel_noise(column, self._ids)).argmax(-1)
+
+    def _best_survivor(self, scores: Tensor, key: int) -> Tensor:
+        """The draw [1] from one truncated row [vocab]: noise is made for what survived alone."""
+        ids = self._ids[scores > -math.inf]
+        return ids[(scores[ids] + gumbel_noise(key, ids)).argmax(0, keepdim=True)]
+
+    def _penalties(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         if self._bias is not None:
-            row = row + self._bias
+            rows = rows + self._bias
         if self._penalised:
-            scale = self._params.repetition_penalty
-            row = torch.where(self._seen, torch.where(row > 0, row / scale, row * scale), row)
-            row = row - self._params.frequency_penalty * self._counts
-            row = row - self._params.presence_penalty * (self._counts > 0)
-        return row
+            scale, counts = self._params.repetition_penalty, self._counts_along(paths)
+            seen = self._prompted | (counts > 0)
+            rows = torch.where(seen, torch.where(rows > 0, rows / scale, rows * scale), rows)
+            rows = rows - self._params.frequency_penalty * counts
+            rows = rows - self._params.presence_penalty * (counts > 0)
+        return rows
 
-    def _truncated(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The surviving ids and their scores, in order of id. Equal scores at a boundary survive together."""
-        params, ids = self._params, self._ids
-        if params.min_p > 0:
-            ids, scores = _at_least(ids, scores, scores.max() + math.log(params.min_p))
-        if 0 < params.top_k < len(ids):
-            ids, scores = _at_least(ids, scores, scores.topk(params.top_k).values[-1])
-        if params.top_p < 1:
-            ids, scores = _at_least(ids, scores, _nucleus_bound(scores, params.top_p))
-        return ids, scores
-
-
-def _at_least(ids: Tensor, scores: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    keep = scores >= bound
-    return ids[keep], scores[keep]
+    def _counts_along(self, paths: Sequence[Sequence[int]]) -> Tensor:
+        """How often the answer has each token once it went on along a path: [paths, vocab], or [vocab] for all."""
+        size = len(self._ids)
+        places = [row * size + token for row, path in enumerate(paths) for token in path]
+        if not places:
+            return self._counts
+        counts = self._counts.repeat(len(paths))
+        where = to_device(torch.tensor(places), counts.device)
+        return counts.scatter_add_(0, where, torch.ones_like(where, dtype=counts.dtype)).view(-1, size)
 
 
-def _nucleus_bound(scores: Tensor, top_p: float) -> Tensor:
-    """The lowest score inside the smallest set of best tokens whose probability reaches `top_p`."""
-    total = scores.logsumexp(0)
-    for size in (NUCLEUS_HEAD, len(scores)):
-        best = scores.topk(min(size, len(scores))).values
-        reached = torch.exp(best - total).cumsum(0)
-        if reached[-1] >= top_p:
-            break
-    inside = int((reached < top_p).sum())
-    return best[min(inside, len(best) - 1)]
+def fetch(samplers: Sequence[Sampler]) -> None:
+    """Bring the tokens that these have drawn ahead to the host: one transfer, and the only time that it waits."""
+    drawing = [(sampler, sampler._pending) for sampler in samplers if sampler._pending is not None]
+    if not drawing:
+        return
+    tokens = iter(torch.cat([pending for _, pending in drawing]).tolist())
+    for sampler, pending in drawing:
+        sampler._pending, sampler._drawn = None, list(islice(tokens, len(pending)))
+
+
+def lineages(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each row of a tree's logits the drafted tokens that lead there: none to the root, then those of each node."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent + 1], token))
+    return paths
 
 
 def _bias_vector(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
     if not params.logit_bias:
         return None
-    bias = torch.zeros(vocab_size, device=device)
+    bias = torch.zeros(vocab_size)
     for token, value in params.logit_bias.items():
         bias[token] = value
-    return bias
+    return to_device(bias, device)

@@ -1,4 +1,4 @@
-"""One step of the engine: one forward for every active answer. Schedule, propose, choose, run, commit."""
+"""One step of the engine: one forward for every active answer. Schedule, propose, choose, run, draw, commit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from agentspec.backends.torch.generation import Generation, Shared
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed import Piece
 from agentspec.backends.torch.proposal import NOTHING, Bill, Proposal, subtree
+from agentspec.backends.torch.sampler import fetch
 from agentspec.backends.torch.stats import count
 from agentspec.governor import Governor
 from agentspec.telemetry.place import place_of
@@ -47,12 +48,15 @@ class Turn:
     def propose(self) -> None:
         self.proposal = self.generation.propose()
 
+    def begin(self) -> None:
+        assert self.logits is not None
+        self.generation.begin(self.proposal, self.logits)
+
     def commit(self, bill: Bill) -> Delta | None:
         if not self.draws:
             self.generation.read(self.read)
             return None
-        assert self.logits is not None
-        return self.generation.commit(self.read, self.proposal, self.logits, bill)
+        return self.generation.commit(self.read, self.proposal, bill)
 
 
 def play(generations: Sequence[Generation], shared: Shared) -> list[tuple[Generation, Outcome]]:
@@ -68,6 +72,8 @@ def play(generations: Sequence[Generation], shared: Shared) -> list[tuple[Genera
     bill = choose(turns, shared.governor)
     tokens, context, started = sum(len(turn.piece) for turn in turns), context_of(turns), perf_counter()
     together = run(turns, shared)
+    begin_draws(turns)
+    fetch_draws(turns)
     count(shared.counters.batch_sizes, len(turns))
     count(shared.counters.step_drafts, sum(len(turn.proposal) for turn in turns))
     outcomes = [attempt(turn, partial(turn.commit, bill)) for turn in turns]
@@ -145,6 +151,22 @@ def run(turns: Sequence[Turn], shared: Shared) -> bool:
     for turn, logits in zip(sound, outputs, strict=True):
         turn.logits = logits
     return len(sound) == len(turns) and (len(turns) == 1 or shared.target.batched)
+
+
+def begin_draws(turns: Sequence[Turn]) -> None:
+    """What can be drawn ahead of the commits is, on the device; the host does not wait for it."""
+    for turn in turns:
+        if turn.draws:
+            attempt(turn, turn.begin)
+
+
+def fetch_draws(turns: Sequence[Turn]) -> None:
+    """Bring the draws of all answers to the host in one transfer. If that fails, each fetches its own as it commits."""
+    samplers = [turn.generation.sampler for turn in turns if turn.draws and turn.error is None]
+    try:
+        fetch(samplers)
+    except Exception as error:
+        logger.warning("the draws of %d answers failed, each is tried alone: %s", len(samplers), place_of(error))
 
 
 def run_alone(turn: Turn, target: TargetModel) -> None:

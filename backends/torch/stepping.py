@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
-
 from agentspec.backends.base import Floats, State
 from agentspec.backends.torch.answers import AnswerReader
 from agentspec.backends.torch.codec import Codec
@@ -18,6 +16,7 @@ from agentspec.backends.torch.generation import Job
 from agentspec.backends.torch.kv_cache import SequenceCache
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed import Piece
+from agentspec.backends.torch.placement import to_device
 from agentspec.backends.torch.sampler import Sampler
 from agentspec.backends.torch.threads import Tasks
 from agentspec.errors import AgentSpecError, EngineError, InvalidRequestError
@@ -74,7 +73,7 @@ class TorchSteps:
         return State(logits.cpu().numpy(), state.cpu().numpy())
 
     def draw(self, scores: Floats) -> int:
-        self._sampler.begin(torch.from_numpy(scores)[None].to(self._target.device))
+        self._sampler.begin(to_device(scores[None], self._target.device))
         return self._sampler.choose(0)
 
     def add(self, token: int) -> bool:

@@ -10,7 +10,9 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -239,6 +242,7 @@ class Lab:
         self.target = self.loaded.target
         self.codec = Codec(self.loaded.tokenizer)
         self.divergences: list[str] = []
+        self.draws_ahead: bool | None = None
 
     def run(
         self,
@@ -278,6 +282,7 @@ class Lab:
             max_draft_tokens=max_draft,
             relieve=no_forward_fails,
             drafting=drafting or Drafting(),
+            draws_ahead=self.draws_ahead,
         )
         generations = [ask.begin(shared, rows if len(asks) == 1 else None) for ask in asks]
         outcomes = {generation: Outcome(generation=generation) for generation in generations}
@@ -507,3 +512,42 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
         monkeypatch.setattr(owner, name, getattr(source_of, name))
 
     return change
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make the host wait for a device: values that it reads, and shapes that depend on values."""
+
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        masked = func is aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if masked or func in (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default):
+            self.seen[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+    def counting(self, name: str) -> Any:
+        method = getattr(torch.Tensor, name)
+
+        def counted(tensor: torch.Tensor, *args: Any) -> Any:
+            self.seen[name] += 1
+            return method(tensor, *args)
+
+        return counted
+
+
+@pytest.fixture(scope="session")
+def waits() -> Any:
+    """A context that counts how often the host would wait for a device inside, by what it did."""
+
+    @contextmanager
+    def counted(seen: Counter[str]) -> Iterator[None]:
+        mode = Waits(seen)
+        with pytest.MonkeyPatch.context() as patch, mode:
+            for name in ("tolist", "cpu"):
+                patch.setattr(torch.Tensor, name, mode.counting(name))
+            yield
+
+    return counted

@@ -67,17 +67,17 @@ MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     "accepted rows forgotten": (kv_cache, "start + len(path)", "start", (kv_cache.SequenceCache, "commit")),
     "noise by call, not by position": (sampler, "self._position += 1", "pass", (sampler.Sampler, "observe")),
     "history not kept": (sampler, "self._counts[token] += 1", "pass", (sampler.Sampler, "observe")),
-    "noise by row": (
+    "noise by path alone": (
         sampler,
-        "position_key(self.seed, self._choice, self._position)",
-        "position_key(self.seed, self._choice, row)",
-        (sampler.Sampler, "choose"),
+        "self._position + len(path)) for",
+        "len(path)) for",
+        (sampler.Sampler, "_draw"),
     ),
     "seed ignored": (
         sampler,
         "position_key(self.seed, self._choice,",
         "position_key(0, self._choice,",
-        (sampler.Sampler, "choose"),
+        (sampler.Sampler, "_draw"),
     ),
     "child of any parent": (
         verify,
@@ -165,13 +165,13 @@ RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     ),
     "mask not applied": (
         sampler,
-        "self.limits.apply(self._logits[row])",
-        "self._logits[row]",
+        "self.limits.apply(self._logits[row])[None]",
+        "self._logits[row][None]",
         (sampler.Sampler, "choose"),
     ),
     "best token taken unasked": (
         sampler,
-        " and (self.limits.idle or self.limits.allow(self._best[row]))",
+        " and (self.limits.idle or self._foresees(self._drawn[row]))",
         "",
         (sampler.Sampler, "choose"),
     ),
@@ -192,8 +192,27 @@ RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         sampler,
         "position_key(self.seed, self._choice,",
         "position_key(self.seed, 0,",
-        (sampler.Sampler, "choose"),
+        (sampler.Sampler, "_draw"),
     ),
+}
+# The same where the tokens of all rows are drawn before one is asked for.
+AHEAD_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
+    "one noise for all rows": (sampler, "_position + len(path)) for", "_position) for", (sampler.Sampler, "_draw")),
+    "drafted ancestors not counted": (
+        sampler,
+        "places = [row * size + token for row, path in enumerate(paths) for token in path]",
+        "places = []",
+        (sampler.Sampler, "_counts_along"),
+    ),
+    "ancestors counted in another row": (
+        sampler,
+        "row * size + token",
+        "(len(paths) - 1 - row) * size + token",
+        (sampler.Sampler, "_counts_along"),
+    ),
+    "paths end at the parent": (sampler, "(*paths[parent + 1], token)", "paths[parent + 1]", (sampler, "lineages")),
+    "paths from the node before": (sampler, "paths[parent + 1]", "paths[-1]", (sampler, "lineages")),
+    "tokens of another answer": (sampler, "list(islice(tokens, len(pending)))", "list(tokens)", (step, "fetch")),
 }
 
 
@@ -271,6 +290,30 @@ def test_a_broken_guard_is_caught(labs: list[Any], tree_of: Any, name: str, muta
     mutate(module, old, new, owner, attribute)
     with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
         battery(labs, tree_of)
+
+
+@pytest.fixture
+def ahead(labs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for lab in labs:
+        monkeypatch.setattr(lab, "draws_ahead", True)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_the_batteries_pass_drawing_ahead(labs: list[Any], ask_of: Any, tree_of: Any, governor: Any) -> None:
+    battery(labs, tree_of)
+    batch_battery(labs, ask_of, tree_of, governor)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("name", AHEAD_MUTATIONS)
+def test_a_broken_guard_of_drawing_ahead_is_caught(
+    labs: list[Any], ask_of: Any, tree_of: Any, governor: Any, name: str, mutate: Any
+) -> None:
+    module, old, new, (owner, attribute) = AHEAD_MUTATIONS[name]
+    mutate(module, old, new, owner, attribute)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
+        battery(labs, tree_of)
+        batch_battery(labs, ask_of, tree_of, governor)
 
 
 @pytest.fixture
