@@ -16,6 +16,7 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import Loaded
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed import Piece
+from agentspec.backends.torch.placement import wait_for
 from agentspec.backends.torch.tree_mask import tree_layout
 from agentspec.benchmarks.decode import OFF, Run, Table
 from agentspec.benchmarks.stats import rotated
@@ -54,12 +55,6 @@ class ForcedModel(TargetModel):
         forced = torch.zeros_like(logits)
         forced.scatter_(1, torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None], 1.0)
         return forced
-
-
-def wait_for(device: torch.device) -> None:
-    """Until everything that was asked of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Forced:

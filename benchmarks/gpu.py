@@ -26,11 +26,11 @@ from agentspec.backends.torch.graphs import record_graphs
 from agentspec.backends.torch.kv_cache import SequenceCache
 from agentspec.backends.torch.loader import Loaded, read_tokenizer
 from agentspec.backends.torch.model import TargetModel
-from agentspec.backends.torch.placement import choose_device, choose_dtype
+from agentspec.backends.torch.placement import choose_device, choose_dtype, wait_for
 from agentspec.backends.torch.sampler import Sampler
 from agentspec.backends.torch.verification import Question, verify
 from agentspec.benchmarks.decode import OFF, Table
-from agentspec.benchmarks.forced import ON, Forced, wait_for
+from agentspec.benchmarks.forced import ON, Forced
 from agentspec.benchmarks.gpu_model import build, byte_tokenizer, copied_bytes, read_bytes
 from agentspec.benchmarks.stats import MIN_PAIRS
 from agentspec.benchmarks.traces import load_encoder, read_calls

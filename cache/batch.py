@@ -41,7 +41,7 @@ def draft_batch(
     ]
     drafts = propose_batch(jobs)
     for request, draft in zip(requests, drafts, strict=True):
-        request._draft = draft
+        request._await(draft)
     return drafts
 
 

@@ -61,7 +61,8 @@ class CacheRequest:
         self._context = self._prompt_end
         self._output: list[Tokens] = []
         self._indexes: list[Sourced] = [(session.index, Source.SESSION), (space.shared, Source.SHARED)]
-        self._draft: Draft | None = None
+        self._length = 0  # of the output
+        self._drafts: dict[int, Draft] = {}  # those to be counted, by where in the output they begin
         self._open = True
 
     @property
@@ -89,15 +90,26 @@ class CacheRequest:
         self._require_open()
         self._indexes.insert(len(self._indexes) - 1, (index, source))
 
-    def draft(self, max_tokens: int = 32, min_probability: float = 0.0, *, chain: bool = False) -> Draft:
+    def draft(
+        self, max_tokens: int = 32, min_probability: float = 0.0, *, chain: bool = False, behind: TokensLike = EMPTY
+    ) -> Draft:
         """Propose a token tree that continues prompt and output; empty when nothing similar was seen.
 
-        A `chain` has no branches, for targets that verify no trees.
+        A `chain` has no branches, for targets that verify no trees. The output may have grown by tokens that `extend`
+        will be told later: the tree continues `behind` them.
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
-        self._draft = self.drafter.propose(*self._asked(max_tokens, min_probability), chain)
-        return self._draft
+        indexes, context, *_ = self._asked(max_tokens, min_probability)
+        if len(behind):
+            context = np.concatenate((context, as_tokens(behind, "behind")))
+        draft = self.drafter.propose(indexes, context, max_tokens, min_probability, chain)
+        self._await(draft, len(behind))
+        return draft
+
+    def _await(self, draft: Draft, behind: int = 0) -> None:
+        """Count it once `extend` is told what came in its place, so many tokens further on."""
+        self._drafts[self._length + behind] = draft
 
     def _asked(self, max_tokens: int, min_probability: float) -> tuple[list[Sourced], Tokens, int, float]:
         self._require_open()
@@ -122,6 +134,7 @@ class CacheRequest:
             self._context = np.concatenate((self._context, part))[-DEPTH:]
         if len(committed):
             self._output.append(committed.copy())
+            self._length += len(committed)
             self._cache._grown(self._space, self._session)
 
     def count_draft(self, drafted: int, accepted: int) -> None:
@@ -173,16 +186,20 @@ class CacheRequest:
         self._cache._require_open()
 
     def _count(self, committed: Tokens) -> None:
-        """Follow the committed tokens down the last draft, to know how many were accepted."""
-        if self._draft is None:
-            return
-        draft, self._draft = self._draft, None
-        edges = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
-        children = {edge: node for node, edge in enumerate(edges)}
-        node, accepted = -1, 0
-        for token in committed.tolist():
-            if (node, token) not in children:
-                break
-            node = children[node, token]
-            accepted += 1
-        self._cache._drafted(len(draft), accepted)
+        """Follow the committed tokens down the drafts that begin among them, to know how many were accepted."""
+        end = self._length + len(committed)
+        for start in [start for start in self._drafts if start < end]:
+            draft = self._drafts.pop(start)
+            self._cache._drafted(len(draft), _followed(draft, committed[start - self._length :].tolist()))
+
+
+def _followed(draft: Draft, tokens: list[int]) -> int:
+    """How many of the tokens lie on a path of the draft."""
+    edges = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
+    children = {edge: node for node, edge in enumerate(edges)}
+    node = -1
+    for count, token in enumerate(tokens):
+        if (node, token) not in children:
+            return count
+        node = children[node, token]
+    return len(tokens)

@@ -26,6 +26,7 @@ from agentspec.backends.torch.generation import Job, Shared
 from agentspec.backends.torch.loader import Loaded, load, load_draft
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.placement import waits_are_dear
 from agentspec.backends.torch.row_scan import RowScan
 from agentspec.backends.torch.stats import EngineStats
 from agentspec.backends.torch.stepping import TorchSession, computed, require_one_answer, states_of
@@ -281,7 +282,8 @@ class TorchBackend:
         request = job.request
         wanted = request.store or (request.speculation and self.capabilities.speculation)
         namespace = self._loaded.namespace(request.tenant)
-        return Memory.open(self._cache if wanted else None, request, job.prompt, namespace, self._codec.decode)
+        cache, late = self._cache if wanted else None, waits_are_dear(self.target.device)
+        return Memory.open(cache, request, job.prompt, namespace, self._codec.decode, late=late)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._loaded.target.vocab_size

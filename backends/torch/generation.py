@@ -149,6 +149,10 @@ class Generation:
         left = self.job.max_tokens - self._emitted
         return self._proposer.propose(self.tokens, min(self._shared.max_draft_tokens, left - 1))
 
+    def learn(self) -> None:
+        """A forward is under way, of which nothing is known yet."""
+        self._memory.learn()
+
     def read(self, count: int) -> None:
         """The rows of `count` more tokens were computed, and there are more to come before the next draw."""
         self.rows.commit(count, ())

@@ -23,11 +23,15 @@ logger = logging.getLogger(__name__)
 class Memory:
     """An open cache request, or nothing where there is no cache.
 
+    The cache learns what is said as it is said; `late`, it does so when `learn` is called, which costs no time while a
+    device computes by itself, and drafts meanwhile behind what it has not learned.
+
     Any error of the cache, its database's included, closes it and is logged once: drafting is a luxury.
     """
 
-    def __init__(self, request: CacheRequest | None) -> None:
+    def __init__(self, request: CacheRequest | None, *, late: bool = False) -> None:
         self._request = request
+        self._late = late
         self._held: list[int] = []
         self._drafted = False  # in this round, so that the cache counts what of the draft came true
 
@@ -39,6 +43,8 @@ class Memory:
         prompt: Sequence[int],
         namespace: Namespace,
         decode: Callable[[Sequence[int]], str] | None = None,
+        *,
+        late: bool = False,
     ) -> Memory:
         """Open a place for `prompt`; what is generated is recorded at a clean `close` if the request allows it.
 
@@ -60,15 +66,16 @@ class Memory:
         except Exception as error:
             logger.warning("generating without the token cache: %s", said_of(error))
             return cls(None)
-        return cls(opened)
+        return cls(opened, late=late)
 
     def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
-        self._release()
+        if not self._late:
+            self._release()
         if self._request is None:
             return None
         self._drafted = True
         try:
-            return self._request.draft(max_tokens, min_probability)
+            return self._request.draft(max_tokens, min_probability, behind=np.asarray(self._held, dtype=np.int32))
         except Exception as error:
             self._give_up(error)
             return None
@@ -76,7 +83,12 @@ class Memory:
     def extend(self, tokens: Sequence[int]) -> None:
         """The answer grew by `tokens`; in rounds without a draft the cache hears of them a little later, together."""
         self._held.extend(tokens)
-        if self._drafted or len(self._held) >= HELD:
+        if not self._late and (self._drafted or len(self._held) >= HELD):
+            self._release()
+
+    def learn(self) -> None:
+        """A forward is under way: if the device computes it by itself, there is time to tell what was said."""
+        if self._late:
             self._release()
 
     def close(self, *, clean: bool) -> None:

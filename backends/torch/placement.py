@@ -60,3 +60,9 @@ def to_device(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until everything that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from agentspec.backends.torch.generation import Generation, Shared
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed import Piece
+from agentspec.backends.torch.placement import wait_for
 from agentspec.backends.torch.proposal import NOTHING, Bill, Proposal, subtree
 from agentspec.backends.torch.sampler import fetch
 from agentspec.backends.torch.stats import count
@@ -72,7 +73,11 @@ def play(generations: Sequence[Generation], shared: Shared) -> list[tuple[Genera
     bill = choose(turns, shared.governor)
     tokens, context, started = sum(len(turn.piece) for turn in turns), context_of(turns), perf_counter()
     together = run(turns, shared)
+    if not any(turn.draws for turn in turns):
+        wait_for(shared.target.device)  # else nothing does, and the step would seem to have cost nothing
     begin_draws(turns)
+    for turn in turns:
+        turn.generation.learn()
     fetch_draws(turns)
     count(shared.counters.batch_sizes, len(turns))
     count(shared.counters.step_drafts, sum(len(turn.proposal) for turn in turns))

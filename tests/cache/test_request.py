@@ -136,3 +136,23 @@ def test_an_ended_output_is_not_drafted_on(cache: SuffixCache) -> None:
         draft = request.draft(max_tokens=5)
         assert draft.tokens[:3].tolist() == [5, 6, 99]
         assert draft.probabilities[3:].max(initial=0) < 0.1 * draft.probabilities[2]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_draft_may_stand_behind_tokens_that_are_told_later(cache: SuffixCache, late: bool) -> None:
+    """It is the same, and counted against what came in its own place."""
+    with cache.request([1, 2, 3], session="a") as request:
+        request.extend([4, 5, 6, 7, 8, 1, 2])
+        before, held = cache.stats(), list[int]()
+        for draft, fresh in (([3, 4], [3, 4]), ([5, 6], [5, 6]), ([7, 8], [9])):
+            assert request.draft(max_tokens=2, behind=held).tokens.tolist() == draft
+            request.extend(held)
+            held = fresh
+            if not late:
+                request.extend(held)
+                held = []
+        request.extend(held)
+        counted = cache.stats()
+        assert (counted.steps - before.steps, counted.accepted - before.accepted) == (3, 4)
+        with pytest.raises(InvalidRequestError, match="behind"):
+            request.draft(behind=[-1])

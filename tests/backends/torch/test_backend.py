@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import TorchSettings
@@ -77,6 +78,22 @@ async def test_the_same_prompt_in_three_forms(backend_of: Any, lab: Any) -> None
     plain = await answer(backend, ask(text="hello"))
     assert plain[0] == lab.oracle(backend.encode("hello"), GREEDY, max_tokens=12)
     assert backend.decode(backend.encode("hello")) == "hello"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_the_cache_learns_beside_the_forwards_of_a_device_that_computes_by_itself(
+    backend_of: Any, lab: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    with SuffixCache.open() as cache:
+        backend = backend_of(cache)
+        monkeypatch.setattr(lab.target, "device", torch.device(device))
+        memory = backend._open_memory(backend.prepare(ask()))
+        memory.draft(3)
+        memory.extend([5, 6])
+        assert cache.stats().steps == (device == "cpu")
+        memory.learn()
+        assert cache.stats().steps == 1
+        memory.close(clean=False)
 
 
 async def test_an_assistant_message_can_be_continued(backend_of: Any, lab: Any) -> None:

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from agentspec.backends.torch.generation import Job, Shared
 from agentspec.backends.torch.memory import Memory
 from agentspec.backends.torch.prefix_store import PrefixStore
 from agentspec.backends.torch.row_budget import RowBudget
+from agentspec.cache import SuffixCache
 from agentspec.errors import ContextLengthError, EngineError, OverloadedError, ShuttingDownError
 from agentspec.governor import CHUNKS
-from agentspec.types import Delta, GenerateRequest, SamplingParams
+from agentspec.types import Delta, GenerateRequest, Labels, Namespace, SamplingParams
 
 PROMPT = list(range(20, 40))
 WAIT = 30.0
@@ -201,6 +203,64 @@ def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:
     with pytest.raises(EngineError, match=r"failed on this request$"):
         Client(engine).submit().result()
     assert len(Client(engine).submit().result()[0]) == 8
+
+
+def test_answers_are_the_same_where_the_cache_learns_beside_the_forwards(lab: Any, engine_of: Any) -> None:
+    """Said before, they are drafted when they are asked for again, greedy and sampled, alone and together."""
+    samplings = [SamplingParams(temperature=min(seed, 1.0), seed=seed) for seed in range(4)]
+    wants = [lab.oracle(PROMPT, sampling, max_tokens=40, stop_ids=()) for sampling in samplings]
+    with SuffixCache.open() as cache:
+        engine = engine_of(lambda job: late_memory(cache, job), max_active=4)
+        for together in (False, False, True):
+            clients = list[Client]()
+            for sampling in samplings:
+                clients.append(Client(engine, max_tokens=40, labels=Labels(session=f"{together}")))
+                clients[-1].job.request = replace(clients[-1].job.request, sampling=sampling)
+                clients[-1].submit()
+                assert together or clients[-1].result()[0] == wants[len(clients) - 1]
+            assert not together or [client.result()[0] for client in clients] == wants
+        assert cache.stats().accepted > 100 and cache.stats().tokens == 3 * 4 * 40
+
+
+def late_memory(cache: SuffixCache, job: Job) -> Memory:
+    return Memory.open(cache, job.request, job.prompt, Namespace("t", "model"), late=True)
+
+
+def test_what_a_cancelled_answer_said_stays_partial_where_the_cache_learns_late(engine_of: Any) -> None:
+    with SuffixCache.open() as cache:
+        engine = engine_of(lambda job: late_memory(cache, job))
+        client = Client(engine, max_tokens=400).submit()
+        said = [token for _ in range(5) for token in client.items.get(timeout=WAIT).token_ids]
+        engine.cancel(client.job)
+        wait_until(lambda: engine.active == 0)
+        assert (cache.stats().partial, cache.stats().tokens) == (1, 0) and len(said) >= 5
+
+
+def test_a_cache_that_breaks_beside_a_forward_costs_only_speed(
+    lab: Any, engine_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=30, stop_ids=())
+    with SuffixCache.open() as cache:
+        broken = Breaking(cache.request(PROMPT))
+        engine = engine_of(lambda job: Memory(broken, late=True))  # type: ignore[arg-type]
+        assert Client(engine, max_tokens=30).submit().result()[0] == want
+        assert broken.told == 3 and caplog.text.count("the disk is gone") == 1
+
+
+class Breaking:
+    """A cache request whose database goes away the third time that it is told something."""
+
+    def __init__(self, request: Any) -> None:
+        self._request, self.told = request, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    def extend(self, tokens: Any) -> None:
+        self.told += 1
+        if self.told > 2:
+            raise OSError("the disk is gone")
+        self._request.extend(tokens)
 
 
 def test_closing_ends_everything_and_refuses_more(engine_of: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ class Failing:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        def fail(*args: Any) -> None:
+        def fail(*args: Any, **options: Any) -> None:
             self.calls.append(name)
             raise OSError("the disk is gone")
 
@@ -97,14 +98,24 @@ def test_an_error_of_any_kind_is_logged_and_not_raised(caplog: pytest.LogCapture
     assert caplog.text.count("the disk is gone") == 5
 
 
+def test_an_error_of_learning_late_is_logged_once_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+    request = Failing()
+    memory = Memory(request, late=True)  # type: ignore[arg-type]
+    for _ in range(3):
+        memory.extend([1])
+        memory.learn()
+        assert memory.draft(3) is None
+    assert request.calls == ["extend", "abandon"] and caplog.text.count("going on without the token cache") == 1
+
+
 class Recording:
     """A cache request that lists what it is told."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int]]] = []
 
-    def draft(self, max_tokens: int, min_probability: float) -> None:
-        self.calls.append(("draft", []))
+    def draft(self, max_tokens: int, min_probability: float, *, behind: Any) -> None:
+        self.calls.append(("draft", behind.tolist()))
 
     def extend(self, tokens: Any) -> None:
         self.calls.append(("extend", tokens.tolist()))
@@ -137,3 +148,55 @@ def test_no_more_than_a_few_tokens_wait() -> None:
     for token in range(2 * HELD):
         memory.extend([token])
     assert [len(tokens) for _, tokens in request.calls] == [HELD, HELD]
+
+
+def test_what_is_learned_late_is_drafted_behind_until_then() -> None:
+    request = Recording()
+    memory = Memory(request, late=True)
+    memory.draft(4)
+    memory.learn()
+    memory.extend([1])
+    memory.draft(4)
+    memory.learn()
+    memory.extend([2])
+    memory.extend([3, 4] * HELD)
+    memory.draft(4)
+    memory.close(clean=True)
+    assert request.calls == [
+        ("draft", []),
+        ("draft", [1]),
+        ("extend", [1]),
+        ("draft", [2, *[3, 4] * HELD]),
+        ("extend", [2, *[3, 4] * HELD]),
+        ("close", []),
+    ]
+
+
+def test_what_is_learned_at_once_waits_for_no_forward() -> None:
+    request = Recording()
+    memory = Memory(request)
+    memory.extend([1])
+    memory.learn()
+    assert request.calls == []
+    memory.draft(4)
+    memory.extend([2])
+    assert request.calls == [("extend", [1]), ("draft", []), ("extend", [2])]
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_late_or_not_the_cache_ends_with_the_same(clean: bool) -> None:
+    """Drafts of a text that was said before, what is counted of them, and what others see in the end."""
+    seen = []
+    for late in (False, True):
+        with SuffixCache.open() as cache:
+            for _ in range(2):
+                request = GenerateRequest("m", token_ids=PROMPT)
+                memory, drafts = Memory.open(cache, request, PROMPT, SPACE, late=late), list[list[int]]()
+                for start in range(0, len(ANSWER), 4):
+                    draft = memory.draft(3)
+                    drafts.append([] if draft is None else draft.tokens.tolist())
+                    memory.learn()
+                    memory.extend(ANSWER[start : start + 4])
+                memory.close(clean=clean)
+            seen.append((drafts, replace(cache.stats(), memory_bytes=0)))
+    assert seen[0] == seen[1] and (seen[0][1].accepted >= 24) == clean
