@@ -14,17 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
-GUESS_SECONDS = 0.03  # a one-token forward, until one was measured
-PRIOR_RISE = 0.02  # cost of one more token, in one-token forwards, until it was measured
-SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
-SPEED_CLIP = 4.0  # one round tells at most this factor
-SHAPE_RATE = 0.03  # how fast the curve itself is, once there is evidence
-CALIBRATION_WEIGHT = 6  # measured rounds that a calibrated size counts for
-EACH_RATE = 0.015  # how fast what one more sequence costs is: most of what is off is the curve or noise
-SHAPE_CLIP = 0.5  # one round tells at most this share
+from agentspec.cost_curve import Counts, Floats
+from agentspec.cost_model import CostModel
+
 STALL = 8.0  # a chunk of a prompt may make running answers wait this many times as long as without it
 CHUNKS = (256, 192, 128, 96, 64, 48, 32)  # tokens of prompts that a step may read; smaller ones waste its fixed cost
 
@@ -34,139 +27,6 @@ PACE_FADE = 0.9  # per round of one request: its record is short, since texts ch
 LONGEST_PAUSE = 16  # rounds without asking, at most
 MOST_STEPS = 256  # workflow steps with a record of their own
 FADE = 0.998  # per round: what was learned is forgotten, so that a source which was wrong is tried again
-
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
-
-
-class CostModel:
-    """Seconds of one forward by its tokens, the rows it reads and its sequences, learned from what was measured.
-
-    cost = speed * (shape(tokens) + (slope + tilt * tokens / batch) * context + each * (batch - 1)): `shape` is
-    piecewise linear over `KNOTS` and never falls (pool adjacent violators); `context` counts the rows of all `batch`
-    sequences; `each` is what one more of them costs beside its tokens. `speed` follows the machine as a whole, so that
-    a busy minute seen at one size does not make the other sizes look cheap.
-    """
-
-    def __init__(self) -> None:
-        self._shape: dict[int, float] = {}
-        self._visits: dict[int, int] = {}
-        self._knots = self._curve = np.empty(0)
-        self._slope = 0.0
-        self._tilt = 0.0
-        self._each = 0.0
-        self._speed = 1.0
-        self.calibrate([(1, 0, GUESS_SECONDS)])
-        self._measured = False
-
-    def calibrate(self, samples: Sequence[tuple[int, int, float]], batches: Sequence[tuple[int, float]] = ()) -> None:
-        """Start from timed forwards (tokens, context, seconds), at least one; replaces what was known.
-
-        Samples with the shortest context give the curve, each size by its fastest; the others what context adds.
-        `batches` are forwards (sequences, seconds) of one token for each of several sequences.
-        """
-        near = min(context for _, context, _ in samples)
-        self._shape = _fastest([(tokens, seconds) for tokens, context, seconds in samples if context == near])
-        self._visits = dict.fromkeys(self._shape, CALIBRATION_WEIGHT)
-        self._shape |= _beyond(self._shape)
-        self._speed, self._measured = 1.0, True
-        self._refit()
-        far = [(t, (seconds - self._base(t)) / (context - near)) for t, context, seconds in samples if context > near]
-        self._slope, self._tilt = _line(sorted(_fastest(far).items()))
-        shares = [(seconds - self._base(count)) / (count - 1) for count, seconds in _fastest(batches).items()]
-        self._each = max(0.0, sum(shares) / len(shares)) if shares else 0.0
-
-    def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
-        """Estimated cost of one forward of `tokens` tokens over `context` earlier rows of `batch` sequences in all."""
-        return float(self.many(np.array([tokens]), context, batch)[0])
-
-    def many(self, tokens: Counts, context: int = 0, batch: int = 1) -> Floats:
-        """`seconds` of each."""
-        return self._speed * (self._shapes(tokens) + self._added(tokens, context, batch))
-
-    def observe(self, tokens: int, context: int, seconds: float, batch: int = 1) -> None:
-        """Learn from one measured forward."""
-        if not self._measured:
-            self.calibrate([(tokens, context, seconds)])
-        ratio = seconds / self.seconds(tokens, context, batch)
-        self._speed *= min(max(ratio, 1 / SPEED_CLIP), SPEED_CLIP) ** SPEED_RATE
-        self._bend(tokens, context, seconds, batch)
-
-    def _added(self, tokens: Counts | int, context: int, batch: int) -> Floats:
-        return np.asarray((self._slope + self._tilt * tokens / batch) * context + self._each * (batch - 1))
-
-    def _bend(self, tokens: int, context: int, seconds: float, batch: int) -> None:
-        """Move the nearest knot towards what this step would cost at the machine's present speed."""
-        knot = min(KNOTS, key=lambda knot: abs(knot - tokens))
-        known = self._shape.get(knot, self._base(knot))
-        seen = seconds / self._speed - float(self._added(tokens, context, batch)) - self._base(tokens)
-        visits = self._visits[knot] = self._visits.get(knot, 0) + 1
-        limit = SHAPE_CLIP * known
-        rate = max(SHAPE_RATE, 1 / (visits + 1)) if abs(seen) < limit else SHAPE_RATE
-        seen = min(max(seen, -limit), limit)
-        if batch > 1:
-            self._each = max(0.0, self._each + EACH_RATE * seen / batch)
-        self._shape[knot] = known + rate * seen
-        self._refit()
-
-    def _refit(self) -> None:
-        """The closest non-decreasing curve: pool adjacent violators."""
-        blocks: list[list[float]] = []
-        knots = sorted(self._shape)
-        for knot in knots:
-            blocks.append([self._shape[knot], 1.0])
-            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-                value, weight = blocks.pop()
-                total = blocks[-1][1] + weight
-                blocks[-1] = [(blocks[-1][0] * blocks[-1][1] + value * weight) / total, total]
-        values = [value for value, weight in blocks for _ in range(int(weight))]
-        self._knots, self._curve = np.array(knots, dtype=np.float64), np.array(values)
-
-    def _base(self, tokens: int) -> float:
-        return float(self._shapes(np.array([tokens]))[0])
-
-    def _shapes(self, tokens: Counts) -> Floats:
-        """`shape` of each, going on behind the last knot as it rises before it."""
-        beyond = np.maximum(tokens - self._knots[-1], 0.0)
-        rise = (self._curve[-1] - self._curve[-2]) / (self._knots[-1] - self._knots[-2])
-        return np.asarray(np.interp(tokens, self._knots, self._curve) + beyond * rise)
-
-    def table(self) -> dict[int, float]:
-        """Seconds per forward of one sequence by number of tokens, without earlier rows."""
-        return {int(knot): self.seconds(int(knot)) for knot in self._knots}
-
-
-def _beyond(shape: dict[int, float]) -> dict[int, float]:
-    """The knots outside of what was measured: as the last half of it rises, or the prior where it says nothing."""
-    least, most = min(shape), max(shape)
-    lower = max((tokens for tokens in shape if tokens <= most / 2), default=most)
-    rise = max(0.0, shape[most] - shape[lower]) / (most - lower) if lower < most else None
-    above = {
-        knot: shape[most] * _prior(knot) / _prior(most) if rise is None else shape[most] + rise * (knot - most)
-        for knot in KNOTS
-        if knot > most
-    }
-    return above | {knot: shape[least] * _prior(knot) / _prior(least) for knot in KNOTS if knot < least}
-
-
-def _prior(tokens: int) -> float:
-    return 1 + PRIOR_RISE * (tokens - 1)
-
-
-def _fastest(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
-    best: dict[int, float] = {}
-    for key, value in pairs:
-        best[key] = min(value, best.get(key, value))
-    return best
-
-
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and rise, neither negative, of the line through the first and the last point; zeros without any."""
-    if not points:
-        return 0.0, 0.0
-    (x0, y0), (x1, y1) = points[0], points[-1]
-    rise = max(0.0, (y1 - y0) / (x1 - x0)) if x1 > x0 else 0.0
-    return max(0.0, y0 - rise * x0), rise
 
 
 class Calibration:

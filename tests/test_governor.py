@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.governor import CHUNKS, MOST_STEPS, STALL, Calibration, CostModel, Governor, Pace, cut
+from agentspec.cost_model import CostModel
+from agentspec.governor import CHUNKS, MOST_STEPS, STALL, Calibration, Governor, Pace, cut
 
 SIZES = (1, 2, 4, 8, 16, 32, 48)
 
@@ -164,8 +166,7 @@ def test_choices_for_batches_are_within_one_of_the_best_for_each_request_on_synt
                     pool = sorted((worth for each_worth in worths for worth in each_worth), reverse=True)
                     rates = [(batch + sum(pool[:n])) / seconds(batch + n, batch) for n in range(len(pool) + 1)]
                     best = max(range(len(rates)), key=lambda n: (rates[n], -n))
-                    near = abs(count - best) <= batch or rates[count] > 0.99 * max(rates)
-                    good, cases = good + near, cases + 1
+                    good, cases = good + (abs(count - best) <= batch), cases + 1
     assert good >= 0.95 * cases
 
 
@@ -213,22 +214,50 @@ def learned(curve: list[float], rng: random.Random, *, rounds: int = 300, noise:
     return model
 
 
-def test_chosen_size_is_within_one_of_the_best_on_synthetic_machines() -> None:
-    """cost = 1 + slope * (n - 1), learned with 5 % noise; drafts are paths of one acceptance rate.
+def choices(
+    curves: Sequence[list[float]], acceptances: Sequence[float], seeds: Sequence[int], times: int
+) -> tuple[float, float]:
+    """Of the sizes chosen for paths of one acceptance rate: the share within one node of the best, and that of those
+    which are or reach 99 % of its rate."""
+    strict, near, cases = 0, 0, 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        for curve, acceptance, _ in itertools.product(curves, acceptances, range(times)):
+            worth = [acceptance ** (n + 1) for n in range(48)]
+            count = len(Governor(learned(curve, rng)).choose([worth])[0])
+            best, rate = exhaustive(worth, curve)
+            within = abs(count - best) <= 1
+            strict, cases = strict + within, cases + 1
+            near += within or (1 + sum(worth[:count])) / curve[count] > 0.99 * rate
+    return strict / cases, near / cases
 
-    Where the optimum is flat, a size within 1 % of the best rate counts as well.
-    """
-    rng, good, cases = random.Random(1), 0, 0
-    for slope in (0.0, 0.005, 0.02, 0.1, 0.5, 1.0):
-        curve = [0.02 * (1 + slope * n) for n in range(64)]
-        for acceptance in (0.2, 0.5, 0.9):
-            for _ in range(10):
-                worth = [acceptance ** (n + 1) for n in range(48)]
-                count = len(Governor(learned(curve, rng)).choose([worth])[0])
-                best, rate = exhaustive(worth, curve)
-                near = (1 + sum(worth[:count])) / curve[count] > 0.99 * rate
-                good, cases = good + (abs(count - best) <= 1 or near), cases + 1
-    assert good >= 0.95 * cases
+
+def test_chosen_size_is_within_one_of_the_best_on_synthetic_machines() -> None:
+    """cost = 1 + slope * (n - 1), learned with 5 % noise; drafts are paths of one acceptance rate."""
+    lines = [[0.02 * (1 + slope * n) for n in range(64)] for slope in (0.0, 0.005, 0.02, 0.1, 0.5, 1.0)]
+    strict, near = choices(lines, (0.2, 0.5, 0.9), seeds=(1, 2, 3), times=4)
+    assert strict >= 0.95 and near >= 0.99
+
+
+def test_sizes_are_chosen_well_on_machines_that_are_no_lines() -> None:
+    """A device that computes as many tokens as `free` in the time of one, and then each at the same price."""
+    plateaus = [
+        [0.02 * (1 + slope * max(0, n + 1 - free)) for n in range(64)] for free in (4, 16, 32) for slope in (0.03, 0.3)
+    ]
+    strict, near = choices(plateaus, (0.5, 0.9), seeds=(1, 2), times=3)
+    assert strict >= 0.8 and near >= 0.9
+
+
+def test_a_machine_whose_shape_changes_is_followed() -> None:
+    """One that was flat becomes one whose tokens cost 10 % each, and back."""
+    rng, flat, steep = random.Random(1), [0.02] * 64, [0.02 * (1 + 0.1 * n) for n in range(64)]
+    model = learned(flat, rng)
+    for curve in (steep, flat):
+        for _ in range(400):
+            tokens = rng.choice((1, 1, 1, 5, 9, 17, 33, 49))
+            model.observe(tokens, 0, curve[tokens - 1] * math.exp(rng.gauss(0, 0.05)))
+        for tokens in (9, 17, 49):
+            assert model.seconds(tokens) / model.seconds(1) == pytest.approx(curve[tokens - 1] / curve[0], rel=0.25)
 
 
 @settings(max_examples=30, deadline=None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.governor import KNOTS, CostModel
+from agentspec.cost_curve import KNOTS
+from agentspec.cost_model import CostModel
 
 _FAR = 16384  # tokens up to which the cost of a step is extrapolated
 _EARLY = 64  # steps that are all learned from

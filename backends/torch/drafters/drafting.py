@@ -17,7 +17,7 @@ from agentspec.backends.torch.drafters.prediction import PredictionDrafter
 from agentspec.backends.torch.drafters.small_model import ModelDrafter
 from agentspec.backends.torch.drafters.suffix import DraftingRequest, SuffixDrafter
 from agentspec.backends.torch.model import TargetModel
-from agentspec.governor import CostModel
+from agentspec.cost_model import CostModel
 from agentspec.types import SamplingParams
 
 

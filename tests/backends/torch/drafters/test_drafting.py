@@ -15,7 +15,7 @@ from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.drafters import Drafting
 from agentspec.backends.torch.drafters.drafting import SmallModel
 from agentspec.backends.torch.drafters.small_model import ModelDrafter
-from agentspec.governor import CostModel
+from agentspec.cost_model import CostModel
 from agentspec.types import SamplingParams
 
 PROMPT = [72, 101, 108, 108, 111, 32, 72, 101, 108, 108, 111, 32, 72, 101]
