@@ -104,6 +104,32 @@ def concurrency(
         write_json(table, json, conditions("torch", "transformers", model=model))
 
 
+@app.command("best-of-n")
+def best_of_n(
+    problems: Annotated[Path, typer.Argument(help="Questions, JSON lines with a field `problem`", exists=True)],
+    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    questions: Annotated[int, typer.Option(help="Questions that are replayed (at least 7)", min=7)] = 12,
+    choices: Annotated[int, typer.Option(help="Answers to each", min=2)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 160,
+    temperatures: Annotated[tuple[float, float], typer.Option(help="Two temperatures", min=0.01)] = (0.7, 1.0),
+    json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
+) -> None:
+    """Sample several answers to each question, and compare drafters that replay them: who serves best-of-N best."""
+    from rich.console import Console
+
+    from agentspec.benchmarks.best_of_n_contest import Plan, run_best_of_n
+    from agentspec.benchmarks.best_of_n_report import print_report, write_json
+
+    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
+    require_writable(json)
+    plan = Plan(model, problems, questions, choices, max_tokens, temperatures)
+    with console.status("starting") as status:
+        contests = run_best_of_n(plan, status.update)
+    print_report(contests, console)
+    if json:
+        write_json(contests, json, conditions("torch", "transformers", model=model))
+
+
 @app.command()
 def agent(
     model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
