@@ -29,6 +29,8 @@ MOST_CLIP = 0.5  # or this, where the last ones all were
 NOISE = 0.05  # standard deviation of one sighting as a share of it, to begin with
 NOISE_RATE = 0.02
 LEAST_NOISE = 0.005
+EARLY = 64  # sightings after each of which the curve is drawn anew,
+SELDOM = 4  # and of later ones every so many, since that takes longer than anything else a step does to learn
 BEND = 9.0  # squared standard deviations that another ramp has to explain,
 KEEP = 4.0  # and that a ramp which is there, or one over all sizes, has to
 SAME = 1e-6  # of a ramp's square: two that differ by less are one
@@ -66,6 +68,7 @@ class Curve:
         self._lean = np.zeros(len(KNOTS))
         self._variance = NOISE**2
         self._terms = [FIXED]
+        self._sightings = 0
         for tokens, seconds in seen.items():
             self._add(_nearest(tokens), tokens, seconds, visits)
         if len(seen) == 1:
@@ -92,7 +95,9 @@ class Curve:
         if self._visits[knot]:
             seconds = self._judged(knot, tokens, seconds)
         self._add(knot, tokens, seconds, 1.0)
-        self._fit()
+        self._sightings += 1
+        if self._sightings <= EARLY or self._sightings % SELDOM == 0:
+            self._fit()
 
     def _judged(self, knot: int, tokens: int, seconds: float) -> float:
         """`seconds` as near to what was seen near this knot as one sighting may be; notes noise and changes."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from statistics import median_low
 
 import numpy as np
 
@@ -13,7 +11,7 @@ from agentspec.cost_curve import KNOTS, Counts, Curve, Floats
 GUESS_SECONDS = 0.03  # a one-token forward, until one was measured
 SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
 SPEED_CLIP = 4.0  # one round tells at most this factor
-CALIBRATION_WEIGHT = 2.0  # measured rounds that a calibrated size counts for: a median of three is worth two
+CALIBRATION_WEIGHT = 2.0  # measured rounds that a calibrated size counts for
 EACH_RATE = 0.015  # how fast what one more sequence costs is: most of what is off is the curve or noise
 EACH_CLIP = 0.5  # one round tells at most this share
 
@@ -37,16 +35,16 @@ class CostModel:
     def calibrate(self, samples: Sequence[tuple[int, int, float]], batches: Sequence[tuple[int, float]] = ()) -> None:
         """Start from timed forwards (tokens, context, seconds), at least one; replaces what was known.
 
-        Samples with the shortest context give the curve, each size by its median; the others what context adds.
+        Samples with the shortest context give the curve, each size by its fastest; the others what context adds.
         `batches` are forwards (sequences, seconds) of one token for each of several sequences.
         """
         near = min(context for _, context, _ in samples)
-        sizes = _typical((tokens, seconds) for tokens, context, seconds in samples if context == near)
+        sizes = _fastest((tokens, seconds) for tokens, context, seconds in samples if context == near)
         self._curve = Curve(sizes, CALIBRATION_WEIGHT)
         self._speed, self._measured = 1.0, True
         far = [(t, (seconds - self._base(t)) / (context - near)) for t, context, seconds in samples if context > near]
-        self._slope, self._tilt = _line(sorted(_typical(far).items()))
-        shares = [(seconds - self._base(count)) / (count - 1) for count, seconds in _typical(batches).items()]
+        self._slope, self._tilt = _line(sorted(_fastest(far).items()))
+        shares = [(seconds - self._base(count)) / (count - 1) for count, seconds in _fastest(batches).items()]
         self._each = max(0.0, sum(shares) / len(shares)) if shares else 0.0
 
     def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
@@ -81,12 +79,12 @@ class CostModel:
         return {knot: self.seconds(knot) for knot in KNOTS}
 
 
-def _typical(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """The median of each key's values: unlike the least it is no lower where there are more of them."""
-    values: defaultdict[int, list[float]] = defaultdict(list)
+def _fastest(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The least of each key's values: what disturbs a timing makes it longer."""
+    best: dict[int, float] = {}
     for key, value in pairs:
-        values[key].append(value)
-    return {key: median_low(several) for key, several in values.items()}
+        best[key] = min(value, best.get(key, value))
+    return best
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -142,31 +142,30 @@ def test_the_cost_of_one_more_sequence_is_measured_and_learned() -> None:
 
 def test_choices_for_batches_are_within_one_of_the_best_for_each_request_on_synthetic_machines() -> None:
     """cost = 1 + slope * (tokens - 1) + each * (sequences - 1), learned from noisy steps of changing shape."""
-    rng, good, cases = random.Random(2), 0, 0
-    for slope in (0.005, 0.02, 0.1, 0.5):
-        for each in (0.0, 0.05, 0.2):
-            model = CostModel()
+    rngs, good, cases = {seed: random.Random(seed) for seed in (1, 2, 3)}, 0, 0
+    for seed, slope, each in itertools.product(rngs, (0.005, 0.02, 0.1, 0.5), (0.0, 0.05, 0.2)):
+        rng, model = rngs[seed], CostModel()
 
-            def seconds(tokens: int, batch: int, slope: float = slope, each: float = each) -> float:
-                return 0.02 * (1 + slope * (tokens - 1) + each * (batch - 1))
+        def seconds(tokens: int, batch: int, slope: float = slope, each: float = each) -> float:
+            return 0.02 * (1 + slope * (tokens - 1) + each * (batch - 1))
 
-            noise = lambda: math.exp(rng.gauss(0, 0.05))  # noqa: E731
-            model.calibrate(
-                [(size, 0, seconds(size, 1) * noise()) for size in SIZES for _ in range(3)],
-                [(count, seconds(count, count) * noise()) for count in (4, 8)],
-            )
-            for _ in range(400):
-                batch = rng.choice((1, 2, 4, 8))
-                tokens = batch + rng.choice((0, 2, 8, 16, 24))
-                model.observe(tokens, 0, seconds(tokens, batch) * noise(), batch)
-            for batch in (2, 4, 8):
-                for acceptance in (0.3, 0.6, 0.9):
-                    worths = [[acceptance ** (n + 1) for n in range(16)] for _ in range(batch)]
-                    count = sum(map(len, Governor(model).choose(worths)))
-                    pool = sorted((worth for each_worth in worths for worth in each_worth), reverse=True)
-                    rates = [(batch + sum(pool[:n])) / seconds(batch + n, batch) for n in range(len(pool) + 1)]
-                    best = max(range(len(rates)), key=lambda n: (rates[n], -n))
-                    good, cases = good + (abs(count - best) <= batch), cases + 1
+        noise = lambda rng=rng: math.exp(rng.gauss(0, 0.05))  # noqa: E731
+        model.calibrate(
+            [(size, 0, seconds(size, 1) * noise()) for size in SIZES for _ in range(3)],
+            [(count, seconds(count, count) * noise()) for count in (4, 8) for _ in range(3)],
+        )
+        for _ in range(400):
+            batch = rng.choice((1, 2, 4, 8))
+            tokens = batch + rng.choice((0, 2, 8, 16, 24))
+            model.observe(tokens, 0, seconds(tokens, batch) * noise(), batch)
+        for batch in (2, 4, 8):
+            for acceptance in (0.3, 0.6, 0.9):
+                worths = [[acceptance ** (n + 1) for n in range(16)] for _ in range(batch)]
+                count = sum(map(len, Governor(model).choose(worths)))
+                pool = sorted((worth for each_worth in worths for worth in each_worth), reverse=True)
+                rates = [(batch + sum(pool[:n])) / seconds(batch + n, batch) for n in range(len(pool) + 1)]
+                best = max(range(len(rates)), key=lambda n: (rates[n], -n))
+                good, cases = good + (abs(count - best) <= batch), cases + 1
     assert good >= 0.95 * cases
 
 
