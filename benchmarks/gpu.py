@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from agentspec.backends.torch.graphs import record_graphs
 from agentspec.backends.torch.kv_cache import SequenceCache
 from agentspec.backends.torch.loader import Loaded, read_tokenizer
 from agentspec.backends.torch.model import TargetModel
-from agentspec.backends.torch.placement import choose_device, choose_dtype, wait_for
+from agentspec.backends.torch.placement import choose_device, choose_dtype, host_waits, wait_for
 from agentspec.backends.torch.sampler import Sampler
 from agentspec.backends.torch.verification import Question, verify
 from agentspec.benchmarks.decode import OFF, Table
@@ -274,17 +273,15 @@ def waits(target: TargetModel, sampling: SamplingParams) -> int | None:
     """How often the host waits for the device in a step that draws 8 tokens; None where that cannot be told."""
     if target.device.type != "cuda":
         return None
-    rows, sampler = target.new_rows(64), Sampler(sampling, target.vocab_size, [0], target.device)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            sampler.begin(target.forward(rows, [0], [0] * 7, range(-1, 6)), [0] * 7, range(-1, 6))
-            for row in range(8):
-                sampler.observe(sampler.choose(row))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in seen)
+
+    def step() -> None:
+        rows, sampler = target.new_rows(64), Sampler(sampling, target.vocab_size, [0], target.device)
+        sampler.begin(target.forward(rows, [0], [0] * 7, range(-1, 6)), [0] * 7, range(-1, 6))
+        for row in range(8):
+            sampler.observe(sampler.choose(row))
+
+    step()  # what is set up in the first call is no wait of a step
+    return host_waits(step)
 
 
 @torch.inference_mode()

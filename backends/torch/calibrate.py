@@ -10,6 +10,7 @@ import torch
 from agentspec.backends.torch.kv_cache import SequenceCache
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed import Piece
+from agentspec.backends.torch.placement import wait_for
 
 SIZES = (1, 2, 4, 8, 16, 32, 48)
 FAR = 1024  # rows of the long context
@@ -55,6 +56,7 @@ def _timed(target: TargetModel, rows: SequenceCache, size: int, context: int) ->
 
 
 def _clocked(target: TargetModel, pieces: Sequence[Piece]) -> float:
+    wait_for(target.device)
     started = perf_counter()
     target.forward_batch(pieces)[0][0, 0].item()
     return perf_counter() - started

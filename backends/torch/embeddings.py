@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from agentspec.backends.torch.loader import quiet, read_tokenizer
-from agentspec.backends.torch.placement import choose_device
+from agentspec.backends.torch.placement import choose_device, choose_kernels
 from agentspec.backends.torch.threads import compute_thread, on_own_thread
 from agentspec.errors import ModelUnavailableError, ShuttingDownError
 
@@ -57,7 +57,9 @@ class SentenceEncoder:
             except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
                 message = f"cannot read the embedding model in {str(files.folder)!r}: {error}"
                 raise ModelUnavailableError(message) from error
-            return cls(model.to(choose_device(device)), read_tokenizer(files.folder), files.fingerprint)
+            place = choose_device(device)
+            choose_kernels(place)
+            return cls(model.to(place), read_tokenizer(files.folder), files.fingerprint)
 
         return on_own_thread(build)
 

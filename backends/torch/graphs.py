@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from transformers import Cache
 
 from agentspec.backends.torch.packed import PackedCache
-from agentspec.backends.torch.placement import to_device
+from agentspec.backends.torch.placement import host_waits, to_device
 from agentspec.telemetry.place import said_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_RECORDING = threading.Lock()  # torch records one graph at a time
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of a forward
 
 
@@ -51,6 +53,14 @@ class Recorder(Protocol):
 
     def segment(self) -> Segment: ...
 
+    def require_free(self, work: Callable[[], object]) -> None:
+        """Raises `NotRecordable` where `work` does what cannot be recorded, as far as that is known before."""
+        ...
+
+
+class NotRecordable(Exception):
+    """A forward that cannot be replayed, and why."""
+
 
 class CudaRecorder:
     """Segments as CUDA graphs that share their memory."""
@@ -61,16 +71,22 @@ class CudaRecorder:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Recording needs a stream of its own, and nothing that is freed meanwhile."""
+        """Recording needs a stream of its own, no other recording beside it, and nothing that is freed meanwhile."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(stream):
-            yield
-        torch.cuda.synchronize(self._device)
+        with _RECORDING:
+            gc.collect()
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.stream(stream):
+                yield
+            torch.cuda.synchronize(self._device)
 
     def segment(self) -> Segment:
         return CudaSegment(self._pool)
+
+    def require_free(self, work: Callable[[], object]) -> None:
+        """A recording that has to be broken off leaves the allocator in disorder: what waits is not begun at all."""
+        if waits := host_waits(work):
+            raise NotRecordable(f"the host waits {waits} times for the device in the middle")
 
 
 class CudaSegment:
@@ -84,7 +100,12 @@ class CudaSegment:
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
-        self._graph.capture_end()
+        try:
+            self._graph.capture_end()
+        except RuntimeError:  # before it told the allocator that nothing is recorded any more
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
@@ -120,6 +141,7 @@ class Recording:
         self._recorder = recorder
         self._segments: list[Segment] = []
         self._gaps: list[Gap] = []
+        self._open = False
         self._inputs = torch.zeros(2, size, dtype=torch.long, device=logits.device)  # token ids and positions
         self._logits = logits[:size]
         self._record(module)
@@ -139,7 +161,7 @@ class Recording:
     @contextmanager
     def gap(self) -> Iterator[list[Gap]]:
         """The segment under way ends here and the next one begins behind it."""
-        self._segments[-1].end()
+        self._end()
         yield self._gaps
         self._begin()
 
@@ -149,12 +171,21 @@ class Recording:
         try:
             where = {"input_ids": ids, "position_ids": positions, "past_key_values": GapCache(self)}
             self._logits.copy_(module(**where, use_cache=True, logits_to_keep=0).logits[0])
-        finally:
-            self._segments[-1].end()
+        except BaseException:
+            with suppress(Exception):  # what went wrong first is what is told
+                self._end()
+            raise
+        self._end()
 
     def _begin(self) -> None:
         self._segments.append(self._recorder.segment())
         self._segments[-1].begin()
+        self._open = True
+
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
+            self._segments[-1].end()
 
 
 class GapCache(Cache):
@@ -221,18 +252,26 @@ def record_graphs(target: TargetModel, recorder: Recorder | None = None, sizes: 
     """
     if not target.batched or (recorder is None and target.device.type != "cuda"):
         return False
-    launched = _logits(target, sizes)  # libraries set themselves up in their first call, which must not be recorded
     try:
-        target.graphs = Graphs(target.module, recorder or CudaRecorder(target.device), target.vocab_size, sizes)
-        difference = float((_logits(target, sizes) - launched).abs().max())
-        if difference <= target.tolerance:
-            return True
-        reason = f"a recorded one is off by {difference:.2g}"
+        _record(target, recorder or CudaRecorder(target.device), sizes)
     except Exception as error:
-        reason = f"they cannot be recorded: {said_of(error)}"
-    target.graphs = None
-    logger.warning("forwards are launched kernel by kernel: %s", reason)
-    return False
+        target.graphs = None
+        reason = str(error) if isinstance(error, NotRecordable) else said_of(error)
+        logger.warning("forwards cannot be recorded and are launched kernel by kernel: %s", reason)
+        return False
+    return True
+
+
+def _record(target: TargetModel, recorder: Recorder, sizes: Sequence[int]) -> None:
+    """Record and compare: as large as recorded, and smaller so that they are padded, in no order of size."""
+    padded = [max(1, size - 1) for size in (*sizes[1::2], *sizes[::2])]
+    launched = [_logits(target, each) for each in (sizes, padded)]  # libraries set themselves up in their first calls,
+    recorder.require_free(lambda: _logits(target, sizes))  # which are no part of a recording
+    target.graphs = Graphs(target.module, recorder, target.vocab_size, sizes)
+    for each, before in zip((sizes, padded), launched, strict=True):
+        difference = float((_logits(target, each) - before).abs().max())
+        if not difference <= target.tolerance:
+            raise NotRecordable(f"a recorded one is off by {difference:.2g}")
 
 
 def _logits(target: TargetModel, sizes: Sequence[int]) -> Tensor:

@@ -25,7 +25,7 @@ from agentspec.backends.torch.graphs import record_graphs
 from agentspec.backends.torch.layouts import exact_context, masks_known, require_decoder
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed_linear import pack_linears, unpack_linears
-from agentspec.backends.torch.placement import choose_device, choose_dtype
+from agentspec.backends.torch.placement import choose_device, choose_dtype, choose_kernels
 from agentspec.errors import ConfigurationError, ModelUnavailableError
 from agentspec.types import Namespace
 
@@ -134,6 +134,7 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter
     which the log says once. Raises `ModelUnavailableError` for one that cannot be decoded step by step at all.
     """
     module.eval()
+    choose_kernels(module.device)
     if module.dtype != torch.float32:
         _float32_head(module)
     check = Check.of(module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from agentspec.errors import ConfigurationError
 
+WAITS = "called a synchronizing CUDA operation"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,6 +66,26 @@ def to_device(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until everything that was asked of the device is done."""
+    """Until everything that this thread asked of the device is done. What other threads do there is left alone: a
+    recording of theirs would fail.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
+
+
+def choose_kernels(device: torch.device) -> None:
+    """For the whole process: attention without cuDNN, which plans anew for every length of the rows that it meets."""
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def host_waits(work: Callable[[], object]) -> int:
+    """How often the host waits for a CUDA device while it does `work`, as far as torch can tell."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum(WAITS in str(warning.message) for warning in seen)

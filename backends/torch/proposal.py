@@ -120,7 +120,7 @@ def usable(draft: Draft, vocab_size: int, budget: int) -> Proposal:
 
 
 def subtree(whole: Proposal, nodes: Sequence[int]) -> Proposal:
-    """The part of `whole` made of `nodes` (ascending, closed under parents)."""
+    """The part of `whole` made of `nodes` (closed under parents, each behind its own), in their order."""
     place = {node: index for index, node in enumerate(nodes)}
     return replace(
         whole,
@@ -130,3 +130,19 @@ def subtree(whole: Proposal, nodes: Sequence[int]) -> Proposal:
         sources=[whole.sources[node] for node in nodes],
         worth=[whole.worth[node] for node in nodes] if whole.worth else (),
     )
+
+
+def trunk_first(whole: Proposal, nodes: Sequence[int]) -> list[int]:
+    """`nodes` (closed under parents) depth first, the likeliest child first: where the likeliest path is accepted, its
+    key/value rows lie where they belong and need not be moved.
+    """
+    children: dict[int, list[int]] = {}
+    for node in nodes:
+        children.setdefault(whole.parents[node], []).append(node)
+    order: list[int] = []
+    waiting = [-1]
+    while waiting:
+        node = waiting.pop()
+        order.append(node)
+        waiting += sorted(children.get(node, ()), key=lambda child: (whole.worth[child], -child))
+    return order[1:]

@@ -82,5 +82,6 @@ def held(generation: Generation) -> int:
 
 def default_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what only was in use while the model was loaded
         return int(CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
     return DEFAULT_BYTES

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from traceback import clear_frames
 
-from torch import Tensor
+from torch import AcceleratorError, Tensor
 
 from agentspec.backends.torch.generation import Generation, Shared
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed import Piece
 from agentspec.backends.torch.placement import wait_for
-from agentspec.backends.torch.proposal import NOTHING, Bill, Proposal, subtree
+from agentspec.backends.torch.proposal import NOTHING, Bill, Proposal, subtree, trunk_first
 from agentspec.backends.torch.sampler import fetch
 from agentspec.backends.torch.stats import count
 from agentspec.governor import Governor
@@ -71,6 +72,7 @@ def play(generations: Sequence[Generation], shared: Shared) -> list[tuple[Genera
         if turn.draws:
             attempt(turn, turn.propose)
     bill = choose(turns, shared.governor)
+    wait_for(shared.target.device)  # rows that are still being moved are no part of this step's cost
     tokens, context, started = sum(len(turn.piece) for turn in turns), context_of(turns), perf_counter()
     together = run(turns, shared)
     if not any(turn.draws for turn in turns):
@@ -132,8 +134,7 @@ def choose(turns: Sequence[Turn], governor: Governor) -> Bill:
     worths = [turn.proposal.worth for turn in drawing]
     chosen = governor.choose(worths, tokens=tokens, context=context, batch=batch, needs=needs)
     for turn, nodes in zip(drawing, chosen, strict=True):
-        if len(nodes) < len(turn.proposal):
-            turn.proposal = subtree(turn.proposal, nodes)
+        turn.proposal = subtree(turn.proposal, trunk_first(turn.proposal, nodes))
     drafted = sum(len(turn.proposal) for turn in drawing)
     drafts = governor.cost.seconds(tokens + drafted, context, batch) - plain
     alone = governor.cost.seconds(len(drawing), context, len(drawing))
@@ -145,17 +146,23 @@ def run(turns: Sequence[Turn], shared: Shared) -> bool:
     sound = [turn for turn in turns if turn.error is None]
     if not sound:
         return False
-    try:
-        outputs = shared.target.forward_batch([turn.piece for turn in sound])
-    except Exception as error:
-        logger.warning("a step of %d answers failed, each is tried alone: %s", len(sound), place_of(error))
-        shared.relieve()
+    if not run_together(sound, shared.target):
+        shared.relieve()  # only now: the exception held on to all that the forward had computed
         for turn in sound:
             attempt(turn, partial(run_alone, turn, shared.target))
         return False
-    for turn, logits in zip(sound, outputs, strict=True):
-        turn.logits = logits
     return len(sound) == len(turns) and (len(turns) == 1 or shared.target.batched)
+
+
+def run_together(turns: Sequence[Turn], target: TargetModel) -> bool:
+    try:
+        outputs = target.forward_batch([turn.piece for turn in turns])
+    except Exception as error:
+        logger.warning("a step of %d answers failed, each is tried alone: %s", len(turns), place_of(error))
+        return False
+    for turn, logits in zip(turns, outputs, strict=True):
+        turn.logits = logits
+    return True
 
 
 def begin_draws(turns: Sequence[Turn]) -> None:
@@ -179,11 +186,17 @@ def run_alone(turn: Turn, target: TargetModel) -> None:
 
 
 def attempt(turn: Turn, action: Callable[[], Delta | None]) -> Delta | None:
-    """Do it unless something went wrong in this turn before; an exception is the turn's alone."""
+    """Do it unless something went wrong in this turn before; an exception is the turn's alone.
+
+    Raises `AcceleratorError`: a device that failed computes nothing more in this process.
+    """
     if turn.error is not None:
         return None
     try:
         return action()
+    except AcceleratorError:
+        raise
     except Exception as error:
+        clear_frames(error.__traceback__)  # which hold what a failed forward had computed, while others are tried
         turn.error = error
         return None

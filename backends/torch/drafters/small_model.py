@@ -9,6 +9,7 @@ from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, mak
 from agentspec.backends.torch.drafters.coupled import CoupledSampler
 from agentspec.backends.torch.kv_cache import SequenceCache
 from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.placement import wait_for
 from agentspec.types import Draft, Source
 
 CHUNK = 256  # tokens read per call while the model is behind, so that a long prompt does not stall other answers
@@ -39,6 +40,8 @@ class ModelDrafter(Drafter):
             return None
         self._follow(context)
         waiting = list(context[self._rows.length :])
+        if max(waiting) >= self._model.vocab_size:  # the same tokenizer, but a shorter table of embeddings
+            return None
         if len(waiting) > BEHIND:
             self._read(waiting[:CHUNK])
             return None
@@ -58,6 +61,7 @@ class ModelDrafter(Drafter):
 
     def _read(self, tokens: list[int]) -> None:
         self._model.prefill(self._rows, tokens)
+        wait_for(self._model.device)  # what the reading takes is its own cost, not that of the step behind it
         self._known += tokens
 
     def _grow(self, waiting: list[int], position: int, budget: int) -> Draft:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -165,15 +166,20 @@ def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> 
 def test_a_forward_that_fails_is_the_fault_of_whoever_fails_alone(
     lab: Any, ask_of: Any, tree_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One sequence that no forward can compute: the others' answers are whole, and memory is freed first."""
+    """One sequence that no forward can compute: the others' answers are whole, and memory is freed first, that of the
+    forward that failed included.
+    """
     asks, wants = asks_of(lab, ask_of, tree_of, 4)
-    forward, freed = TargetModel.forward_batch, list[int]()
-    shared = step.Shared(lab.target, lab.codec, relieve=lambda: freed.append(1))
+    forward, freed, computed = TargetModel.forward_batch, list[bool](), list[weakref.ref[torch.Tensor]]()
+    forgotten = lambda: all(tensor() is None for tensor in computed)  # noqa: E731
+    shared = step.Shared(lab.target, lab.codec, relieve=lambda: freed.append(forgotten()))
     generations = [ask.begin(shared, None) for ask in asks]
 
     def breaking(target: TargetModel, pieces: Sequence[Piece]) -> Any:
+        assert forgotten()
         if any(piece.rows is generations[2].rows for piece in pieces):
-            forward(target, pieces)  # rows are written all the same
+            held = forward(target, pieces)[0]  # rows are written all the same
+            computed.append(weakref.ref(held))
             raise RuntimeError("out of something")
         return forward(target, pieces)
 
@@ -187,7 +193,7 @@ def test_a_forward_that_fails_is_the_fault_of_whoever_fails_alone(
                     failed.append(generation)
                 elif outcome is not None:
                     outcomes[generation] += outcome.token_ids
-    assert failed == [generations[2]] and freed == [1]
+    assert failed == [generations[2]] and freed == [True]
     for index in (0, 1, 3):
         lab.require_same(asks[index].prompt, asks[index].sampling, outcomes[generations[index]], wants[index])
 

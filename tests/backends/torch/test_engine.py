@@ -177,14 +177,15 @@ def test_an_error_in_one_request_is_that_requests_alone(
     assert engine.shared.counters.failed == 1
 
 
-def test_the_end_of_the_thread_leaves_nobody_waiting(engine_of: Any) -> None:
-    engine = engine_of(lambda job: Broken(SystemExit()), max_active=1)
+@pytest.mark.parametrize("error", [SystemExit(), torch.AcceleratorError("a device-side assert")])
+def test_the_end_of_the_thread_or_its_device_leaves_nobody_waiting(engine_of: Any, error: BaseException) -> None:
+    engine = engine_of(lambda job: Broken(error), max_active=1)
     clients = [Client(engine) for _ in range(2)]
     with engine._lock:  # both are there before the first turn
         for client in clients:
             client.submit()
     for client in clients:
-        with pytest.raises(EngineError, match="SystemExit"):
+        with pytest.raises(EngineError, match=type(error).__name__):
             client.result()
     with pytest.raises(ShuttingDownError):
         Client(engine).submit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend, graphs
-from agentspec.backends.torch.graphs import Graphs, record_graphs
+from agentspec.backends.torch.graphs import Graphs, NotRecordable, record_graphs
 from agentspec.backends.torch.loader import load, prepare
 from agentspec.backends.torch.model import TargetModel
 from agentspec.backends.torch.packed import Piece
@@ -70,6 +70,9 @@ class TapeRecorder:
     def segment(self) -> Tape:
         self.tapes.append(Tape())
         return self.tapes[-1]
+
+    def require_free(self, work: Callable[[], object]) -> None:
+        work()
 
 
 @pytest.fixture(scope="module", params=GROUPED)
@@ -236,6 +239,32 @@ def test_a_model_that_cannot_be_recorded_is_launched(
     assert target.graphs is None and said in caplog.text
     assert target.forward(target.new_rows(1), [1, 2]).isfinite().all()
     assert not recording()
+
+
+class Refuses(TapeRecorder):
+    def require_free(self, work: Callable[[], object]) -> None:
+        raise NotRecordable("the host waits 3 times for the device in the middle")
+
+
+class Breaks(TapeRecorder):
+    """Cannot begin its third segment, as where memory is short."""
+
+    def segment(self) -> Tape:
+        tape = super().segment()
+        if len(self.tapes) == 3:
+            tape.begin = lambda: (_ for _ in ()).throw(MemoryError("no room"))  # type: ignore[method-assign]
+        return tape
+
+
+@pytest.mark.parametrize(("recorder", "said"), [(Refuses(), "waits 3 times"), (Breaks(), "MemoryError")])
+def test_a_recording_that_breaks_off_leaves_nothing_behind(
+    tiny_model: Any, byte_tokens: Any, recorder: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = prepare(tiny_model("llama"), byte_tokens, name="tiny", fingerprint="f").target
+    with caplog.at_level(logging.WARNING):
+        assert not record_graphs(target, recorder, SIZES)
+    assert target.graphs is None and said in caplog.text and not recording()
+    assert len(recorder.tapes) == (0 if isinstance(recorder, Refuses) else 3)
 
 
 def test_nothing_is_recorded_without_a_cuda_device(tiny_model: Any, byte_tokens: Any) -> None:

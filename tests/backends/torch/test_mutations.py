@@ -144,9 +144,9 @@ BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     "a prompt's chunk draws": (step, "draws=read == generation.unread", "draws=True", (step, "schedule")),
     "logits of another sequence": (
         step,
-        "for turn, logits in zip(sound, outputs, strict=True)",
-        "for turn, logits in zip(sound, outputs[::-1], strict=True)",
-        (step, "run"),
+        "for turn, logits in zip(turns, outputs, strict=True)",
+        "for turn, logits in zip(turns, outputs[::-1], strict=True)",
+        (step, "run_together"),
     ),
     "rows of a chunk kept twice": (
         generation,

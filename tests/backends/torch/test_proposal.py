@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.drafters import Drafter, make_draft
-from agentspec.backends.torch.proposal import NOTHING, Bill, Proposer, usable
+from agentspec.backends.torch.proposal import NOTHING, Bill, Proposal, Proposer, subtree, trunk_first, usable
 from agentspec.backends.torch.stats import Counters
-from agentspec.governor import Governor
+from agentspec.governor import Governor, best_nodes
 from agentspec.types import Draft
 
 
@@ -112,3 +112,24 @@ def test_verifying_in_vain_lowers_what_drafts_are_worth_and_stops_no_asking() ->
         subject.learn(draft := subject.propose([5, 6], 10), [], BILL)
     assert drafter.calls == 21
     assert sum(draft.worth) < 0.3 * sum(first.worth)
+
+
+@given(st.data())
+def test_the_likeliest_path_comes_first(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 12))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(count)]
+    worth: list[float] = []
+    for parent in parents:
+        worth.append((worth[parent] if parent >= 0 else 1.0) * data.draw(st.sampled_from([0.9, 0.5, 0.1])))
+    whole = Proposal(range(count), parents, worth, [0] * count, worth)
+    kept = best_nodes(worth, data.draw(st.integers(0, count)))
+    order = trunk_first(whole, kept)
+    assert sorted(order) == sorted(kept)
+    path, node = list[int](), -1
+    while children := [child for child in kept if parents[child] == node]:
+        node = max(children, key=lambda child: (worth[child], -child))
+        path.append(node)
+    assert order[: len(path)] == path
+    part = subtree(whole, order)
+    assert all(parent < node for node, parent in enumerate(part.parents))
+    assert [part.tokens[parent] if parent >= 0 else -1 for parent in part.parents] == [parents[n] for n in order]

@@ -97,6 +97,15 @@ def test_beyond_its_context_or_budget_nothing_is_drafted(lab: Any) -> None:
     assert drafter.propose(PROMPT, 0) is None
 
 
+def test_a_token_behind_its_own_table_ends_its_drafts(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of one tokenizer may have tables of different length; on a GPU a missing row would end the process."""
+    drafter = ModelDrafter(lab.target, GREEDY, never)
+    monkeypatch.setattr(lab.target, "vocab_size", 200)
+    assert drafter.propose([*PROMPT, 200], 5) is None
+    assert drafter.propose([*PROMPT, 200, 65], 5) is None
+    assert drafter.propose([*PROMPT, 199], 5) is not None
+
+
 def test_closing_frees_the_rows(lab: Any) -> None:
     drafter = ModelDrafter(lab.target, GREEDY, never)
     drafter.propose(PROMPT, 4)
