@@ -103,7 +103,7 @@ class CudaSegment:
         try:
             self._graph.capture_end()
         except RuntimeError:  # before it told the allocator that nothing is recorded any more
-            with suppress(RuntimeError):
+            with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             raise
 
