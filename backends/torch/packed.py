@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,11 +100,11 @@ def _view(
     layouts: Sequence[Layout], pasts: Sequence[int], window: int | None, groups: int, dtype: torch.dtype, device: Any
 ) -> View:
     firsts = [first_visible(past, window) for past in pasts]
-    masks: list[Tensor | None] = []
-    for layout, past, first in zip(layouts, pasts, firsts, strict=True):
-        alone = len(layout) == 1  # it sees every row from `first` on
-        seen = {"window": window, "groups": groups, "dtype": dtype, "first": first, "device": device}
-        masks.append(None if alone else attention_mask(layout, past, **seen))
+    mask = partial(attention_mask, window=window, groups=groups, dtype=dtype, device=device)
+    masks = [
+        None if len(layout) == 1 else mask(layout, past, first=first)  # one token sees every row from `first` on
+        for layout, past, first in zip(layouts, pasts, firsts, strict=True)
+    ]
     return View(firsts, masks)
 
 

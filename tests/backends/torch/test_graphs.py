@@ -205,7 +205,7 @@ class Odd(torch.nn.Module):
 
     def __init__(self, head: Any) -> None:
         super().__init__()
-        self.weight, self._head, self.calls = head.weight, [head], 0
+        self.weight, self._head = head.weight, [head]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._head[0](x)
@@ -217,18 +217,18 @@ class Reads(Odd):
         return super().forward(x) + 0.0 * float(x.sum())
 
 
-class Counts(Odd):
+class Knows(Odd):
     """Its result depends on what Python knew when it was recorded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + x.shape[1] * float(torch.is_inference_mode_enabled() and recording())
+        return super().forward(x) + float(recording())
 
 
 def recording() -> bool:
     return isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Tape)
 
 
-@pytest.mark.parametrize(("head", "said"), [(Reads, "cannot be recorded"), (Counts, "is off by")])
+@pytest.mark.parametrize(("head", "said"), [(Reads, "cannot be recorded"), (Knows, "is off by")])
 def test_a_model_that_cannot_be_recorded_is_launched(
     tiny_model: Any, byte_tokens: Any, head: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
