@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from langgraph.pregel import Pregel
 
-from agentspec.step import WORKFLOW_KEY
+from agentspec.step.decorator import WORKFLOW_KEY
 
 G = TypeVar("G", bound=Pregel[Any, Any, Any, Any])
 

@@ -14,21 +14,21 @@ import anyio
 
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
-from agentspec.chat_fields import with_extra
-from agentspec.config import ModelSettings, Settings
 from agentspec.errors import (
     ConfigurationError,
     ModelNotFoundError,
     NotReadyError,
     ShuttingDownError,
 )
+from agentspec.protocol.chat_fields import with_extra
 from agentspec.reasoning.settings import StrategySettings
+from agentspec.settings.load import ModelSettings, Settings
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
-    from agentspec.reasoning.opening import Strategy
-    from agentspec.reasoning.retrieval.knowledge import KnowledgeBase
+    from agentspec.reasoning.factory import Strategy
+    from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,8 @@ class Runtime:
         wanted = {name: model for name, model in self.settings.models.items() if isinstance(model, StrategySettings)}
         if not wanted or self._strategies:
             return
-        from agentspec.reasoning.opening import Named, Parts, open_strategy, prepare
-        from agentspec.reasoning.trace import open_folder
+        from agentspec.reasoning.delegation.trace import open_folder
+        from agentspec.reasoning.factory import Named, Parts, open_strategy, prepare
 
         def find(name: str) -> Named:
             backend_name, model = named_model(self.settings, name)
@@ -208,7 +208,7 @@ class Runtime:
     def _know(self, name: str) -> KnowledgeBase:
         """The knowledge base of `[knowledge.name]`, opened once for all strategies."""
         if name not in self._knowledge:
-            from agentspec.reasoning.retrieval.opening import open_knowledge
+            from agentspec.reasoning.retrieval.knowledge.factory import open_knowledge
 
             self._knowledge[name] = open_knowledge(self.settings.knowledge[name])
         return self._knowledge[name]

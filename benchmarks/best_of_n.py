@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.benchmarks.replay import accepted_nodes
 from agentspec.cache.tokens import Tokens
-from agentspec.governor import Governor, best_nodes, cut
+from agentspec.recordings.replay import accepted_nodes
+from agentspec.speculation.governor import Governor, allocate_budget, best_nodes
 from agentspec.types import Draft
 
 Floats = NDArray[np.float64]
@@ -174,7 +174,11 @@ class Judge:
         if not len(draft) or (cost is None and len(draft) <= self.budget):
             return draft
         worth = self._worth(draft)
-        count = min(self.budget, len(draft)) if cost is None else cut([worth], 1, lambda nodes: cost(1 + nodes))[0]
+        count = (
+            min(self.budget, len(draft))
+            if cost is None
+            else allocate_budget([worth], 1, lambda nodes: cost(1 + nodes))[0]
+        )
         return part_of(draft, best_nodes(worth, min(count, self.budget)))
 
     def _worth(self, draft: Draft) -> list[float]:

@@ -17,7 +17,7 @@ import torch
 
 from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, make_draft
 from agentspec.backends.torch.drafters.merged import merge
-from agentspec.backends.torch.sampler import gumbel_noise, position_key
+from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
 from agentspec.benchmarks.best_of_n import Contender, Question, Rows
 from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.cache.index import DEPTH, SuffixIndex

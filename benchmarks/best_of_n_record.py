@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.calibrate import measure_costs
-from agentspec.backends.torch.kv_cache import SequenceCache
-from agentspec.backends.torch.packed import Piece
-from agentspec.backends.torch.sampler import Sampler
-from agentspec.backends.torch.text import ids_of_end
+from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.calibrate import measure_costs
+from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.benchmarks.best_of_n import Answer, Cost, Question, Rows
-from agentspec.cost_model import CostModel
+from agentspec.speculation.cost_model import CostModel
 from agentspec.types import SamplingParams
 
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
-    from agentspec.backends.torch.model import TargetModel
+    from agentspec.backends.torch.model.target import TargetModel
 
 TOP = 16  # tokens of each distribution that are kept
 RANKED = 10  # of them a drafter asks for: the most that either method keeps

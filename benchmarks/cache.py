@@ -9,9 +9,9 @@ from pathlib import Path
 
 from agentspec.benchmarks import peer
 from agentspec.benchmarks.cache_costs import Costs
-from agentspec.benchmarks.replay import OpenRequest, Replay, geometric_mean, replay
-from agentspec.benchmarks.traces import Call, Encode, read_calls
 from agentspec.cache import SuffixCache
+from agentspec.recordings.replay import OpenRequest, Replay, geometric_mean, replay
+from agentspec.recordings.traces import Encode, EncodedCall, read_calls
 
 Progress = Callable[[str], None]
 
@@ -80,17 +80,17 @@ def run_cache(
     return CacheReport(files, sorted(budgets), source, costs(progress) if costs else None)
 
 
-def replay_cache(calls: Sequence[Call], budget: int) -> Replay:
+def replay_cache(calls: Sequence[EncodedCall], budget: int) -> Replay:
     """Replay over one cache in memory that is empty at the start, with the recorded sessions."""
     with SuffixCache.open() as cache:
 
-        def open_request(call: Call) -> AbstractContextManager[OpenRequest]:
+        def open_request(call: EncodedCall) -> AbstractContextManager[OpenRequest]:
             return cache.request(call.prompt, session=call.session)
 
         return replay(calls, open_request, budget)
 
 
-def _peer(name: str, recorded: Sequence[Call], budget: int, calls: int, installed: str | None) -> float | None:
+def _peer(name: str, recorded: Sequence[EncodedCall], budget: int, calls: int, installed: str | None) -> float | None:
     if installed:
         return peer.replay_peer(recorded, budget).tokens_per_step
     return peer.measured(name, budget, calls)

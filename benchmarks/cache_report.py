@@ -14,7 +14,7 @@ from rich.table import Table
 from agentspec.benchmarks.cache import CacheReport, FileResult
 from agentspec.benchmarks.cache_costs import Costs
 from agentspec.benchmarks.cache_goals import Goal, goals
-from agentspec.benchmarks.replay import Replay
+from agentspec.recordings.replay import Replay
 
 _WINDOW = 50  # calls per point of the plot
 

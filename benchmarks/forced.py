@@ -14,14 +14,14 @@ from torch import Tensor
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import Loaded
-from agentspec.backends.torch.model import TargetModel
-from agentspec.backends.torch.packed import Piece
-from agentspec.backends.torch.placement import wait_for
-from agentspec.backends.torch.tree_mask import tree_layout
+from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.device import wait_for
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.model.tree_mask import tree_layout
 from agentspec.benchmarks.decode import OFF, Run, Table
 from agentspec.benchmarks.stats import rotated
-from agentspec.benchmarks.traces import Call
 from agentspec.cache import SuffixCache
+from agentspec.recordings.traces import EncodedCall
 from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
 
 ON = "on"
@@ -84,7 +84,7 @@ class Forced:
         asyncio.run(self._backend.aclose())
         self._cache.close()
 
-    def replay(self, name: str, calls: Sequence[Call], until: Callable[[], bool]) -> Table:
+    def replay(self, name: str, calls: Sequence[EncodedCall], until: Callable[[], bool]) -> Table:
         """Both ways' runs of the calls that fit the model, as many as there are before `until` says that time is up."""
         table, ways = Table(name), {OFF: False, ON: True}
         for number, call in enumerate(call for call in calls if self._fits(call)):
@@ -94,10 +94,10 @@ class Forced:
                 table.add(way, asyncio.run(self._run(name, call, way, speculation=speculation)))
         return table
 
-    def _fits(self, call: Call) -> bool:
+    def _fits(self, call: EncodedCall) -> bool:
         return len(call.prompt) + len(call.response) <= self._backend.context_length
 
-    async def _run(self, name: str, call: Call, way: str, *, speculation: bool) -> Run:
+    async def _run(self, name: str, call: EncodedCall, way: str, *, speculation: bool) -> Run:
         prompt, answer = call.prompt.tolist(), call.response.tolist()
         self.target.script = [*prompt, *answer]
         request = GenerateRequest(

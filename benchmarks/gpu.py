@@ -21,19 +21,19 @@ import torch
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.graphs import record_graphs
-from agentspec.backends.torch.kv_cache import SequenceCache
+from agentspec.backends.torch.exactness import Question, verify
 from agentspec.backends.torch.loader import Loaded, read_tokenizer
-from agentspec.backends.torch.model import TargetModel
-from agentspec.backends.torch.placement import choose_device, choose_dtype, host_waits, wait_for
-from agentspec.backends.torch.sampler import Sampler
-from agentspec.backends.torch.verification import Question, verify
+from agentspec.backends.torch.model.cuda_graphs import record_graphs
+from agentspec.backends.torch.model.device import choose_device, choose_dtype, host_waits, wait_for
+from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.benchmarks.decode import OFF, Table
 from agentspec.benchmarks.forced import ON, Forced
 from agentspec.benchmarks.gpu_model import build, byte_tokenizer, copied_bytes, read_bytes
 from agentspec.benchmarks.stats import MIN_PAIRS
-from agentspec.benchmarks.traces import load_encoder, read_calls
 from agentspec.cache import SuffixCache
+from agentspec.recordings.traces import load_encoder, read_calls
 from agentspec.types import SamplingParams
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agentspec.backends.torch.loader import Loaded, prepare
-from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.model.target import TargetModel
 
 CONTEXT = 16_384
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}

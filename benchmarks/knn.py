@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from agentspec.benchmarks.stats import Ratio, paired_ratio, rotated
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knn_backend import KnnBackend
-from agentspec.reasoning.retrieval.knn_build import open_lines
-from agentspec.reasoning.retrieval.knn_settings import KnnKnobs
+from agentspec.reasoning.retrieval.knn.backend import KnnBackend
+from agentspec.reasoning.retrieval.knn.build import open_lines
+from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
 from agentspec.types import GenerateRequest, KnnSpeculation, SamplingParams
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from agentspec.backends.base import Backend, Capabilities, TextSide, text_side
-from agentspec.reasoning.writer import Writer
+from agentspec.reasoning.delegation.model_role import Writer
 from agentspec.runtime import closing_items
 from agentspec.types import Delta, GenerateRequest
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.benchmarks.replay import Replay, replay
-from agentspec.benchmarks.traces import Call
 from agentspec.cache.tokens import Tokens
+from agentspec.recordings.replay import Replay, replay
+from agentspec.recordings.traces import EncodedCall
 
 PEER = "arctic_inference.suffix_decoding"
 DEPTH = 64
@@ -56,13 +56,13 @@ def measured(name: str, budget: int, calls: int) -> float | None:
     return MEASURED[name][MEASURED_BUDGETS.index(budget)]
 
 
-def replay_peer(calls: Sequence[Call], budget: int) -> Replay:
+def replay_peer(calls: Sequence[EncodedCall], budget: int) -> Replay:
     """The same replay with the installed peer's best tree."""
     cache: Any = import_module(PEER).SuffixDecodingCache(max_tree_depth=DEPTH)
     numbers = count()
 
     @contextmanager
-    def open_request(call: Call) -> Iterator[PeerRequest]:
+    def open_request(call: EncodedCall) -> Iterator[PeerRequest]:
         number = next(numbers)
         cache.start_request(number, call.prompt.tolist())
         yield PeerRequest(cache, number, call.prompt[-DEPTH:].tolist())

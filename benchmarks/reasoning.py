@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.reasoning.backend import StrategyBackend
-from agentspec.reasoning.prompts import SCORE_PREFILL, SCORE_QUESTION
+from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.prompts import SCORE_PREFILL, SCORE_QUESTION
+from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.reasoning.thinking import Thinking
 from agentspec.testing import Answer, FakeBackend, ThinkingModel
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
@@ -133,7 +133,7 @@ def score_cost(backend: TorchBackend, rounds: int = 9) -> Figure:
 
 
 async def _score_cost(backend: TorchBackend, rounds: int) -> list[float]:
-    from agentspec.reasoning.writer import Writer
+    from agentspec.reasoning.delegation.model_role import Writer
 
     writer = Writer("judge", backend, backend.model_name)
     request = GenerateRequest(backend.model_name, messages=QUESTION, store=True)

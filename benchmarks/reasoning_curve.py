@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.benchmarks.memo import Memo
-from agentspec.config import Settings
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.reasoning.backend import StrategyBackend
+from agentspec.reasoning.delegation.backend import StrategyBackend
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
 from agentspec.types import GenerateRequest, SamplingParams, StepSpeculation
 
 EVERY = 1 << 31  # first steps of the base model's, so that it thinks alone with all that speeds it up otherwise

@@ -18,11 +18,11 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.retrieval_bases import KINDS, Bases, Question
 from agentspec.benchmarks.stats import Ratio, paired_ratio, rotated
 from agentspec.reasoning.retrieval.events import Said
-from agentspec.reasoning.retrieval.knobs import RetrievalSettings
-from agentspec.reasoning.retrieval.knowledge import KnowledgeBase
-from agentspec.reasoning.retrieval.library import Account
+from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
+from agentspec.reasoning.retrieval.knowledge.search_client import Account
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
-from agentspec.stride import Pace
+from agentspec.reasoning.retrieval.settings import RetrievalSettings
+from agentspec.speculation.stride import RequestStride
 from agentspec.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -158,8 +158,10 @@ class Bench:
 
     def measure(self, case: Case, base: KnowledgeBase, questions: Sequence[Question], variants: Sequence[str]) -> Case:
         """Answer every question by every variant. What speculation learns of costs it keeps from one to the next."""
-        paces = {variant: Pace() for variant in variants}
-        self.answer(questions[0], base, variants[0], Pace())  # what a first search sets up is no part of the figures
+        paces = {variant: RequestStride() for variant in variants}
+        self.answer(
+            questions[0], base, variants[0], RequestStride()
+        )  # what a first search sets up is no part of the figures
         for index, question in enumerate(questions):
             self.progress(f"{case.name}: question {index + 1} of {len(questions)}")
             for variant, pace in rotated(paces, index):
@@ -171,7 +173,7 @@ class Bench:
         question: Question,
         base: KnowledgeBase,
         variant: str,
-        pace: Pace,
+        pace: RequestStride,
         settings: RetrievalSettings | None = None,
         seed: int | None = None,
     ) -> Run:
@@ -183,7 +185,7 @@ class Bench:
         question: Question,
         base: KnowledgeBase,
         variant: str,
-        pace: Pace,
+        pace: RequestStride,
         settings: RetrievalSettings,
         seed: int | None,
     ) -> Run:
@@ -246,7 +248,7 @@ def batches_saved(bench: Bench, base: KnowledgeBase, questions: Sequence[Questio
     longer, accounts = replace(bench, max_tokens=SAVED_TOKENS), []
     for index, question in enumerate(questions):
         bench.progress(f"fixed stride: question {index + 1} of {len(questions)}")
-        accounts.append(longer.answer(question, base, SPECULATIVE, Pace(), settings).account)
+        accounts.append(longer.answer(question, base, SPECULATIVE, RequestStride(), settings).account)
     batches, queries = sum(a.batches for a in accounts), sum(a.queries for a in accounts)
     return 1 - batches / queries, sum(a.right for a in accounts) / max(1, sum(a.guesses for a in accounts))
 
@@ -269,7 +271,7 @@ def check(bench: Bench, bases: Bases, questions: Sequence[Question]) -> Check:
     ]
     for kind in (*KINDS, "remote"):
         with bases.opened(kind) as base:
-            pace = Pace()
+            pace = RequestStride()
             for index, question in enumerate(questions):
                 bench.progress(f"{kind}: question {index + 1} of {len(questions)}")
                 seed = index if index % 2 else None

@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.corpus import read_corpus
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval import folder
-from agentspec.reasoning.retrieval.dense import DenseIndex, DenseMetric, Encoder
-from agentspec.reasoning.retrieval.index import IndexKnowledge, Snapshot
-from agentspec.reasoning.retrieval.knowledge import Document, Found, KnowledgeBase, Metric, Query
-from agentspec.reasoning.retrieval.opening import load_encoder, open_knowledge
-from agentspec.reasoning.retrieval.remote import RemoteKnowledge
-from agentspec.reasoning.retrieval.settings import IndexSettings, RemoteSettings
+from agentspec.reasoning.retrieval.knowledge import folder
+from agentspec.reasoning.retrieval.knowledge.base import Document, Found, KnowledgeBase, Metric, Query
+from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, DenseMetric, Encoder
+from agentspec.reasoning.retrieval.knowledge.factory import load_encoder, open_knowledge
+from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
+from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
+from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
+from agentspec.recordings.corpus import read_corpus
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0

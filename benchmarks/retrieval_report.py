@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentspec.benchmarks.retrieval import SEQUENTIAL, SPECULATIVE, Case, Check, Goal, Point, Report
-from agentspec.stride import expected, latency, one_by_one, os3
+from agentspec.speculation.stride import expected, latency, one_by_one, os3
 
 SAVED_REQUIRED, SAVED_AIM = 0.5, 0.65
 NEAR_BOUND = 0.9

@@ -76,7 +76,7 @@ def _continue(prompt: list[int], max_tokens: int) -> tuple[tuple[int, ...], floa
     global _kept
     from transformers import DynamicCache
 
-    from agentspec.backends.torch.prefix_store import common_prefix
+    from agentspec.backends.torch.engine.prefix_cache import common_prefix
 
     start = time.perf_counter()
     text, rows = _kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from agentspec.cache.space import Space
+from agentspec.cache.partition import Space
 from agentspec.types import Namespace
 
 

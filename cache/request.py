@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentspec.cache.forgetting import Decode
+from agentspec.cache.deletion import Decode
 from agentspec.cache.index import DEPTH, Drafter, Sourced, SuffixIndex, require_budget
+from agentspec.cache.partition import Space
 from agentspec.cache.sessions import TRANSCRIPT, Session
-from agentspec.cache.space import Space
 from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
 from agentspec.errors import CacheClosedError
 from agentspec.types import Draft, Labels, Source

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
 
-from agentspec.cache.forgetting import Scope
+from agentspec.cache.deletion import Scope
 from agentspec.cache.index import SuffixIndex
 from agentspec.cache.tokens import Tokens
 

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from agentspec.cache.batch import draft_batch
+from agentspec.cache.content_filter import Refusal
+from agentspec.cache.deleter import Forgetter
+from agentspec.cache.deletion import Decode, seconds_of, select
 from agentspec.cache.eviction import Eviction
-from agentspec.cache.forgetter import Forgetter
-from agentspec.cache.forgetting import Decode, seconds_of, select
-from agentspec.cache.keeper import Keeper
+from agentspec.cache.maintenance import Keeper
 from agentspec.cache.memory_budget import MemoryBudget
-from agentspec.cache.refusal import Refusal
+from agentspec.cache.partition import Space
 from agentspec.cache.request import CacheRequest, Output
-from agentspec.cache.row import Row
 from agentspec.cache.sessions import Session
-from agentspec.cache.space import Space
 from agentspec.cache.stats import CacheStats
+from agentspec.cache.storage.record import Row
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import (
     CacheClosedError,
@@ -36,8 +36,8 @@ from agentspec.errors import (
 from agentspec.types import Labels, Namespace
 
 if TYPE_CHECKING:
-    from agentspec.cache.persistence import Persistence
-    from agentspec.cache.store import Store
+    from agentspec.cache.storage.sequence_store import Store
+    from agentspec.cache.storage.sync import Persistence
 
 __all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
 
@@ -83,7 +83,7 @@ class SuffixCache:
         self._sequence = count(origin << 32)
         self._persistence: Persistence | None = None
         if store:
-            from agentspec.cache.persistence import Persistence
+            from agentspec.cache.storage.sync import Persistence
 
             self._persistence = Persistence(self, store, self._forgetter, origin)
         self.closed = False
@@ -146,7 +146,7 @@ class SuffixCache:
         """The store, or why there is none."""
         if path is None:
             return None, None
-        from agentspec.cache.store import Store
+        from agentspec.cache.storage.sequence_store import Store
 
         try:
             return Store.open(path, disk_bytes=disk_bytes, tenant_disk_bytes=tenant_disk_bytes, mode=mode), None

@@ -16,9 +16,8 @@ from pydantic.fields import FieldInfo
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
-from agentspec.config import ModelSettings, ServerSettings
-from agentspec.keys import ApiKey
-from agentspec.reasoning.retrieval.settings import IndexSettings, RemoteSettings
+from agentspec.reasoning.delegation.trace_settings import TraceSettings
+from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import (
     KnnLmSettings,
     LookaheadSettings,
@@ -26,7 +25,8 @@ from agentspec.reasoning.settings import (
     SpecReasonSettings,
     SpeculativeThinkingSettings,
 )
-from agentspec.reasoning.trace_settings import TraceSettings
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.load import ModelSettings, ServerSettings
 
 DOCS = Path(__file__).parent
 FOLDERS = ("agentspec", "backends", "cache", "reasoning", "benchmarks")

@@ -18,9 +18,9 @@ from langchain_core.documents import Document
 from langgraph.graph import END, START, StateGraph
 
 from agentspec import ChatAgentSpec
-from agentspec.corpus import read_corpus
 from agentspec.langchain import KnowledgeRetriever, SpeculativeRetriever
-from agentspec.reasoning.retrieval.folder import in_memory
+from agentspec.reasoning.retrieval.knowledge.folder import in_memory
+from agentspec.recordings.corpus import read_corpus
 
 PASSAGES = Path(__file__).with_name("passages.jsonl")
 QUESTION = "Who became Tesla's partners after he left Edison's company?"

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentspec.reasoning.retrieval.knn_settings import KnnKnobs
-from agentspec.reasoning.retrieval.knobs import RetrievalSettings
+from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+from agentspec.reasoning.retrieval.settings import RetrievalSettings
 
 
 class StrategySettings(BaseModel):

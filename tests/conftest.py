@@ -146,7 +146,7 @@ def postgres(server: Server) -> str:
 
 @pytest.fixture(scope="session")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that makes calls on a cache's files fail, see tests/cache/faults.c."""
+    """A library that makes calls on a cache's files fail, see tests/cache/storage/faults.c."""
     compiler = shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("failing files are not tested: that needs Linux and a C compiler")

@@ -71,7 +71,7 @@ def test_an_unknown_name_is_an_attribute_error():
         agentspec.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize("first", ["import agentspec.step", "import agentspec.runtime", "import agentspec"])
+@pytest.mark.parametrize("first", ["import agentspec.step.decorator", "import agentspec.runtime", "import agentspec"])
 def test_step_is_the_decorator_whatever_is_imported_first(first):
     program = f"{first}\nfrom agentspec import step\nprint(type(step).__name__)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.graph import END, START, StateGraph
 
 from agentspec.langgraph import label
-from agentspec.step import WORKFLOW_KEY, report, step
+from agentspec.step.decorator import WORKFLOW_KEY, report, step
 
 
 class State(TypedDict, total=False):

@@ -12,7 +12,6 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache import SuffixCache
 from agentspec.cache.settings import CacheSettings
-from agentspec.config import ModelSettings, Settings
 from agentspec.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -21,6 +20,7 @@ from agentspec.errors import (
     ShuttingDownError,
 )
 from agentspec.runtime import Runtime
+from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Delta, GenerateRequest, StructuredOutputs
 

@@ -218,7 +218,7 @@ def cache(
     from agentspec.benchmarks.cache import run_cache
     from agentspec.benchmarks.cache_costs import measure_costs
     from agentspec.benchmarks.cache_report import print_report, write_json, write_plot
-    from agentspec.benchmarks.traces import load_encoder
+    from agentspec.recordings.traces import load_encoder
 
     console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
     require_writable(json, plot)

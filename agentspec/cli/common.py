@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from agentspec.errors import AgentSpecError, ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec.config import Settings
+    from agentspec.settings.load import Settings
 
 FAILED, MISUSED = 1, 2
 DEFAULT_FILE = Path("agentspec.toml")
@@ -68,7 +68,7 @@ def config_file(given: Path | None) -> Path | None:
 
 
 def load(given: Path | None, overrides: Mapping[str, Any] | None = None, **options: bool) -> Settings:
-    from agentspec.config import load_settings
+    from agentspec.settings.load import load_settings
 
     return load_settings(config_file(given), overrides, **options)
 

@@ -11,7 +11,7 @@ import typer
 from agentspec.cli.common import ConfigOption, JsonOption, config_file, load, print_json
 
 if TYPE_CHECKING:
-    from agentspec.config import EffectiveValue, Settings
+    from agentspec.settings.load import EffectiveValue, Settings
 
 app = typer.Typer(help="Show and check the configuration.", no_args_is_help=True)
 
@@ -19,7 +19,7 @@ app = typer.Typer(help="Show and check the configuration.", no_args_is_help=True
 @app.command()
 def show(config: ConfigOption = None, json: JsonOption = False) -> None:
     """Print every setting that applies and where it comes from. Secrets are masked."""
-    from agentspec.config import effective_values
+    from agentspec.settings.load import effective_values
 
     values = effective_values(load(config))
     if json:
@@ -55,8 +55,8 @@ def _assignment(value: EffectiveValue) -> str:
 def _read_secrets(settings: Settings) -> None:
     """Read every key once, so that a missing one is found now and not at the first request."""
     from agentspec.backends.settings import OpenAISettings
-    from agentspec.keys import read_keys, read_secret
-    from agentspec.reasoning.retrieval.settings import RemoteSettings
+    from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
+    from agentspec.settings.api_keys import read_keys, read_secret
 
     settings.cache.location()
     read_keys(settings.server.api_keys)

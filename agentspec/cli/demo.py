@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from agentspec.ledger import StepRow
     from agentspec.runtime import Runtime
+    from agentspec.step.report import StepRow
 
 MODES = ("off", "on")
 STEPS = {
@@ -74,7 +74,7 @@ def demo(
     """Write, criticise and revise code with a small model, with speculation off and on, and compare."""
     from rich.console import Console
 
-    from agentspec.portal import call_sync
+    from agentspec.background import call_sync
     from agentspec.step import report
 
     console = Console()
@@ -96,8 +96,8 @@ def demo(
 
 def _runtime(model: str) -> Runtime:
     """One engine for both modes with an empty cache in memory; no key/value rows are kept from call to call."""
-    from agentspec.config import load_settings
     from agentspec.runtime import Runtime
+    from agentspec.settings.load import load_settings
 
     overrides = {
         "backends": {"local": {"kind": "torch", "model": model, "prefix_bytes": 0}},
@@ -139,7 +139,7 @@ def _graph(runtime: Runtime, model: str, max_tokens: int, mode: str, advance: Ca
 
 
 def _node(name: str, instruction: str, chat: Any, advance: Callable[[str], None]) -> Callable[[State], dict[str, str]]:
-    from agentspec.step import step
+    from agentspec import step
 
     @step(name)
     def node(state: State) -> dict[str, str]:
@@ -223,7 +223,7 @@ def _pairs(rows: dict[tuple[str, str], StepRow]) -> Iterator[tuple[str, StepRow,
 
 
 def _sum(rows: dict[tuple[str, str], StepRow], mode: str) -> StepRow:
-    from agentspec.ledger import StepRow
+    from agentspec.step.report import StepRow
 
     chosen = [asdict(row) for (workflow, _), row in rows.items() if workflow == mode]
     names = [name for name in chosen[0] if name not in ("workflow", "step")]

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentspec.cli.cache_files import SkipOption, choose, counted
+from agentspec.cli.cache.files import SkipOption, choose, counted
 from agentspec.cli.common import JsonOption, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from agentspec.reasoning.retrieval.knowledge import Hit
+    from agentspec.reasoning.retrieval.knowledge.base import Hit
 
 app = typer.Typer(help="Make knowledge bases, look into them, serve them.", no_args_is_help=True)
 
@@ -46,9 +46,9 @@ def build(
 
     The folder is complete or not there; a process that has it open goes over to the new one at its next search.
     """
-    from agentspec.corpus import read_corpus
-    from agentspec.reasoning.retrieval import folder
-    from agentspec.reasoning.retrieval.opening import load_encoder
+    from agentspec.reasoning.retrieval.knowledge import folder
+    from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
+    from agentspec.recordings.corpus import read_corpus
 
     with _bars() as (console, start):
         on_bad, bad = choose(skip_bad, console)
@@ -95,15 +95,15 @@ def serve(
 ) -> None:
     """Serve a knowledge base by HTTP until told to stop. It asks for no key: whoever reaches it reads the corpus."""
     from agentspec.proxy.knowledge import serve as run
-    from agentspec.reasoning.retrieval.folder import open_folder
-    from agentspec.reasoning.retrieval.opening import load_encoder
+    from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
+    from agentspec.reasoning.retrieval.knowledge.folder import open_folder
 
     run(open_folder(folder, load_encoder), host, port)
 
 
 async def _search(folder: Path, query: str, count: int) -> tuple[Hit, ...]:
-    from agentspec.reasoning.retrieval.folder import open_folder
-    from agentspec.reasoning.retrieval.opening import load_encoder
+    from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
+    from agentspec.reasoning.retrieval.knowledge.folder import open_folder
 
     base = open_folder(folder, load_encoder)
     try:

@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentspec.reasoning.retrieval.knn_build import Progress
-    from agentspec.reasoning.retrieval.knn_settings import KnnKnobs
+    from agentspec.reasoning.retrieval.knn.build import Progress
+    from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
 
 app = typer.Typer(help="Build a KNN-LM datastore, and generate with it.", no_args_is_help=True)
 
@@ -46,8 +46,8 @@ def build(
 
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
-    from agentspec.reasoning.retrieval.knn_build import Corpus
-    from agentspec.reasoning.retrieval.knn_build import build as build_store
+    from agentspec.reasoning.retrieval.knn.build import Corpus
+    from agentspec.reasoning.retrieval.knn.build import build as build_store
 
     console = Console(stderr=True)
     with console.status("loading the model"):
@@ -67,7 +67,7 @@ def build(
 
 def knobs_of(neighbours: int | None, weight: float | None, distance: float | None) -> KnnKnobs:
     """The knobs given, the others as they are by default."""
-    from agentspec.reasoning.retrieval.knn_settings import KnnKnobs
+    from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
 
     given = {"neighbours": neighbours, "weight": weight, "temperature": distance}
     return KnnKnobs.model_validate({name: value for name, value in given.items() if value is not None})
@@ -103,7 +103,7 @@ def generate(
 
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
-    from agentspec.reasoning.retrieval.knn_backend import KnnBackend
+    from agentspec.reasoning.retrieval.knn.backend import KnnBackend
     from agentspec.types import GenerateRequest, SamplingParams
 
     knobs = knobs_of(neighbours, weight, distance)

@@ -10,7 +10,7 @@ import typer
 from agentspec.cli.common import ConfigOption, JsonOption, load, print_json, require_writable
 
 if TYPE_CHECKING:
-    from agentspec.reasoning.trace import TraceFolder
+    from agentspec.reasoning.delegation.trace import TraceFolder
 
 app = typer.Typer(help="Show what strategies decided, answer by answer.", no_args_is_help=True)
 
@@ -74,7 +74,7 @@ def delete(
 
 def _folder(config: Path | None) -> TraceFolder:
     from agentspec.errors import ConfigurationError
-    from agentspec.reasoning.trace import open_folder
+    from agentspec.reasoning.delegation.trace import open_folder
 
     folder = open_folder(load(config).traces)
     if folder is None:

@@ -17,7 +17,7 @@ from agentspec.types import SamplingParams
 
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
-    from agentspec.backends.torch.verification import Divergence, Question, Verification
+    from agentspec.backends.torch.exactness import Divergence, Question, Verification
 
 SAMPLED = 0.8  # the temperature of the second round
 
@@ -40,7 +40,7 @@ def verify(
 
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
-    from agentspec.backends.torch.verification import verify
+    from agentspec.backends.torch.exactness import verify
     from agentspec.cache import SuffixCache
 
     with Console(stderr=True).status(f"loading {model}") as status, SuffixCache.open() as cache:
@@ -61,8 +61,8 @@ def verify(
 def _prompts(backend: TorchBackend, calls: Path | None) -> Iterator[Sequence[int]]:
     """Token ids of the prompts of recorded calls, or of built-in ones: text that repeats and text that does not."""
     from agentspec.benchmarks.prompt_sets import load_prompts
-    from agentspec.cli.cache_files import recorded_calls
-    from agentspec.transcripts import refuse
+    from agentspec.cli.cache.files import recorded_calls
+    from agentspec.recordings.calls import refuse
 
     if calls is None:
         texts = chain.from_iterable(zip_longest(load_prompts("edit_short"), load_prompts("control")))
@@ -75,7 +75,7 @@ def _prompts(backend: TorchBackend, calls: Path | None) -> Iterator[Sequence[int
 
 def _questions(backend: TorchBackend, prompts: Iterator[Sequence[int]], limit: int, max_tokens: int) -> list[Question]:
     """Each prompt that leaves room for an answer, greedy and sampled. Raises `ConfigurationError` if there is none."""
-    from agentspec.backends.torch.verification import Question
+    from agentspec.backends.torch.exactness import Question
 
     fitting = list(islice((p for p in prompts if p and len(p) + max_tokens <= backend.context_length), limit))
     if not fitting:

@@ -2,6 +2,6 @@
 
 from agentspec.langchain.chat_model import ChatAgentSpec
 from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge
-from agentspec.langchain.speculative import Correction, SpeculativeRetriever
+from agentspec.langchain.speculative_retriever import Correction, SpeculativeRetriever
 
 __all__ = ["ChatAgentSpec", "Correction", "KnowledgeRetriever", "RetrieverKnowledge", "SpeculativeRetriever"]

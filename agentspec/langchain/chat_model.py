@@ -21,6 +21,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator
 
 from agentspec.backends.settings import OpenAISettings
+from agentspec.background import iterate_async, iterate_sync, remote_runtime, shared_runtime
 from agentspec.errors import (
     InvalidRequestError,
     OverloadedError,
@@ -29,12 +30,11 @@ from agentspec.errors import (
     UpstreamStatusError,
     UpstreamTimeoutError,
 )
-from agentspec.langchain import structured
+from agentspec.langchain import structured_output
 from agentspec.langchain.labels import labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
-from agentspec.portal import iterate_async, iterate_sync, remote_runtime, shared_runtime
 from agentspec.runtime import Runtime
-from agentspec.step import current_model, current_speculation, observe
+from agentspec.step.decorator import current_model, current_speculation, observe
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
@@ -46,7 +46,7 @@ _RETRIED = (429, 502, 503, 504)
 class ChatAgentSpec(BaseChatModel):
     """Chat with a model that agentspec runs or reaches.
 
-    `ChatAgentSpec(model="smollm2-135m")` runs it in this process (`agentspec.portal.shared_runtime`, or the `runtime`
+    `ChatAgentSpec(model="smollm2-135m")` runs it in this process (`background.shared_runtime`, or the `runtime`
     given, which stays yours to close). With `base_url` it talks to an agentspec gateway, or to any OpenAI-compatible
     endpoint, under `api_key` (or `$AGENTSPEC_API_KEY`).
 
@@ -197,7 +197,7 @@ class ChatAgentSpec(BaseChatModel):
         schema: dict[str, Any] | type,
         *,
         include_raw: bool = False,
-        method: structured.Method = "function_calling",
+        method: structured_output.Method = "function_calling",
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
@@ -210,12 +210,12 @@ class ChatAgentSpec(BaseChatModel):
         traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
         if method == "function_calling":
             llm = self.bind_tools([schema], tool_choice="any", strict=strict, ls_structured_output_format=traced)
-            parser = structured.tool_parser(schema)
+            parser = structured_output.tool_parser(schema)
         else:
-            asked = structured.response_format(schema, method, strict)
+            asked = structured_output.response_format(schema, method, strict)
             llm = self.bind(response_format=asked, ls_structured_output_format=traced)
-            parser = structured.json_parser(schema)
-        return structured.with_raw(llm, parser) if include_raw else llm | parser
+            parser = structured_output.json_parser(schema)
+        return structured_output.with_raw(llm, parser) if include_raw else llm | parser
 
     def _call(
         self,

@@ -22,7 +22,7 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.langchain.messages import to_openai
-from agentspec.transcripts import BadLineError, OnBad, Recorded, refuse
+from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, refuse
 from agentspec.types import Labels
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class MessagesOnly(JsonPlusSerializer):
         return super().loads_typed(data)
 
 
-def read(path: Path, on_bad: OnBad = refuse) -> Iterator[Recorded]:
+def read(path: Path, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:
     """The model calls of a SQLite file of checkpoints, oldest first, each once.
 
     Session is the thread, step the node that answered where one alone ran. Raises `ConfigurationError` for a file that
@@ -74,7 +74,7 @@ class _Graph:
         self._seen = seen
         self._versions: Mapping[str, Any] = {}
 
-    def calls(self, found: CheckpointTuple, place: str) -> list[Recorded]:
+    def calls(self, found: CheckpointTuple, place: str) -> list[RecordedCall]:
         """The answers that this checkpoint is the first to hold."""
         state, step = found.checkpoint, self._step(found.checkpoint.get("versions_seen") or {})
         created_at = datetime.fromisoformat(state["ts"]).timestamp()
@@ -85,7 +85,7 @@ class _Graph:
                 if isinstance(message, AIMessage) and self._is_new(messages[: number + 1]):
                     asked, [answer] = to_openai(messages[:number]), to_openai([message])
                     labels = Labels(self._session, None, step)
-                    calls.append(Recorded(place, labels, asked, answer, created_at=created_at))
+                    calls.append(RecordedCall(place, labels, asked, answer, created_at=created_at))
         return calls
 
     def _is_new(self, messages: list[BaseMessage]) -> bool:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 from langchain_core.documents import Document
 
-from agentspec.reasoning.retrieval import knowledge
-from agentspec.reasoning.retrieval.knowledge import Hit, Query
-from agentspec.reasoning.retrieval.lexical import LexicalMetric, terms, with_counts
-from agentspec.reasoning.retrieval.order import best
+from agentspec.reasoning.retrieval.knowledge import base
+from agentspec.reasoning.retrieval.knowledge.base import Hit, Query
+from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, terms, with_counts
+from agentspec.reasoning.retrieval.knowledge.order import best
 
 Score = Callable[[str, list[Document]], Sequence[float]]
 
@@ -49,7 +49,7 @@ class DocumentCache:
         keys = tuple(key_of(document) for document in documents)
         for key, document in zip(keys, copies(documents), strict=True):
             self._forget(key)
-            hit = with_counts(Hit(knowledge.Document(key, document.page_content), 0.0))
+            hit = with_counts(Hit(base.Document(key, document.page_content), 0.0))
             self._documents[key] = document, hit
             self.characters += len(document.page_content)
         if self._answers.pop(query, None) is None:

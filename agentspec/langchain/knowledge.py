@@ -11,13 +11,13 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableConfig
 from pydantic import Field
 
+from agentspec.background import call_sync
 from agentspec.errors import KnowledgeBaseError
 from agentspec.langchain.document_cache import key_of
-from agentspec.portal import call_sync
-from agentspec.reasoning.retrieval import knowledge
-from agentspec.reasoning.retrieval.index import require_count
-from agentspec.reasoning.retrieval.knowledge import Found, Hit, KnowledgeBase, Metric, Query
-from agentspec.reasoning.retrieval.lexical import LexicalMetric, with_counts
+from agentspec.reasoning.retrieval.knowledge import base
+from agentspec.reasoning.retrieval.knowledge.base import Found, Hit, KnowledgeBase, Metric, Query
+from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, with_counts
+from agentspec.reasoning.retrieval.knowledge.memory import require_count
 
 
 class KnowledgeRetriever(BaseRetriever):
@@ -105,6 +105,6 @@ def _hits(documents: Sequence[Document]) -> tuple[Hit, ...]:
     return tuple(with_counts(Hit(_ours(key, document), 1.0 / place)) for place, (key, document) in places)
 
 
-def _ours(key: str, document: Document) -> knowledge.Document:
+def _ours(key: str, document: Document) -> base.Document:
     title = str(document.metadata.get("title") or "")
-    return knowledge.Document(document.id or key, document.page_content, title, document.metadata)
+    return base.Document(document.id or key, document.page_content, title, document.metadata)

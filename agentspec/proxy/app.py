@@ -16,18 +16,18 @@ from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import TorchSettings
-from agentspec.config import Settings
 from agentspec.errors import ModelNotFoundError
-from agentspec.proxy.answer import encode
-from agentspec.proxy.counters import UpstreamCounters
-from agentspec.proxy.door import Door
-from agentspec.proxy.exchange import Exchange
-from agentspec.proxy.gate import Gate
-from agentspec.proxy.generation import Generation, Path
-from agentspec.proxy.labels import Keys
+from agentspec.proxy.auth import Keys
+from agentspec.proxy.concurrency_limiter import Gate
+from agentspec.proxy.endpoint import Generation, Path
 from agentspec.proxy.loading import Loading
-from agentspec.proxy.upstream import request_headers
+from agentspec.proxy.middleware import Door
+from agentspec.proxy.passthrough import request_headers
+from agentspec.proxy.request_record import Exchange
+from agentspec.proxy.responses import encode
+from agentspec.proxy.upstream_metrics import UpstreamCounters
 from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
 from agentspec.telemetry.metrics import CONTENT_TYPE, EngineSample, Metrics
 
 VERSION = version("agentspec")

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentspec.chat_fields import message_of, take_chat, take_start
 from agentspec.errors import InvalidRequestError
-from agentspec.fields import (
+from agentspec.protocol.chat_fields import message_of, take_chat, take_start
+from agentspec.protocol.fields import (
     Fields,
     array,
     boolean,
@@ -20,8 +20,8 @@ from agentspec.fields import (
     take_stream,
     text_parts,
 )
-from agentspec.proxy.answer import Envelope, Gathered, Said, clamped, prompt_logprobs
-from agentspec.proxy.labels import Caller
+from agentspec.proxy.auth import Caller
+from agentspec.proxy.responses import Envelope, Gathered, Said, clamped, prompt_logprobs
 from agentspec.types import Delta, GenerateRequest, Prompt, TokenLogprob
 
 

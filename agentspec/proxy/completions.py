@@ -7,9 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.fields import Fields, boolean, count, string, take_sampling, take_service, take_stream, token_ids, wrong
-from agentspec.proxy.answer import Envelope, Gathered, clamped, prompt_logprobs
-from agentspec.proxy.labels import Caller
+from agentspec.protocol.fields import (
+    Fields,
+    boolean,
+    count,
+    string,
+    take_sampling,
+    take_service,
+    take_stream,
+    token_ids,
+    wrong,
+)
+from agentspec.proxy.auth import Caller
+from agentspec.proxy.responses import Envelope, Gathered, clamped, prompt_logprobs
 from agentspec.types import Delta, GenerateRequest, Prompt, TokenLogprob
 
 MAX_TOP_LOGPROBS = 20

@@ -1,4 +1,4 @@
-"""A knowledge base as an HTTP service: the other end of `reasoning/retrieval/remote.py`."""
+"""A knowledge base as an HTTP service: the other end of `reasoning/retrieval/knowledge/remote.py`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentspec.config import ServerSettings
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, RequestTooLargeError
 from agentspec.proxy import logs
 from agentspec.proxy.server import is_unprotected
-from agentspec.reasoning.retrieval.dense import DenseMetric, Encoder
-from agentspec.reasoning.retrieval.knowledge import KnowledgeBase, Query
-from agentspec.reasoning.retrieval.wire import found_json, parse_search
+from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query
+from agentspec.reasoning.retrieval.knowledge.dense import DenseMetric, Encoder
+from agentspec.reasoning.retrieval.knowledge.wire import found_json, parse_search
+from agentspec.settings.load import ServerSettings
 
 MAX_BODY_BYTES = 8 << 20
 

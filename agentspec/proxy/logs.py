@@ -11,7 +11,7 @@ from typing import TextIO
 
 import structlog
 
-from agentspec.telemetry.place import class_of, frames_of
+from agentspec.telemetry.safe_errors import class_of, frames_of
 
 logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     logging.getLogger("agentspec.proxy"),

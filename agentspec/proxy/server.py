@@ -14,12 +14,12 @@ from typing import NoReturn
 import uvicorn
 
 from agentspec.backends.model_store import child
-from agentspec.config import ServerSettings, Settings
 from agentspec.errors import ConfigurationError
 from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
-from agentspec.proxy.door import Door
+from agentspec.proxy.middleware import Door
 from agentspec.runtime import Runtime
+from agentspec.settings.load import ServerSettings, Settings
 
 
 def serve(settings: Settings, *, log_level: str = "INFO") -> None:

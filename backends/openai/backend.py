@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from agentspec.backends.base import Capabilities
-from agentspec.backends.openai.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
+from agentspec.backends.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
+from agentspec.backends.openai.payload import label_headers, payload, to_delta
 from agentspec.backends.openai.probe import ProbeReport, probe
-from agentspec.backends.openai.sse import SseDecoder
-from agentspec.backends.openai.text_side import ServerTextSide
+from agentspec.backends.openai.tokenization import ServerTextSide
 from agentspec.backends.openai.vllm import Recognition, label_fields, read_metrics, token_id_fields
 from agentspec.backends.openai.vllm_metrics import Acceptance
-from agentspec.backends.openai.wire import label_headers, payload, to_delta
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
+from agentspec.protocol.sse import SseDecoder
 from agentspec.types import Delta, GenerateRequest, Labels
 
 SCRAPE_SECONDS = 1.0

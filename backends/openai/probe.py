@@ -6,12 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.backends.openai.http import Endpoint, decode_json
-from agentspec.backends.openai.sse import SseDecoder
-from agentspec.backends.openai.text_side import ServerTextSide
+from agentspec.backends.http import Endpoint, decode_json
+from agentspec.backends.openai.tokenization import ServerTextSide
 from agentspec.backends.openai.vllm import XARGS, VllmReport, list_models, owns_models, read_metrics, read_version
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.protocol.sse import SseDecoder
 
 TRIES = 2  # of what gets no answer in time
 _QUESTION = [{"role": "user", "content": "Say hello."}]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from agentspec.backends.openai.http import Endpoint, decode_json
+from agentspec.backends.http import Endpoint, decode_json
 from agentspec.backends.openai.vllm_metrics import ServerMetrics, fetch_metrics
 from agentspec.backends.settings import VllmChoice
 from agentspec.errors import UpstreamError, UpstreamStatusError

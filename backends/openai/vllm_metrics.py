@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agentspec.backends.openai.http import Endpoint
+from agentspec.backends.http import Endpoint
 
 MAX_METRICS_BYTES = 4 << 20
 DRAFTER_METRIC = "agentspec_vllm_drafter_info"  # published by our plug-in in the server

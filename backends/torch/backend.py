@@ -14,24 +14,24 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import NONE, Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.answers import Reading
-from agentspec.backends.torch.calibrate import measure_batches, measure_costs
-from agentspec.backends.torch.choices import Choices
-from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.drafters import Drafting
-from agentspec.backends.torch.drafters.drafting import SmallModel
-from agentspec.backends.torch.engine import Engine
-from agentspec.backends.torch.forms import Forms
-from agentspec.backends.torch.generation import Job, Shared
+from agentspec.backends.torch.drafters.factory import SmallModel
+from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.engine.choices import Choices
+from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
+from agentspec.backends.torch.engine.engine import Engine
+from agentspec.backends.torch.engine.sequence import Job, Shared
+from agentspec.backends.torch.engine.stats import EngineStats
 from agentspec.backends.torch.loader import Loaded, load, load_draft
-from agentspec.backends.torch.memory import Memory
-from agentspec.backends.torch.model import TargetModel
-from agentspec.backends.torch.placement import waits_are_dear
-from agentspec.backends.torch.row_scan import RowScan
-from agentspec.backends.torch.stats import EngineStats
-from agentspec.backends.torch.stepping import TorchSession, computed, require_one_answer, states_of
-from agentspec.backends.torch.text import ids_of_end
-from agentspec.backends.torch.threads import Tasks, compute_thread, on_own_thread
+from agentspec.backends.torch.model.calibrate import measure_batches, measure_costs
+from agentspec.backends.torch.model.device import waits_are_dear
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.model.vector_scan import RowScan
+from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
+from agentspec.backends.torch.text.model_text import ids_of_end
+from agentspec.backends.torch.text.output_parser import Reading
+from agentspec.backends.torch.text.structured_output import Forms
+from agentspec.backends.torch.text.tokenizer import Codec
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, OverloadedError
 from agentspec.types import Delta, GenerateRequest, Message, Source
 

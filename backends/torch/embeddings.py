@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModel
 
+from agentspec.backends.torch.engine.compute_thread import compute_thread, on_own_thread
 from agentspec.backends.torch.loader import quiet, read_tokenizer
-from agentspec.backends.torch.placement import choose_device, choose_kernels
-from agentspec.backends.torch.threads import compute_thread, on_own_thread
+from agentspec.backends.torch.model.device import choose_device, choose_kernels
 from agentspec.errors import ModelUnavailableError, ShuttingDownError
 
 Vectors = NDArray[np.float32]

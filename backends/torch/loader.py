@@ -17,15 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.adapter import merge_adapter, with_adapter
-from agentspec.backends.torch.attention import ATTENTION_NAME
-from agentspec.backends.torch.codec import Codec
-from agentspec.backends.torch.drafters.drafting import SmallModel
-from agentspec.backends.torch.graphs import record_graphs
-from agentspec.backends.torch.layouts import exact_context, masks_known, require_decoder
-from agentspec.backends.torch.model import TargetModel
-from agentspec.backends.torch.packed_linear import pack_linears, unpack_linears
-from agentspec.backends.torch.placement import choose_device, choose_dtype, choose_kernels
+from agentspec.backends.torch.drafters.factory import SmallModel
+from agentspec.backends.torch.model.attention import ATTENTION_NAME
+from agentspec.backends.torch.model.compatibility import exact_context, masks_known, require_decoder
+from agentspec.backends.torch.model.cuda_graphs import record_graphs
+from agentspec.backends.torch.model.device import choose_device, choose_dtype, choose_kernels
+from agentspec.backends.torch.model.lora import merge_adapter, with_adapter
+from agentspec.backends.torch.model.packed_linear import pack_linears, unpack_linears
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.text.tokenizer import Codec
 from agentspec.errors import ConfigurationError, ModelUnavailableError
 from agentspec.types import Namespace
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.backends.vllm.conversation import Conversation
+from agentspec.backends.vllm.cache_router import drafts_here, open_drafter, require_supported
 from agentspec.backends.vllm.drafting import ServerDrafter, Turn
-from agentspec.backends.vllm.opening import drafts_here, open_drafter, require_supported
-from agentspec.backends.vllm.suffix import turn_of
+from agentspec.backends.vllm.proposer import turn_of
+from agentspec.backends.vllm.request_state import Conversation
 from agentspec.cache.index import DEPTH
 from agentspec.errors import ConfigurationError
 

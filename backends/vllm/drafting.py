@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from agentspec.backends.vllm.chains import StepCost
-from agentspec.backends.vllm.conversation import NOTHING, Ahead, Conversation, Request
 from agentspec.backends.vllm.recorder import Open, Recorder, Said, wait_ready
+from agentspec.backends.vllm.request_state import NOTHING, Ahead, Conversation, Request
 from agentspec.backends.vllm.stats import RoundStats
+from agentspec.backends.vllm.step_cost import StepCost
 from agentspec.cache.index import Job, propose_batch
 from agentspec.cache.tokens import Tokens
-from agentspec.governor import Pace, cut
-from agentspec.telemetry.place import said_of
+from agentspec.speculation.governor import RequestStats, allocate_budget
+from agentspec.telemetry.safe_errors import safe_message
 
 ANY = Request()
 PATIENCE = 0.0004  # seconds that a round waits at most for new memories, and again until it may read the indexes
@@ -61,7 +61,7 @@ class ServerDrafter:
 
     def begin(self, prompt: Tokens, request: Request = ANY) -> Conversation:
         """A request came. `open_memory` decides where it is remembered."""
-        conversation = Conversation(len(prompt), Pace(), request)
+        conversation = Conversation(len(prompt), RequestStats(), request)
         self._recorder.begin(conversation, prompt)
         return conversation
 
@@ -111,7 +111,7 @@ class ServerDrafter:
     def _judge(self, turns: Sequence[Turn], seconds: float) -> None:
         """Learn what the step cost, and for each request whether asking for drafts pays.
 
-        What it costs to verify them in vain is left to `cut`, which hears of it by the pace's factor: a request that
+        What it costs to verify them in vain is left to `allocate_budget`, which hears of it by the pace's factor: a request that
         cannot be drafted for now may copy a page next.
         """
         asked = [conversation for conversation in self._last if conversation.asked]
@@ -126,7 +126,7 @@ class ServerDrafter:
         wait_ready([turn.conversation for turn in turns if not turn.conversation.ready.is_set()], PATIENCE)
         self._look_ahead(turns)
         worths = [turn.conversation.worth(turn.most) for turn in turns]
-        counts = cut(worths, len(turns), lambda drafted: self._cost.many(len(turns) + drafted))
+        counts = allocate_budget(worths, len(turns), lambda drafted: self._cost.many(len(turns) + drafted))
         return [
             turn.conversation.propose(count, sum(worth[:count]))
             for turn, worth, count in zip(turns, worths, counts, strict=True)
@@ -161,5 +161,5 @@ class ServerDrafter:
 
     def _report(self, error: Exception) -> None:
         if not self._failed:
-            logger.warning("agentspec: a round went without drafts: %s", said_of(error))
+            logger.warning("agentspec: a round went without drafts: %s", safe_message(error))
         self._failed = True

@@ -7,10 +7,10 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-from agentspec.backends.vllm.drafter_info import publish_with_metrics
-from agentspec.backends.vllm.opening import SUPPORTED, supported
+from agentspec.backends.vllm.cache_router import SUPPORTED, supported
+from agentspec.backends.vllm.metrics import publish_with_metrics
+from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.backends.vllm.settings import enabled, read_settings
-from agentspec.backends.vllm.suffix import SALT, SuffixDecodingProposer
 
 logger = logging.getLogger(__name__)
 

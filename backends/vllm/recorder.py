@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from agentspec.backends.vllm.conversation import Conversation, Memory
+from agentspec.backends.vllm.request_state import Conversation, Memory
 from agentspec.cache.tokens import Tokens
-from agentspec.telemetry.place import said_of
+from agentspec.telemetry.safe_errors import safe_message
 
 WAITING_TOKENS = 8 << 20  # that may wait to be remembered: some seconds' worth, even of long prompts
 IDLE_SECONDS = 10.0  # more than a step takes
@@ -143,7 +143,7 @@ class Recorder:
     def _report(self, error: Exception) -> None:
         level = logging.DEBUG if self._failed else logging.WARNING
         self._failed = True
-        logger.log(level, "agentspec: a request goes on without the token cache: %s", said_of(error))
+        logger.log(level, "agentspec: a request goes on without the token cache: %s", safe_message(error))
 
 
 def wait_ready(conversations: Sequence[Conversation], seconds: float) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 from agentspec.backends.base import Backend, Capabilities, text_side
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.documents import DocumentCache
 from agentspec.reasoning.retrieval.events import Ended, Event, Said
-from agentspec.reasoning.retrieval.knowledge import KnowledgeBase
-from agentspec.reasoning.retrieval.library import Account
+from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
+from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
+from agentspec.reasoning.retrieval.knowledge.search_client import Account
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.settings import RaLMSpecSettings
-from agentspec.stride import Pace
+from agentspec.speculation.stride import RequestStride
 from agentspec.types import Delta, GenerateRequest, RetrievalSpeculation, Usage
 
 MOST_TENANTS = 64  # that have a cache of their own, where caches outlive a request
@@ -35,7 +35,7 @@ class RetrievalBackend:
     base: Backend
     model: str
     knowledge: KnowledgeBase
-    pace: Pace = field(default_factory=Pace)
+    pace: RequestStride = field(default_factory=RequestStride)
     _caches: OrderedDict[str, DocumentCache] = field(default_factory=OrderedDict)
 
     @property

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from agentspec.backends.base import TextSide
 from agentspec.backends.template_messages import plain
 from agentspec.errors import ContextLengthError
-from agentspec.reasoning.prompts import defused
-from agentspec.reasoning.retrieval.knowledge import Document
+from agentspec.reasoning.delegation.prompts import defused
+from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.types import GenerateRequest, Message
 
 BEHIND = "\n\n"  # between the document and what it is read for

@@ -11,14 +11,14 @@ import time
 from collections.abc import AsyncGenerator
 
 from agentspec.backends.base import Backend
-from agentspec.reasoning.retrieval.course import Course
-from agentspec.reasoning.retrieval.documents import DocumentCache
 from agentspec.reasoning.retrieval.events import Ended, Event, Retrieved, Said
-from agentspec.reasoning.retrieval.knobs import RetrievalSettings
-from agentspec.reasoning.retrieval.knowledge import KnowledgeBase
-from agentspec.reasoning.retrieval.library import Account, Library, first, name_of
-from agentspec.reasoning.retrieval.speaker import Speaker
-from agentspec.stride import Pace, StrideGovernor
+from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
+from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
+from agentspec.reasoning.retrieval.knowledge.search_client import Account, Library, first, name_of
+from agentspec.reasoning.retrieval.round_generator import Speaker
+from agentspec.reasoning.retrieval.settings import RetrievalSettings
+from agentspec.reasoning.retrieval.speculation import Course
+from agentspec.speculation.stride import RequestStride, StrideGovernor
 from agentspec.types import GenerateRequest
 
 
@@ -62,7 +62,7 @@ async def ralmspec(
     knowledge: KnowledgeBase,
     settings: RetrievalSettings | None = None,
     account: Account | None = None,
-    pace: Pace | None = None,
+    pace: RequestStride | None = None,
     cache: DocumentCache | None = None,
 ) -> AsyncGenerator[Event]:
     """Guess documents, verify them in batches, take back what was wrong, until the answer is over.
@@ -77,7 +77,7 @@ async def ralmspec(
     settings, account = settings or RetrievalSettings(), account or Account()
     speaker = await Speaker.open(request, backend, settings)
     library = Library(knowledge, settings.search_timeout, account)
-    governor = StrideGovernor(pace or Pace(), settings.stride, settings.asynchronous)
+    governor = StrideGovernor(pace or RequestStride(), settings.stride, settings.asynchronous)
     cache = DocumentCache(settings.cache_bytes) if cache is None else cache
     async with Course(speaker, library, cache, governor) as course:
         yield await course.retrieve(settings.prefetch)

@@ -10,7 +10,7 @@ from agentspec.benchmarks import peer
 from agentspec.benchmarks.cache import CURVE, run_cache
 from agentspec.benchmarks.cache_costs import Costs, Latency
 from agentspec.benchmarks.cache_threads import Gains
-from agentspec.benchmarks.traces import END, START
+from agentspec.recordings.traces import END, START
 
 IDS = {START: 1, END: 2}
 

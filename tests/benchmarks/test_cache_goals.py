@@ -9,7 +9,7 @@ from agentspec.benchmarks.cache import CacheReport, FileResult
 from agentspec.benchmarks.cache_costs import Costs, Latency
 from agentspec.benchmarks.cache_goals import Goal, Verdict, goals
 from agentspec.benchmarks.cache_threads import Gains
-from agentspec.benchmarks.replay import Replay
+from agentspec.recordings.replay import Replay
 
 
 def file_of(name: str, per_step: float, peer: float, predicted: float = 0.5) -> FileResult:

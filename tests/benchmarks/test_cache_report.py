@@ -11,7 +11,7 @@ from agentspec.benchmarks.cache import CacheReport, FileResult
 from agentspec.benchmarks.cache_costs import Costs, Latency
 from agentspec.benchmarks.cache_report import print_report, write_json, write_plot
 from agentspec.benchmarks.cache_threads import Gains
-from agentspec.benchmarks.replay import Replay
+from agentspec.recordings.replay import Replay
 
 
 def replay_of(tokens: int) -> Replay:

@@ -16,10 +16,10 @@ from agentspec.benchmarks.reasoning_curve import Curve, Plan, Problem, is_correc
 from agentspec.benchmarks.reasoning_curve_report import print_curve, write_plot
 from agentspec.benchmarks.reasoning_report import print_report, write_json
 from agentspec.benchmarks.reasoning_report import write_plot as write_prediction
-from agentspec.config import ModelSettings, Settings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
+from agentspec.reasoning.delegation.model_role import Writer
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.reasoning.writer import Writer
+from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import Answer, FakeBackend, ThinkingModel
 from agentspec.types import GenerateRequest
 

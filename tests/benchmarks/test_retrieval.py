@@ -29,7 +29,7 @@ from agentspec.benchmarks.retrieval import (
 from agentspec.benchmarks.retrieval_bases import Bases, Delayed, Question, read_questions
 from agentspec.benchmarks.retrieval_report import print_check, print_report, published, write_json, write_plot
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.library import Account
+from agentspec.reasoning.retrieval.knowledge.search_client import Account
 from agentspec.testing import Answer, FakeBackend, FakeEncoder
 
 WORDS = [f"{first}{second}" for first in "bdfgkl" for second in ("an", "el", "ir", "os", "um")]

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from agentspec.cli import app
 from agentspec.cli.demo import Call, Divergence, divergences, speedup, statement
-from agentspec.ledger import StepRow
+from agentspec.step.report import StepRow
 
 
 def calls(off: str, on: str) -> list[Call]:

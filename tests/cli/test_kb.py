@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agentspec.reasoning.retrieval import opening
+from agentspec.reasoning.retrieval.knowledge import factory
 from agentspec.testing import FakeEncoder
 
 LINES = [
@@ -37,7 +37,7 @@ def encoders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         loaded.append(model)
         return FakeEncoder()
 
-    monkeypatch.setattr(opening, "load_encoder", load)
+    monkeypatch.setattr(factory, "load_encoder", load)
     return loaded
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.config import Settings
+from agentspec.settings.load import Settings
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from agentspec.config import Settings
 from agentspec.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -26,9 +25,10 @@ from agentspec.errors import (
 )
 from agentspec.langchain import ChatAgentSpec
 from agentspec.langgraph import label
-from agentspec.ledger import StepRow
 from agentspec.runtime import Runtime
-from agentspec.step import report, step, workflow
+from agentspec.settings.load import Settings
+from agentspec.step.decorator import report, step, workflow
+from agentspec.step.report import StepRow
 from agentspec.testing import Answer, FakeBackend, Scripted
 from agentspec.types import Labels, Speculation, Usage
 

@@ -14,7 +14,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 
 from agentspec.errors import ConfigurationError
 from agentspec.langchain.checkpoints import read
-from agentspec.transcripts import BadLineError, Format, Recorded, detect
+from agentspec.recordings.calls import BadLineError, Format, RecordedCall, detect
 from agentspec.types import Labels
 
 
@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def said(call: Recorded) -> str:
+def said(call: RecordedCall) -> str:
     return str(call.answer["content"] or call.answer["tool_calls"][0]["function"]["name"])
 
 

@@ -9,19 +9,19 @@ from langchain_tests.integration_tests import RetrieversIntegrationTests
 
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
 from agentspec.langchain import KnowledgeRetriever, RetrieverKnowledge
-from agentspec.reasoning.retrieval import knowledge
-from agentspec.reasoning.retrieval.folder import in_memory
-from agentspec.reasoning.retrieval.index import IndexKnowledge
-from agentspec.reasoning.retrieval.knowledge import Found, KnowledgeBase, Query
+from agentspec.reasoning.retrieval.knowledge import base
+from agentspec.reasoning.retrieval.knowledge.base import Found, KnowledgeBase, Query
+from agentspec.reasoning.retrieval.knowledge.folder import in_memory
+from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge
 from agentspec.testing import FakeEncoder
 
 pytestmark = pytest.mark.anyio
 
 CORPUS = [
-    knowledge.Document("a", "the cat purrs", "Cats", {"page": 1}),
-    knowledge.Document("b", "the dog barks"),
-    knowledge.Document("c", "a river flows"),
-    knowledge.Document("d", "the cat sleeps"),
+    base.Document("a", "the cat purrs", "Cats", {"page": 1}),
+    base.Document("b", "the dog barks"),
+    base.Document("c", "a river flows"),
+    base.Document("d", "the cat sleeps"),
 ]
 
 

@@ -8,9 +8,9 @@ import pytest
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from agentspec.config import Settings
 from agentspec.langchain import ChatAgentSpec
 from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Speculation
 

@@ -16,11 +16,11 @@ import pytest
 from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
-from agentspec.config import ServerSettings, Settings
 from agentspec.proxy import create_app
-from agentspec.proxy.door import Door
+from agentspec.proxy.middleware import Door
 from agentspec.proxy.server import GatewayServer
 from agentspec.runtime import Runtime
+from agentspec.settings.load import ServerSettings, Settings
 
 
 @dataclass

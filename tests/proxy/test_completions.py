@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import InvalidRequestError
-from agentspec.proxy.answer import Gathered, encode
+from agentspec.proxy.auth import Caller
 from agentspec.proxy.completions import CompletionWriter, parse
-from agentspec.proxy.labels import Caller
+from agentspec.proxy.responses import Gathered, encode
 from agentspec.types import Delta, GenerateRequest, Labels, Prompt, TokenLogprob, Usage
 
 CALLER = Caller("t", Labels(), speculation=True, store=False)

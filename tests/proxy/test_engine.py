@@ -19,7 +19,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.config import ModelSettings, ServerSettings, Settings
+from agentspec.settings.load import ModelSettings, ServerSettings, Settings
 
 torch = pytest.importorskip("torch")
 MODEL = "tiny"

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.config import Settings
+from agentspec.settings.load import Settings
 from agentspec.testing import FakeBackend
 
 langchain_openai = pytest.importorskip("langchain_openai")

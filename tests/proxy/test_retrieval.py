@@ -16,15 +16,15 @@ import pytest
 from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.config import ModelSettings, Settings
 from agentspec.errors import ConfigurationError
 from agentspec.langchain import ChatAgentSpec
-from agentspec.reasoning.retrieval import folder
-from agentspec.reasoning.retrieval.knowledge import Document
-from agentspec.reasoning.retrieval.settings import IndexSettings, RemoteSettings
+from agentspec.reasoning.retrieval.knowledge import folder
+from agentspec.reasoning.retrieval.knowledge.base import Document
+from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.runtime import Runtime
-from agentspec.step import report, step
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.step.decorator import report, step
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import RetrievalSpeculation
 

@@ -14,8 +14,8 @@ from langchain_core.tools import tool
 from pydantic import BaseModel
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.config import ModelSettings, ServerSettings, Settings
 from agentspec.langchain import ChatAgentSpec
+from agentspec.settings.load import ModelSettings, ServerSettings, Settings
 
 pytest.importorskip("torch")
 MODEL = "tiny"

@@ -290,7 +290,7 @@ class Soak:
         return [said for ask, got, want in self.parted if (said := self._difference(ask, got, want)) is not None]
 
     def _difference(self, ask: Ask, got: Said, want: Said) -> str | None:
-        from agentspec.backends.torch.verification import Question, first_divergence
+        from agentspec.backends.torch.exactness import Question, first_divergence
 
         cut = want.tokens if got.finish else want.tokens[: len(got.tokens)]
         if got.tokens == cut:

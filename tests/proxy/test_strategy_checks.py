@@ -9,13 +9,13 @@ import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.cli import strategy_checks
-from agentspec.cli.checks import Check
-from agentspec.cli.strategy_checks import Unloaded, check_strategies
-from agentspec.config import ModelSettings, Settings
-from agentspec.reasoning.retrieval.knn_store import Manifest, StoreWriter
-from agentspec.reasoning.retrieval.settings import RemoteSettings
+from agentspec.cli.doctor import strategy_checks
+from agentspec.cli.doctor.checks import Check
+from agentspec.cli.doctor.strategy_checks import Unloaded, check_strategies
+from agentspec.reasoning.retrieval.knn.store import Manifest, StoreWriter
+from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
 from agentspec.reasoning.settings import KnnLmSettings, LookaheadSettings, RaLMSpecSettings, SpecReasonSettings
+from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import ThinkingModel
 from agentspec.types import GenerateRequest
 

@@ -15,13 +15,13 @@ import pytest
 from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.config import ModelSettings, Settings
 from agentspec.errors import ConfigurationError, UpstreamError
 from agentspec.langchain import ChatAgentSpec
+from agentspec.reasoning.delegation.trace_settings import TraceSettings
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.reasoning.trace_settings import TraceSettings
 from agentspec.runtime import Runtime
-from agentspec.step import report, step
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.step.decorator import report, step
 from agentspec.testing import Answer, FakeBackend, Script, ThinkingModel
 
 THINKING = "small 1.\n\nsmall 2. Answer: 4\n\n"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.config import ModelSettings, Settings
+from agentspec.settings.load import ModelSettings, Settings
 
 ANSWER = b'{"choices": [{"message": {"content": "hi"}, "token_ids": null}], "prompt_token_ids": null, "usage": null}'
 HEADERS = {"x-agentspec-session": "s1", "x-agentspec-step": "pl%C3%A4n", "content-type": "application/json"}

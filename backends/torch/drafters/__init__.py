@@ -1,7 +1,7 @@
 """Drafters of the local engine, one per file; `Drafting` gives each answer those that are configured."""
 
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
-from agentspec.backends.torch.drafters.drafting import Drafting
+from agentspec.backends.torch.drafters.factory import Drafting
 from agentspec.backends.torch.drafters.merged import MergedDrafter, merge
 from agentspec.backends.torch.drafters.ngram import NgramDrafter
 from agentspec.backends.torch.drafters.prediction import PredictionDrafter

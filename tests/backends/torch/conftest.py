@@ -42,16 +42,16 @@ from transformers import (
     Qwen3Config,
 )
 
-from agentspec.backends.torch.attention import ATTENTION_NAME, packed_attention
-from agentspec.backends.torch.codec import Codec
 from agentspec.backends.torch.drafters import Drafting, make_draft
-from agentspec.backends.torch.generation import Generation, Job, Shared
-from agentspec.backends.torch.kv_cache import Rows
-from agentspec.backends.torch.limits import Rules
+from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.engine.sequence import Generation, Job, Shared
+from agentspec.backends.torch.engine.step import play
 from agentspec.backends.torch.loader import Loaded, prepare
-from agentspec.backends.torch.memory import Memory
-from agentspec.backends.torch.step import play
-from agentspec.governor import Governor, Pace
+from agentspec.backends.torch.model.attention import ATTENTION_NAME, packed_attention
+from agentspec.backends.torch.model.kv_cache import Rows
+from agentspec.backends.torch.sampling.constraints import Rules
+from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.speculation.governor import Governor, RequestStats
 from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
 
 Allowed = Callable[[Sequence[int]], Collection[int]]  # from an answer to the tokens that may follow it
@@ -137,11 +137,11 @@ class EagerGovernor(Governor):
     def choose(self, worths: Sequence[Sequence[float]], **step: Any) -> list[list[int]]:
         return [list(range(len(worth))) for worth in worths]
 
-    def pace(self, step: str | None = None) -> Pace:
+    def pace(self, step: str | None = None) -> RequestStats:
         return AlwaysAsk()
 
 
-class AlwaysAsk(Pace):
+class AlwaysAsk(RequestStats):
     def ask(self) -> bool:
         return True
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import loader
-from agentspec.backends.torch.attention import ATTENTION_NAME
 from agentspec.backends.torch.loader import Check, load, load_draft, prepare
-from agentspec.backends.torch.model import TargetModel
+from agentspec.backends.torch.model.attention import ATTENTION_NAME
+from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import ConfigurationError, ModelUnavailableError
 
 

@@ -15,20 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.torch import (
-    attention,
-    generation,
-    grammar,
-    kv_cache,
-    limits,
-    model,
-    packed,
-    proposal,
-    sampler,
-    step,
-    tree_mask,
-    verify,
-)
+from agentspec.backends.torch.engine import sequence, speculator, step
+from agentspec.backends.torch.model import attention, batch, kv_cache, target, tree_mask
+from agentspec.backends.torch.sampling import acceptance, constraints, grammar, sampler
 from agentspec.errors import EngineError
 from agentspec.types import SamplingParams
 
@@ -43,24 +32,24 @@ SAMPLINGS = (
 
 # module, line to change, changed line, where the changed thing goes: (owner, name)
 MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
-    "siblings see each other": (tree_mask, "sees[row] = sees[above]", "pass", (packed, "tree_layout")),
+    "siblings see each other": (tree_mask, "sees[row] = sees[above]", "pass", (batch, "tree_layout")),
     "positions are columns": (
         tree_mask,
         "depths[row] = depths[above] + 1",
         "depths[row] = row",
-        (packed, "tree_layout"),
+        (batch, "tree_layout"),
     ),
     "window one wider": (
         tree_mask,
         "<= positions[:, None] - window",
         "< positions[:, None] - window",
-        (packed, "attention_mask"),
+        (batch, "attention_mask"),
     ),
     "window between columns": (
         tree_mask,
         "torch.arange(first, past, device=device), positions]",
         "torch.arange(past + size, device=device)[first:]]",
-        (packed, "attention_mask"),
+        (batch, "attention_mask"),
     ),
     "no compaction": (kv_cache, "self._gather(", "(", (kv_cache.SequenceCache, "commit")),
     "rejected rows kept": (kv_cache, "start + len(path)", "start + len(path) + 1", (kv_cache.SequenceCache, "commit")),
@@ -80,53 +69,53 @@ MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         (sampler.Sampler, "_draw"),
     ),
     "child of any parent": (
-        verify,
+        acceptance,
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if t == token), None)",
-        (generation, "walk"),
+        (sequence, "walk"),
     ),
     "first child always": (
-        verify,
+        acceptance,
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if p == node), None)",
-        (generation, "walk"),
+        (sequence, "walk"),
     ),
     "goes on past the end": (
-        verify,
+        acceptance,
         "if emit(token, node + 1):",
         "if emit(token, node + 1) and False:",
-        (generation, "walk"),
+        (sequence, "walk"),
     ),
-    "row of the parent": (verify, "token = choose(node + 1)", "token = choose(max(node, 0))", (generation, "walk")),
-    "illegal ids pass": (proposal, "0 <= token < vocab_size", "True", (proposal, "usable")),
+    "row of the parent": (acceptance, "token = choose(node + 1)", "token = choose(max(node, 0))", (sequence, "walk")),
+    "illegal ids pass": (speculator, "0 <= token < vocab_size", "True", (speculator, "usable")),
 }
 
 BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     "positions of the first sequence": (
-        packed,
+        batch,
         "past + layout.depths for",
         "pasts[0] + layout.depths for",
-        (model, "PackedCache"),
+        (target, "PackedCache"),
     ),
     "one sequence's window for all": (
-        packed,
+        batch,
         "firsts = [first_visible(past, window) for past in pasts]",
         "firsts = [first_visible(min(pasts), window) for past in pasts]",
-        (packed, "_view"),
+        (batch, "_view"),
     ),
-    "a window's last row is cut off": (tree_mask, "past - window + 1", "past - window + 2", (packed, "first_visible")),
-    "two tokens without a mask": (packed, "len(layout) == 1", "len(layout) <= 2", (packed, "_view")),
+    "a window's last row is cut off": (tree_mask, "past - window + 1", "past - window + 2", (batch, "first_visible")),
+    "two tokens without a mask": (batch, "len(layout) == 1", "len(layout) <= 2", (batch, "_view")),
     "logits of the row before": (
-        packed,
+        batch,
         "np.arange(end - piece.outputs, end)",
         "np.arange(end - piece.outputs, end) - 1",
-        (model, "wanted_rows"),
+        (target, "wanted_rows"),
     ),
     "all rows in the first sequence": (
-        packed,
+        batch,
         "all_keys, all_values = cache.update(",
         "all_keys, all_values = self._caches[0].update(",
-        (packed.PackedCache, "update"),
+        (batch.PackedCache, "update"),
     ),
     "one sequence's values for all": (
         attention,
@@ -141,7 +130,7 @@ BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         (attention.Ragged, "attend"),
     ),
     "rows lost in growing": (kv_cache, "room[:, :, :length] = rows[:, :, :length]", "pass", (kv_cache, "_room")),
-    "a prompt's chunk draws": (step, "draws=read == generation.unread", "draws=True", (step, "schedule")),
+    "a prompt's chunk draws": (step, "draws=read == sequence.unread", "draws=True", (step, "schedule")),
     "logits of another sequence": (
         step,
         "for turn, logits in zip(turns, outputs, strict=True)",
@@ -149,10 +138,10 @@ BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         (step, "run_together"),
     ),
     "rows of a chunk kept twice": (
-        generation,
+        sequence,
         "self.rows.commit(count, ())",
         "self.rows.commit(count + 1, ())",
-        (generation.Generation, "read"),
+        (sequence.Generation, "read"),
     ),
 }  # fmt: skip
 # The same for what a request's rules bar.
@@ -177,16 +166,16 @@ RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     ),
     "rules do not hear of tokens": (sampler, "self.limits.observe(token)", "pass", (sampler.Sampler, "observe")),
     "end allowed one token early": (
-        limits,
+        constraints,
         "self._count < self._early",
         "self._count + 1 < self._early",
-        (limits.Limits, "_barred"),
+        (constraints.Limits, "_barred"),
     ),
     "history of bad words not kept": (
-        limits,
+        constraints,
         "self._said = [*self._said, token][-self._longest :]",
         "pass",
-        (limits.Limits, "observe"),
+        (constraints.Limits, "observe"),
     ),
     "choices share their noise": (
         sampler,
@@ -352,7 +341,7 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
         shortest = replace(sampling, min_tokens=15)
         want = lab.oracle(PROMPT, shortest, max_tokens=20, allowed=allowed, choice=1)
         for script in scripts(want, tree_of)[:2]:
-            rules = limits.Rules(words, (bad,), choice=1)
+            rules = constraints.Rules(words, (bad,), choice=1)
             got = lab.run(PROMPT, shortest, script, max_tokens=20, rules=rules)
             assert got.tokens == want
         eager = replace(sampling, min_tokens=5, logit_bias={END: 100.0})
@@ -377,5 +366,5 @@ def test_a_broken_rule_is_caught(lab: Any, tree_of: Any, grammars: Any, name: st
 
 
 def test_modules_are_whole_again() -> None:
-    assert importlib.import_module("agentspec.backends.torch.verify").walk is generation.walk
-    assert np.array_equal(model.tree_layout(1, [-1, -1]).sees, [[1, 0, 0], [1, 1, 0], [1, 0, 1]])
+    assert importlib.import_module("agentspec.backends.torch.sampling.acceptance").walk is sequence.walk
+    assert np.array_equal(target.tree_layout(1, [-1, -1]).sees, [[1, 0, 0], [1, 1, 0], [1, 0, 1]])

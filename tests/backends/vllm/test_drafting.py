@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from agentspec.backends.vllm import drafting
-from agentspec.backends.vllm.conversation import NOTHING, Ahead, Conversation, Memory, PrivateMemory, Request
 from agentspec.backends.vllm.drafting import ServerDrafter, Turn
+from agentspec.backends.vllm.request_state import NOTHING, Ahead, Conversation, Memory, PrivateMemory, Request
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens

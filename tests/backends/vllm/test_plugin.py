@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.vllm import opening, plugin, suffix
-from agentspec.backends.vllm.suffix import SALT, SuffixDecodingProposer
+from agentspec.backends.vllm import cache_router, plugin, proposer
+from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.errors import ConfigurationError
 
 
@@ -120,13 +120,13 @@ def test_another_version_is_left_alone(
 
 
 def test_the_custom_class_refuses_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "version", lambda name: "0.99.1" if name == "vllm" else "1")
+    monkeypatch.setattr(cache_router, "version", lambda name: "0.99.1" if name == "vllm" else "1")
     with pytest.raises(ConfigurationError, match=r"works with vLLM 0\.32\.x, not 0\.99\.1"):
-        opening.require_supported()
+        cache_router.require_supported()
 
 
 def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "drafts_here", lambda config: False)
+    monkeypatch.setattr(proposer, "drafts_here", lambda config: False)
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=4), model_config=SimpleNamespace(max_model_len=100)
     )
@@ -145,7 +145,7 @@ def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: p
 def test_ranks_with_schedulers_of_their_own_are_refused() -> None:
     parallel = SimpleNamespace(distributed_executor_backend="external_launcher")
     with pytest.raises(ConfigurationError, match="external_launcher"):
-        opening.drafts_here(SimpleNamespace(parallel_config=parallel))
+        cache_router.drafts_here(SimpleNamespace(parallel_config=parallel))
 
 
 def model(folder: str, **config: object) -> Any:
@@ -160,11 +160,11 @@ def test_replicas_with_other_folder_names_share_and_other_models_do_not(tmp_path
     for name, text in (("a", "{}"), ("b", "{}"), ("c", "{1}")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(text)
-    one, same, tokenizer = (opening.namespace_of(model(str(tmp_path / name)), "t") for name in "abc")
+    one, same, tokenizer = (cache_router.namespace_of(model(str(tmp_path / name)), "t") for name in "abc")
     assert one == same
-    assert len({one, tokenizer, opening.namespace_of(model(str(tmp_path / "a"), layers=2), "t")}) == 3
-    assert opening.namespace_of(model(str(tmp_path / "a")), "other").tenant == "other"
-    nameless = opening.namespace_of(model("org/name"), "t")
+    assert len({one, tokenizer, cache_router.namespace_of(model(str(tmp_path / "a"), layers=2), "t")}) == 3
+    assert cache_router.namespace_of(model(str(tmp_path / "a")), "other").tenant == "other"
+    nameless = cache_router.namespace_of(model("org/name"), "t")
     assert nameless.tokenizer_hash != one.tokenizer_hash
 
 
@@ -176,7 +176,7 @@ def test_a_drafter_from_a_configuration(
     config = SimpleNamespace(model_config=model(str(tmp_path)))
     config.model_config.get_vocab_size = lambda: 100
     with caplog.at_level(logging.INFO, "agentspec"):
-        drafter = opening.open_drafter(config)
+        drafter = cache_router.open_drafter(config)
     assert "tenant 'acme'" in caplog.text
     conversation = drafter.begin(np.arange(10, dtype=np.int32))
     assert drafter.flush()

@@ -21,11 +21,11 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.benchmarks.prompt_sets import load_prompts
 from agentspec.benchmarks.vllm import ask
 from agentspec.benchmarks.vllm_server import CUSTOM, SUFFIX, VllmServer, find_environment
-from agentspec.cache.sqlite import DATABASE
-from agentspec.cli.checks import Check, check_upstream
-from agentspec.config import Settings
+from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cli.doctor.checks import Check, check_upstream
 from agentspec.proxy import create_app
 from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
 from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams
 
 ROOT = Path(__file__).parents[3]

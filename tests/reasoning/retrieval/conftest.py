@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from agentspec.reasoning.retrieval.bm25 import Bm25Index
-from agentspec.reasoning.retrieval.dense import DenseIndex
-from agentspec.reasoning.retrieval.folder import Kind
-from agentspec.reasoning.retrieval.index import Index
-from agentspec.reasoning.retrieval.knowledge import Document
+from agentspec.reasoning.retrieval.knowledge.base import Document
+from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
+from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex
+from agentspec.reasoning.retrieval.knowledge.folder import Kind
+from agentspec.reasoning.retrieval.knowledge.memory import Index
 from agentspec.testing import FakeEncoder
 
 Make = Callable[[Kind, Sequence[str]], Index]

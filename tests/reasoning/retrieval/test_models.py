@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from agentspec.reasoning.retrieval.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.events import Said
-from agentspec.reasoning.retrieval.index import IndexKnowledge, Snapshot
-from agentspec.reasoning.retrieval.knobs import RetrievalSettings
-from agentspec.reasoning.retrieval.knowledge import Document, KnowledgeBase
-from agentspec.reasoning.retrieval.library import Account
+from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase
+from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
+from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
+from agentspec.reasoning.retrieval.knowledge.search_client import Account
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.retrieval.settings import RetrievalSettings
 from agentspec.types import GenerateRequest, SamplingParams
 
 pytest.importorskip("torch")

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, KnowledgeBaseError
-from agentspec.reasoning.retrieval.documents import DocumentCache
 from agentspec.reasoning.retrieval.events import Ended, Event, Retrieved, RolledBack, Said, Speculated, Verified
-from agentspec.reasoning.retrieval.index import IndexKnowledge, Snapshot
-from agentspec.reasoning.retrieval.knobs import RetrievalSettings
-from agentspec.reasoning.retrieval.knowledge import Document, Found, Hit, KnowledgeBase, Query, ranked
-from agentspec.reasoning.retrieval.library import Account
+from agentspec.reasoning.retrieval.knowledge.base import Document, Found, Hit, KnowledgeBase, Query, ranked
+from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
+from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
+from agentspec.reasoning.retrieval.knowledge.search_client import Account
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.retrieval.settings import RetrievalSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Delta, GenerateRequest, Labels, Message, SamplingParams, Usage
 

@@ -1,0 +1,154 @@
+# What `agentspec` exports and where each name lives: read by type checkers, and at run time by lazy_loader.
+from .cache import SuffixCache as SuffixCache
+from .errors import (
+    AgentSpecError as AgentSpecError,
+)
+from .errors import (
+    AuthenticationError as AuthenticationError,
+)
+from .errors import (
+    CacheClosedError as CacheClosedError,
+)
+from .errors import (
+    CacheDamagedError as CacheDamagedError,
+)
+from .errors import (
+    CacheError as CacheError,
+)
+from .errors import (
+    CacheFormatError as CacheFormatError,
+)
+from .errors import (
+    CacheLockedError as CacheLockedError,
+)
+from .errors import (
+    CacheNamespaceError as CacheNamespaceError,
+)
+from .errors import (
+    CacheUnavailableError as CacheUnavailableError,
+)
+from .errors import (
+    CacheVersionError as CacheVersionError,
+)
+from .errors import (
+    ConfigurationError as ConfigurationError,
+)
+from .errors import (
+    ContextLengthError as ContextLengthError,
+)
+from .errors import (
+    EngineError as EngineError,
+)
+from .errors import (
+    InvalidRequestError as InvalidRequestError,
+)
+from .errors import (
+    KnowledgeBaseError as KnowledgeBaseError,
+)
+from .errors import (
+    ModelNotFoundError as ModelNotFoundError,
+)
+from .errors import (
+    ModelUnavailableError as ModelUnavailableError,
+)
+from .errors import (
+    NotReadyError as NotReadyError,
+)
+from .errors import (
+    OverloadedError as OverloadedError,
+)
+from .errors import (
+    RequestTimeoutError as RequestTimeoutError,
+)
+from .errors import (
+    RequestTooLargeError as RequestTooLargeError,
+)
+from .errors import (
+    ShuttingDownError as ShuttingDownError,
+)
+from .errors import (
+    UpstreamError as UpstreamError,
+)
+from .errors import (
+    UpstreamStatusError as UpstreamStatusError,
+)
+from .errors import (
+    UpstreamTimeoutError as UpstreamTimeoutError,
+)
+from .langchain import ChatAgentSpec as ChatAgentSpec
+from .reasoning.retrieval.ralmspec import ralmspec as ralmspec
+from .reasoning.retrieval.settings import RetrievalSettings as RetrievalSettings
+from .runtime import Runtime as Runtime
+from .settings.load import (
+    Settings as Settings,
+)
+from .settings.load import (
+    load_settings as load_settings,
+)
+from .step.decorator import (
+    async_httpx_hooks as async_httpx_hooks,
+)
+from .step.decorator import (
+    current_labels as current_labels,
+)
+from .step.decorator import (
+    current_model as current_model,
+)
+from .step.decorator import (
+    headers as headers,
+)
+from .step.decorator import (
+    httpx_hooks as httpx_hooks,
+)
+from .step.decorator import (
+    report as report,
+)
+from .step.decorator import (
+    step as step,
+)
+from .step.decorator import (
+    workflow as workflow,
+)
+from .types import (
+    Delta as Delta,
+)
+from .types import (
+    Draft as Draft,
+)
+from .types import (
+    FinishReason as FinishReason,
+)
+from .types import (
+    GenerateRequest as GenerateRequest,
+)
+from .types import (
+    Labels as Labels,
+)
+from .types import (
+    Message as Message,
+)
+from .types import (
+    Namespace as Namespace,
+)
+from .types import (
+    Prompt as Prompt,
+)
+from .types import (
+    SamplingParams as SamplingParams,
+)
+from .types import (
+    Source as Source,
+)
+from .types import (
+    Speculation as Speculation,
+)
+from .types import (
+    StructuredOutputs as StructuredOutputs,
+)
+from .types import (
+    TokenLogprob as TokenLogprob,
+)
+from .types import (
+    Usage as Usage,
+)
+from .version import __version__ as __version__

@@ -1,0 +1,173 @@
+"""The edge for callers outside the runtime's event loop: one loop in a thread of its own, shared by the process.
+
+`iterate_sync` and `call_sync` serve synchronous callers, `iterate_async` any asyncio loop. The loop is started on
+demand and closed at exit, with the runtimes that live on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import queue
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.errors import ShuttingDownError
+from agentspec.runtime import Runtime, closing_items
+from agentspec.settings.load import Settings, effective_values, load_settings
+
+T = TypeVar("T")
+
+
+class _Portal:
+    """The process's one background event loop and the runtimes that live on it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._stack = ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._runtimes: dict[str | OpenAISettings, Runtime] = {}
+
+    def get(self) -> BlockingPortal:
+        with self._lock:
+            if self._portal is None:
+                self._portal = self._stack.enter_context(start_blocking_portal("asyncio", name="agentspec"))
+                _at_exit(self.close)
+            return self._portal
+
+    def runtime(self, model: str | None) -> Runtime:
+        with self._lock:
+            if "" not in self._runtimes:
+                self._runtimes[""] = Runtime(load_settings())
+            base = self._runtimes[""]
+            if model is None or model in base.models() or base.takes_any_model or not _unconfigured(base.settings):
+                return base
+            if model not in self._runtimes:
+                local = TorchSettings(model=model)
+                settings = base.settings.model_copy(update={"backends": {"local": local}})
+                self._runtimes[model] = Runtime(settings, cache=base.cache)
+            return self._runtimes[model]
+
+    def remote(self, settings: OpenAISettings) -> Runtime:
+        with self._lock:
+            if settings not in self._runtimes:
+                self._runtimes[settings] = Runtime(Settings(backends={"remote": settings}))
+            return self._runtimes[settings]
+
+    def close(self) -> None:
+        """Close the backends, the cache they shared, and the loop."""
+        with self._lock:
+            portal, self._portal = self._portal, None
+            runtimes, self._runtimes = list(self._runtimes.values()), {}
+            for runtime in runtimes:
+                if portal is not None:
+                    portal.call(runtime.close_backends)
+            for runtime in runtimes:
+                runtime.close_cache()
+            self._stack.close()
+
+
+def _at_exit(function: Callable[[], object]) -> None:
+    """Call `function` while threads still run: an `atexit` handler comes after the thread pools have ended.
+
+    The hooks run last in, first out, so the pools' own, which they set when first imported, must be there already.
+    """
+    import concurrent.futures.thread  # noqa: F401
+
+    getattr(threading, "_register_atexit", atexit.register)(function)
+
+
+_portal = _Portal()
+
+
+def shared_runtime(model: str | None = None) -> Runtime:
+    """The process's own runtime, from `$AGENTSPEC_CONFIG` and the environment, closed at exit.
+
+    Where nobody configured any backend, `model` may be whatever the local engine can load: a built-in name, a folder,
+    a GGUF file or a model-hub id. Its engine is then built beside the default one and shares its cache.
+    Drive it through `iterate_sync` or `iterate_async` only: its connections belong to the background loop.
+    """
+    return _portal.runtime(model)
+
+
+def remote_runtime(settings: OpenAISettings) -> Runtime:
+    """The process's own runtime for one endpoint, which takes any model name. Equal settings share connections."""
+    return _portal.remote(settings)
+
+
+def call_sync(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Run `function(*args)` on the background loop and wait for its result."""
+    return _portal.get().call(function, *args)
+
+
+def iterate_sync(make: Callable[[], AsyncIterator[T]]) -> Generator[T, None, None]:
+    """Iterate `make()` on the background loop from a synchronous caller. Closing the iterator cancels the work."""
+    items: queue.SimpleQueue[_Item[T]] = queue.SimpleQueue()
+    pump = _portal.get().start_task_soon(_pump, make, items.put)
+    ended = False
+    try:
+        while not (ended := (item := items.get()).last):
+            yield cast(T, item.value)
+        if item.error is not None:
+            raise item.error
+    finally:
+        pump.cancel()
+        while not ended:
+            ended = items.get().last
+
+
+async def iterate_async(make: Callable[[], AsyncIterator[T]]) -> AsyncGenerator[T]:
+    """Iterate `make()` on the background loop from any asyncio loop. Closing the iterator cancels the work.
+
+    What lives across calls (connections, engines) then belongs to one loop, however many loops the callers come from.
+    """
+    loop = asyncio.get_running_loop()
+    items: asyncio.Queue[_Item[T]] = asyncio.Queue()
+    pump = _portal.get().start_task_soon(_pump, make, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+    ended = False
+    try:
+        while not (ended := (item := await items.get()).last):
+            yield cast(T, item.value)
+        if item.error is not None:
+            raise item.error
+    finally:
+        pump.cancel()
+        with anyio.CancelScope(shield=True):
+            while not ended:
+                ended = (await items.get()).last
+
+
+@dataclass(frozen=True, slots=True)
+class _Item(Generic[T]):
+    value: T | None = None
+    error: BaseException | None = None
+    last: bool = False
+
+
+async def _pump(make: Callable[[], AsyncIterator[T]], put: Callable[[_Item[T]], object]) -> None:
+    """Iterate in one task from start to end, as cancel scopes inside generators require."""
+    error: BaseException | None = None
+    try:
+        iterator = make()
+        async with closing_items(iterator):
+            async for value in iterator:
+                put(_Item(value))
+    except Exception as raised:
+        error = raised
+    except BaseException:
+        error = ShuttingDownError("the generation was cancelled")  # seen only by a consumer that did not ask for it
+        raise
+    finally:
+        put(_Item(error=error, last=True))
+
+
+def _unconfigured(settings: Settings) -> bool:
+    values = effective_values(settings)
+    return all(value.source == "default" for value in values if value.key.startswith(("backends.", "models.")))

@@ -1,0 +1,119 @@
+"""`agentspec cache`: what the token cache holds, and making it forget. Its other commands are beside it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentspec.cli.cache import check, replay, transfer
+from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, shown
+from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
+
+if TYPE_CHECKING:
+    from agentspec.settings.load import Settings
+
+_FORGET_MEMORY = 1 << 20  # bytes; forgetting needs the database, not the index
+
+app = typer.Typer(help="Look into the token cache, fill it, look after it, or make it forget.", no_args_is_help=True)
+
+
+@app.callback()
+def cache() -> None:
+    """Look into the token cache, fill it, look after it, or make it forget."""
+
+
+@app.command()
+def stats(config: ConfigOption = None, path: PathOption = None, json: JsonOption = False) -> None:
+    """Print how much the cache on disk holds. It may be in use by a server meanwhile."""
+    from agentspec.cache import SuffixCache
+
+    with SuffixCache.open(folder_of(load(config), path), mode="follower") as opened:
+        values = asdict(opened.stats())
+    if json:
+        print_json(values)
+        return
+    for name, value in values.items():
+        typer.echo(f"{name:<16} {value}")
+
+
+@app.command()
+def forget(
+    session: Annotated[str | None, typer.Option(help="Outputs of this session")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Outputs of this tenant, with every model")] = None,
+    older_than: Annotated[str | None, typer.Option(help="Outputs older than this, such as 30d, 12h or 90m")] = None,
+    text: Annotated[str | None, typer.Option(help="Outputs that hold this text; - reads it from stdin")] = None,
+    model: Annotated[str | None, typer.Option(help="The model whose outputs are searched for --text")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    config: ConfigOption = None,
+    path: PathOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Forget what all the options given hold for, on disk and in the servers that use the folder. For good."""
+    from agentspec.cache import SuffixCache
+
+    settings = load(config)
+    folder = folder_of(settings, path)
+    conditions = _conditions(session, tenant, older_than) | _search(settings, text, model)
+    described = _describe(session, tenant, older_than, model)
+    if not yes:
+        typer.confirm(f"Forget in {shown(folder)}: {described}? It cannot be undone.", abort=True, err=True)
+    with SuffixCache.open(folder, mode="follower", memory_bytes=_FORGET_MEMORY) as opened:
+        forgotten = opened.forget(**conditions)
+        left = opened.stats().disk_bytes
+    if json:
+        print_json({"forgotten": forgotten, "disk_bytes": left})
+        return
+    typer.echo(f"forgot {forgotten} sequence{'' if forgotten == 1 else 's'}: {described}")
+    typer.echo(f"The database now takes {left} bytes. Servers that use it drop what went within seconds;")
+    typer.echo("backups, logs and upstream servers keep what they have: see docs/cache.md, Forgetting.")
+
+
+def _conditions(session: str | None, tenant: str | None, older_than: str | None) -> dict[str, Any]:
+    from agentspec.cache.settings import parse_span
+    from agentspec.errors import ConfigurationError
+
+    try:
+        values = {"session": session, "tenant": tenant, "older_than": parse_span(older_than)}
+    except ValueError as error:
+        raise ConfigurationError(f"--older-than: {error}") from None
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _search(settings: Settings, text: str | None, model: str | None) -> dict[str, Any]:
+    """What to search for: the text, as the tokenizer of a configured model or of a model reference reads it."""
+    from agentspec.errors import ConfigurationError
+
+    if text is None and model is None:
+        return {}
+    if text is None or model is None:
+        raise ConfigurationError("--text and --model go together: a model's own tokenizer tells what its tokens say")
+    from agentspec.backends.torch.loader import load_tokenizer
+    from agentspec.backends.torch.text.tokenizer import Codec
+
+    tokenizer, tokenizer_hash = load_tokenizer(reference_of(settings, model))
+    wanted = typer.get_text_stream("stdin").read().rstrip("\n") if text == "-" else text
+    return {"text": wanted, "decode": Codec(tokenizer).decode, "tokenizer": tokenizer_hash}
+
+
+def _describe(session: str | None, tenant: str | None, older_than: str | None, model: str | None) -> str:
+    from agentspec.errors import ConfigurationError
+
+    words = {
+        f"session {session!r}": session,
+        f"tenant {tenant!r}": tenant,
+        f"older than {older_than}": older_than,
+        f"holding the text, from models with the tokenizer of {model}": model,
+    }
+    described = ", ".join(said for said, value in words.items() if value is not None)
+    if not described:
+        raise ConfigurationError("say what to forget: --session, --tenant, --older-than or --text with --model")
+    return described
+
+
+app.command("import")(transfer.import_files)
+app.command()(transfer.export)
+app.command()(check.verify)
+app.command()(check.compact)
+app.command()(replay.replay)

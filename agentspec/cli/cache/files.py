@@ -1,0 +1,73 @@
+"""The files of recorded calls that commands of `agentspec cache` read: options, progress, bad lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from agentspec.errors import ConfigurationError
+from agentspec.recordings.calls import BadLineError, Format, OnBad, RecordedCall, detect, read, refuse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
+Advance = Callable[[str, int], None]
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE", exists=True, dir_okay=False)]
+FormatOption = Annotated[
+    Format | None, typer.Option("--format", help="What the files hold [default: found by looking]")
+]
+SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines that cannot be read, naming each")]
+
+
+def recorded_calls(file: Path, format_: Format | None, on_bad: OnBad) -> Iterator[RecordedCall]:
+    """The calls of a file of any format but an export, which holds no text to read."""
+    format_ = format_ or detect(file)
+    if format_ is Format.checkpoints:
+        from agentspec.langchain import checkpoints
+
+        return checkpoints.read(file, on_bad)
+    if format_ is Format.export:
+        raise ConfigurationError(f"{file}: an export holds tokens and not the calls they come from")
+    return read(file, format_, on_bad)
+
+
+def choose(skip_bad: bool, console: Console) -> tuple[OnBad, list[BadLineError]]:
+    """What to do about bad lines, and those that were left out so far."""
+    bad: list[BadLineError] = []
+
+    def skip(error: BadLineError) -> None:
+        bad.append(error)
+        console.print(f"left out: {error}", markup=False, highlight=False, soft_wrap=True)
+
+    return (skip if skip_bad else refuse), bad
+
+
+def counted(items: Iterator[T], what: str, advance: Advance) -> Iterator[T]:
+    for item in items:
+        advance(what, 1)
+        yield item
+
+
+@contextmanager
+def progress() -> Iterator[tuple[Console, Advance]]:
+    """A bar on stderr: `advance(what, count)`, where another `what` begins a bar of its own."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, Any] = {}
+
+        def advance(what: str, count: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what.replace("[", r"\["), total=None)
+            bars.advance(tasks[what], count)
+
+        yield console, advance

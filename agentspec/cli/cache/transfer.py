@@ -1,0 +1,175 @@
+"""`agentspec cache import` and `export`: sequences into the cache from what was recorded elsewhere, and out of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentspec.cli.cache.files import (
+    Advance,
+    Files,
+    FormatOption,
+    SkipOption,
+    choose,
+    counted,
+    progress,
+    recorded_calls,
+)
+from agentspec.cli.cache.folder import PathOption, adapter_of, folder_of, reference_of, shown
+from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.recordings.calls import BadLineError, Format, OnBad, RecordedCall, detect, lines
+from agentspec.types import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.text.model_text import ModelText
+    from agentspec.cache.storage.record import Row
+    from agentspec.settings.load import Settings
+
+
+def import_files(
+    files: Files,
+    model: Annotated[
+        str | None, typer.Option(help="The model that will draft from them; an export has its own")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Whose they become [default: default, or the export's own]")
+    ] = None,
+    format_: FormatOption = None,
+    skip_bad: SkipOption = False,
+    config: ConfigOption = None,
+    path: PathOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Remember the answers of recorded calls, so that the first request of the day finds them.
+
+    Reads conversations and logged calls as OpenAI has them, traces, LangGraph's SQLite checkpoints, and exports. All
+    files are read before anything is stored; what is there already is not stored again. A server may use the folder.
+    """
+    settings = load(config)
+    folder = folder_of(settings, path, create=True)
+    text = _text(settings, model) if model is not None else None
+    with progress() as (console, advance):
+        on_bad, bad = choose(skip_bad, console)
+        rows: list[Row] = []
+        for file in files:
+            found = list(_rows(file, format_, text, tenant, on_bad, advance))
+            if not found:
+                console.print(f"{file}: no answers in it", markup=False, highlight=False, soft_wrap=True)
+            rows += found
+        kept = _admitted(rows, settings, text)
+        advance(f"storing {len(kept)} sequences in {shown(folder)}", 0)
+        added, known = _store(folder, kept)
+    counts = {"added": added, "known": known, "refused": len(rows) - len(kept), "bad": len(bad)}
+    if json:
+        print_json(counts | {"tokens": sum(len(row.tokens) for row in kept)})
+        return
+    said = {"known": "known already", "refused": "refused by a pattern", "bad": "lines left out"}
+    more = "".join(f", {counts[name]} {words}" for name, words in said.items() if counts[name])
+    typer.echo(f"imported {added} sequence{'' if added == 1 else 's'}{more}")
+
+
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", dir_okay=False)],
+    model: Annotated[str | None, typer.Option(help="Add the text of sequences with this model's tokenizer")] = None,
+    config: ConfigOption = None,
+    path: PathOption = None,
+) -> None:
+    """Write every sequence of the cache to a file that only you can read, for `agentspec cache import`.
+
+    It holds what was said, as token ids at least: keep it as you keep the cache.
+    """
+    from agentspec.cache.storage.export import write
+    from agentspec.cache.storage.sequence_store import Store
+
+    settings = load(config)
+    folder = folder_of(settings, path)
+    text = _text(settings, model) if model is not None else None
+
+    def describe(row: Row) -> str | None:
+        mine = text is not None and row.namespace.tokenizer_hash == text.tokenizer_hash
+        return text.codec.decode(row.tokens.tolist()) if text is not None and mine else None
+
+    store = Store.open(folder, disk_bytes=None, mode="follower")
+    try:
+        with progress() as (_, advance):
+            written = write(file, counted(store.rows(), str(file), advance), describe)
+    finally:
+        store.close()
+    typer.echo(f"exported {written} sequence{'' if written == 1 else 's'} to {file}")
+
+
+def _rows(
+    file: Path, format_: Format | None, text: ModelText | None, tenant: str | None, on_bad: OnBad, advance: Advance
+) -> Iterator[Row]:
+    """The sequences of a file."""
+    format_ = format_ or detect(file)
+    if format_ is Format.export:
+        yield from counted(_exported(file, tenant, on_bad), str(file), advance)
+        return
+    if text is None:
+        raise ConfigurationError(
+            f"{file}: say with --model which model is to draft from it: its tokenizer reads the text"
+        )
+    for recorded in counted(recorded_calls(file, format_, on_bad), str(file), advance):
+        try:
+            yield _row(recorded, text, tenant or DEFAULT_TENANT)
+        except InvalidRequestError as error:
+            on_bad(BadLineError(recorded.place, error.message))
+
+
+def _admitted(rows: list[Row], settings: Settings, text: ModelText | None) -> list[Row]:
+    """Those that no configured pattern refuses."""
+    from agentspec.cache.content_filter import Refusal
+
+    if not settings.cache.refuse_patterns:
+        return rows
+    refusal, decode = Refusal(settings.cache.refuse_patterns), None if text is None else text.codec.decode
+    return [row for row in rows if not refusal.refuses(row.context, row.tokens, decode)]
+
+
+def _store(folder: Path | str, rows: list[Row]) -> tuple[int, int]:
+    from agentspec.cache.storage.export import add
+    from agentspec.cache.storage.sequence_store import Store
+
+    store = Store.open(folder, disk_bytes=None, mode="follower")
+    try:
+        return add(store, rows)
+    finally:
+        store.close()
+
+
+def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[Row]:
+    from agentspec.cache.storage.export import parse
+
+    for place, line in lines(file):
+        try:
+            row = parse(line, place)
+        except ConfigurationError as error:
+            on_bad(BadLineError(place, error.message.removeprefix(f"{place}: ")))
+            continue
+        if row is not None:
+            yield row if tenant is None else replace(row, namespace=replace(row.namespace, tenant=tenant))
+
+
+def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> Row:
+    """What the engine would have stored for this call. Raises `InvalidRequestError` for a call without tokens."""
+    from agentspec.cache.index import DEPTH
+    from agentspec.cache.storage.record import Row
+    from agentspec.cache.tokens import as_tokens
+
+    prompt, answer = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)
+    created_at = time.time() if recorded.created_at is None else recorded.created_at
+    tokens, context = as_tokens(answer), as_tokens(prompt[-DEPTH:])
+    return Row(0, text.namespace(tenant), recorded.labels, tokens, context, created_at)
+
+
+def _text(settings: Settings, model: str) -> ModelText:
+    from agentspec.backends.torch.text.model_text import ModelText
+
+    return ModelText.load(reference_of(settings, model), adapter=adapter_of(settings, model))

@@ -1,0 +1,311 @@
+"""What `agentspec doctor` looks at. Each check changes nothing and never raises: trouble is its result."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cache.settings import CacheSettings
+from agentspec.cli.common import EXTRAS
+from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
+from agentspec.settings.load import Settings
+
+if TYPE_CHECKING:
+    from agentspec.backends.openai import Acceptance, ProbeReport, ServerMetrics, VllmReport
+
+_ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
+_DISTRIBUTIONS = {"faiss": "faiss-cpu"}  # of packages whose name differs by more than a dash
+_ROOM = 2 << 30  # bytes a built-in model needs while it is prepared, generously
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`state` is "note" for what is missing but not needed with these settings. `advice` says what to do."""
+
+    name: str
+    state: Literal["ok", "note", "fail"]
+    detail: str
+    advice: str = ""
+
+
+def all_checks(settings: Settings) -> Iterator[Check]:
+    """Every check that applies to `settings` but for its strategies, quick ones first."""
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield Check("agentspec", "ok", version("agentspec"))
+    indexed = any(isinstance(knowledge, IndexSettings) for knowledge in settings.knowledge.values())
+    needed = {*(["torch"] if _local(settings) else []), *(["retrieval"] if indexed else [])}
+    for extra in EXTRAS:
+        yield check_extra(extra, needed=extra in needed)
+    yield check_native()
+    if isinstance(settings.cache.path, Path):
+        yield check_folder("cache folder", settings.cache.path, "cache.path")
+    elif settings.cache.path is not None:
+        yield check_database(settings.cache)
+    if local := _local(settings):
+        yield check_store()
+    for name, torch_settings in local.items():
+        yield check_device(name, torch_settings)
+        yield check_model(name, torch_settings)
+        yield from check_adapter(name, torch_settings)
+        yield from check_drafters(name, torch_settings)
+    yield from check_reachable(settings)
+    for name, backend in settings.backends.items():
+        if isinstance(backend, OpenAISettings):
+            yield from check_upstream(name, backend)
+    for name, knowledge in settings.knowledge.items():
+        yield check_knowledge(name, knowledge)
+
+
+def check_extra(extra: str, *, needed: bool) -> Check:
+    """Whether the packages of an extra are installed, with their versions."""
+    found, missing = [], []
+    for package in EXTRAS[extra]:
+        distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
+        try:
+            found.append(f"{distribution} {version(distribution)}")
+        except PackageNotFoundError:
+            missing.append(distribution)
+    if not missing:
+        return Check(f"[{extra}]", "ok", ", ".join(found))
+    detail = f"missing {', '.join(missing)}"
+    return Check(f"[{extra}]", "fail" if needed else "note", detail, f"pip install 'agentspec[{extra}]'")
+
+
+def check_native() -> Check:
+    """Whether the compiled suffix index loads."""
+    try:
+        module = importlib.import_module("agentspec.cache._native")
+    except ImportError as error:
+        advice = "reinstall agentspec; in a source tree run: pip install -e ."
+        return Check("native extension", "fail", str(error), advice)
+    return Check("native extension", "ok", str(module.__file__))
+
+
+def check_folder(name: str, folder: Path, setting: str, *, room: int = 0) -> Check:
+    """Whether `folder` exists, or could be created, and can be written, with `room` bytes free."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Check(name, "fail", f"{folder} cannot be written", f"make it writable or set {setting}")
+    free = shutil.disk_usage(existing).free
+    detail = f"{folder} is writable, {free / 1e9:.1f} GB free"
+    if free < room:
+        return Check(name, "fail", detail, f"free {room / 1e9:.0f} GB or set {setting} to another disk")
+    return Check(name, "ok", detail)
+
+
+def check_database(settings: CacheSettings) -> Check:
+    """Whether the cache's database answers, and can be used by this version."""
+    from sqlalchemy.exc import DBAPIError
+
+    from agentspec.cache.storage.database import reason
+    from agentspec.cache.storage.migration import version_of
+    from agentspec.cache.storage.postgres import PostgresDatabase
+
+    try:
+        database = PostgresDatabase(str(settings.location()))
+        try:
+            with database.engine.connect() as connection:
+                version = version_of(connection, database.name)
+        finally:
+            database.close()
+    except DBAPIError as error:
+        return Check("cache database", "fail", reason(error), "start it, or correct cache.path and cache.password")
+    except AgentSpecError as error:
+        return Check("cache database", "fail", str(error), "correct cache.path")
+    holds = f"of version {version}" if version else "empty, and made at first use"
+    return Check("cache database", "ok", f"{database.name} answers, {holds}")
+
+
+def check_store() -> Check:
+    """Whether models can be fetched into the model store."""
+    from agentspec.backends.model_store.store import STORE_VARIABLE, store_folder
+
+    return check_folder("model store", store_folder(), STORE_VARIABLE, room=_ROOM)
+
+
+def check_device(name: str, settings: TorchSettings) -> Check:
+    """Which device the backend's model would run on, and in which numbers."""
+    try:
+        from agentspec.backends.torch.model.device import choose_device, choose_dtype
+
+        device = choose_device(settings.device)
+        dtype = str(choose_dtype(settings.dtype, device)).removeprefix("torch.")
+    except ConfigurationError as error:
+        return Check(f"{name}: device", "fail", str(error), f"correct backends.{name}.{error.param or 'device'}")
+    except (ImportError, AgentSpecError) as error:
+        return Check(f"{name}: device", "fail", str(error), f"correct backends.{name}.device or install torch for it")
+    return Check(f"{name}: device", "ok", f"{device} in {dtype} ({os.cpu_count()} CPUs)")
+
+
+def check_adapter(name: str, settings: TorchSettings) -> Iterator[Check]:
+    """Whether the backend's LoRA adapter, where it names one, can be merged."""
+    if settings.adapter is None:
+        return
+    label = f"{name}: adapter"
+    try:
+        from agentspec.backends.torch.model.lora import checked
+
+        folder = checked(settings.adapter)
+    except (ImportError, AgentSpecError) as error:
+        yield Check(label, "fail", str(error), f"correct backends.{name}.adapter")
+        return
+    if find_spec("peft") is None:
+        yield Check(label, "fail", "adapters need the package peft", 'pip install "agentspec[lora]"')
+        return
+    yield Check(label, "ok", f"{folder} is merged into {settings.model} when it is loaded")
+
+
+def check_drafters(name: str, settings: TorchSettings) -> Iterator[Check]:
+    """Who drafts for the backend, and whether its draft model is ready."""
+    if settings.max_draft_tokens == 0:
+        yield Check(f"{name}: drafters", "note", "none: max_draft_tokens is 0")
+        return
+    yield Check(f"{name}: drafters", "ok", ", ".join(settings.drafter_names(cache=True)))
+    if settings.draft_model is not None:
+        yield check_model(name, settings.model_copy(update={"model": settings.draft_model}), setting="draft_model")
+
+
+def check_model(name: str, settings: TorchSettings, *, setting: str = "model") -> Check:
+    """Whether the backend's model is ready, or could be fetched; `setting` is where it is configured."""
+    from agentspec.backends.model_store import BUILTIN, hub, locate
+    from agentspec.backends.model_store.download import can_fetch
+
+    label, ref = f"{name}: {setting.replace('_', ' ')}", settings.model
+    fetch = f"agentspec model fetch {ref}"
+    try:
+        if files := locate(ref):
+            return Check(label, "ok", f"{ref} is ready in {files.folder}")
+    except AgentSpecError as error:
+        return Check(label, "fail", str(error), f"correct backends.{name}.{setting}")
+    if Path(ref).expanduser().exists():
+        return Check(label, "note", f"{ref} is prepared at first use", fetch)
+    if ref in BUILTIN and can_fetch(BUILTIN[ref]):
+        return Check(label, "note", f"{ref} is fetched at first use ({BUILTIN[ref].size / 1e6:.0f} MB)", fetch)
+    if hub.is_hub_id(ref) and hub.can_fetch(ref):
+        return Check(label, "note", f"{ref} is fetched from the model hub at first use", fetch)
+    advice = f"connect to a network, or set backends.{name}.{setting} to a local folder or .gguf file"
+    return Check(label, "fail", f"{ref} is not here and cannot be fetched", advice)
+
+
+def check_reachable(settings: Settings) -> Iterator[Check]:
+    """What clients cannot ask for: a note for each backend that no model name leads to."""
+    from agentspec.runtime import unreachable
+
+    try:
+        found = unreachable(settings)
+    except AgentSpecError as error:
+        yield Check("model names", "fail", str(error))
+        return
+    for name, advice in found.items():
+        yield Check(f"{name}: clients", "note", "no model name leads to this backend", advice)
+
+
+def check_upstream(name: str, settings: OpenAISettings) -> Iterator[Check]:
+    """Whether an upstream answers, with what models and abilities, and who drafts where it is a vLLM server."""
+    import anyio
+
+    from agentspec.backends.openai import OpenAIBackend
+
+    async def probe() -> ProbeReport:
+        backend = OpenAIBackend(settings)
+        try:
+            return await backend.probe()
+        finally:
+            await backend.aclose()
+
+    label = f"{name}: upstream"
+    try:
+        report = anyio.run(probe)
+    except AgentSpecError as error:
+        yield Check(label, "fail", str(error), f"correct backends.{name}")
+        return
+    if report.error is not None:
+        advice = f"correct backends.{name} and its API key" if report.reachable else "start it"
+        yield Check(label, "fail", report.error, f"{advice}, or correct backends.{name}.base_url")
+        return
+    yield Check(label, "ok", _described(report))
+    if report.vllm is not None:
+        yield check_drafter(name, report.vllm)
+
+
+def check_knowledge(name: str, settings: IndexSettings | RemoteSettings) -> Check:
+    """Whether a knowledge base's folder holds an index, or its service answers a search."""
+    from agentspec.reasoning.retrieval.knowledge.folder import read_manifest
+
+    label = f"{name}: knowledge"
+    try:
+        if isinstance(settings, IndexSettings):
+            manifest = read_manifest(settings.path.expanduser())
+            by = f" and {manifest.model}" if manifest.model else ""
+            return Check(label, "ok", f"{settings.path} holds {manifest.documents} documents, by {manifest.kind}{by}")
+        return Check(label, "ok", f"{settings.url} answers, version {_searched(settings) or 'not told'}")
+    except (AgentSpecError, ImportError) as error:
+        return Check(label, "fail", str(error), f"correct knowledge.{name}")
+
+
+def _searched(settings: RemoteSettings) -> str:
+    """The version that a service names in answer to a search."""
+    import anyio
+
+    from agentspec.reasoning.retrieval.knowledge.factory import open_knowledge
+
+    async def search() -> str:
+        base = open_knowledge(settings)
+        try:
+            return (await base.search([await base.metric.encode("agentspec")], 1)).version
+        finally:
+            await base.aclose()
+
+    return anyio.run(search)
+
+
+def _described(report: ProbeReport) -> str:
+    abilities = [ability for ability in _ABILITIES if getattr(report, ability)]
+    models = ", ".join(report.models[:5]) + (", ..." if len(report.models) > 5 else "")
+    detail = f"models: {models or 'none listed'}; can do: {', '.join(abilities) or 'plain answers only'}"
+    if report.vllm is None:
+        return detail
+    hears = "takes labels" if report.vllm.labels else "does not know vllm_xargs, so takes no labels"
+    return f"vLLM {report.vllm.version or 'of unknown version'}; {detail}; {hears}"
+
+
+def check_drafter(name: str, server: VllmReport) -> Check:
+    """Which drafter a vLLM server uses, as far as it tells, and what became of its drafts."""
+    metrics, label = server.metrics, f"{name}: drafter"
+    if metrics is None or not metrics.published:
+        return Check(label, "note", "cannot be told: the server publishes no metrics")
+    counts = f"; {_counted(metrics.acceptance)}" if metrics.acceptance else ""
+    if metrics.drafter is not None and metrics.drafter.name == "agentspec":
+        detail = f"agentspec {metrics.drafter.version}, as vLLM's {metrics.drafter.method} method"
+        return Check(label, "ok", detail + counts)
+    return Check(
+        label, "note", _other_drafter(metrics) + counts, "docs/vllm.md tells how to put agentspec's in its place"
+    )
+
+
+def _other_drafter(metrics: ServerMetrics) -> str:
+    """Who drafts where it is not agentspec, for all that is known. Without drafts there are no counters of them."""
+    none, drafter = "none: the server does not speculate", metrics.drafter
+    if drafter is None:
+        return "cannot be told: no plug-in of agentspec is loaded there" if metrics.acceptance else none
+    known = {"none": none, "arctic": "vLLM's suffix method, with Arctic Inference"}
+    return known.get(drafter.name, f"vLLM's {drafter.method} method")
+
+
+def _counted(acceptance: Acceptance) -> str:
+    kept, drafted = acceptance.accepted_tokens, acceptance.draft_tokens
+    return f"kept {kept:.0f} of {drafted:.0f} tokens in {acceptance.drafts:.0f} drafts"
+
+
+def _local(settings: Settings) -> dict[str, TorchSettings]:
+    return {name: backend for name, backend in settings.backends.items() if isinstance(backend, TorchSettings)}

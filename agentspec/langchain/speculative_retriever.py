@@ -1,0 +1,290 @@
+"""`SpeculativeRetriever`: a drop-in around a LangChain retriever that answers early, or asks less often."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+from uuid import UUID
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableConfig, ensure_config
+from pydantic import Field, PrivateAttr
+
+from agentspec.errors import ConfigurationError
+from agentspec.langchain.document_cache import DocumentCaches, Request, Score, copies
+from agentspec.langchain.labels import labels_of_call
+from agentspec.langchain.request_coalescer import Call, Flights
+from agentspec.telemetry.safe_errors import error_location
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+THREADS = 8  # that ask behind synchronous calls
+MAX_CORRECTIONS = 1024  # kept for `corrections`
+_SILENT: RunnableConfig = {"callbacks": []}  # a run that may be over has no use for reports
+
+_request: ContextVar[Request | None] = ContextVar("agentspec_retrieval_request", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A guess that was handed out and turned out wrong: `documents` is what the retriever says.
+
+    Where the retriever failed instead, `documents` is empty and `error` is its exception.
+    """
+
+    query: str
+    guess: Sequence[Document]
+    documents: Sequence[Document]
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class RetrievalStats:
+    """Calls, those that joined an equal one under way, guesses made, and what became of them."""
+
+    calls: int = 0
+    joined: int = 0
+    guesses: int = 0
+    confirmed: int = 0
+    corrected: int = 0
+
+
+class SpeculativeRetriever(BaseRetriever):
+    """Around `retriever`, whose word stays the last.
+
+    With `mode="exact"` every call returns what the retriever returns. With `mode="correct"` a call returns at once what
+    the documents seen so far suggest; the retriever is asked behind it, and where it disagrees a `Correction` goes to
+    `on_correction` (called in the thread or event loop that verified) and to `corrections`. `ahead` needs no mode: it
+    goes on with a guess and starts again where that was wrong.
+
+    Documents are remembered within a `scope`: one request (a `with retriever.request():` block, or else the calls of
+    one run of LangChain), one session (LangGraph's thread, `agentspec.workflow`), or everything that goes through this
+    object, which must then serve one tenant alone.
+    """
+
+    retriever: BaseRetriever
+    mode: Literal["exact", "correct"] = "exact"
+    scope: Literal["request", "session", "retriever"] = "request"
+    k: int | None = Field(default=None, ge=1, description="Documents handed out; the others found are only remembered")
+    score: Score | None = Field(default=None, description="How to rank what is remembered; unset: by words")
+    on_correction: Callable[[Correction], None] | None = None
+    max_characters: int = Field(default=8_000_000, ge=0, description="Most text remembered, over all scopes")
+
+    _caches: DocumentCaches = PrivateAttr()
+    _flights: Flights = PrivateAttr()
+    _corrections: list[Correction] = PrivateAttr(default_factory=list)
+    _stats: RetrievalStats = PrivateAttr(default_factory=RetrievalStats)
+    _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+    _behind: set[Future[Any]] = PrivateAttr(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = PrivateAttr(default_factory=set)
+    _pool: ThreadPoolExecutor | None = PrivateAttr(default=None)
+
+    def model_post_init(self, context: Any) -> None:
+        self._caches = DocumentCaches(self.max_characters)
+        self._flights = Flights(self.retriever)
+
+    @property
+    def stats(self) -> RetrievalStats:
+        """What happened so far."""
+        with self._lock:
+            return replace(self._stats, joined=self._flights.joined)
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """What is called inside is one request; its documents are forgotten at the end."""
+        request = Request()
+        token = _request.set(request)
+        try:
+            yield
+        finally:
+            _request.reset(token)
+            self._caches.end(request)
+
+    def prefetch(self, queries: Iterable[str]) -> None:
+        """Ask the retriever now, in threads, what will be asked for soon: the next equal call gets that answer.
+
+        Raises `ConfigurationError` outside every scope, where no call could get it.
+        """
+        for query in queries:
+            self._later(self._truth, self._early_call(query), early=True)
+
+    async def aprefetch(self, queries: Iterable[str]) -> None:
+        """As `prefetch`, for calls in this event loop. Returns when the answers are there; a task need not wait."""
+        truths = [self._atruth(self._early_call(query), early=True) for query in queries]
+        await asyncio.gather(*truths, return_exceptions=True)
+
+    async def ahead(self, query: str, then: Callable[[list[Document]], Awaitable[T]]) -> T:
+        """`then(documents)`, begun on a guess while the retriever is asked, and again from the start if that was wrong.
+
+        The result is that of the retriever's documents, whatever `mode` is. What `then` does to the world outside, it
+        may do twice: a guess that was wrong is cancelled wherever it stands.
+        """
+        call = self._call_here(query)
+        self._count(calls=1)
+        guess = self._guess(call, self.k)
+        truth = asyncio.ensure_future(self._atruth(call))
+        if guess is None:
+            return await then((await truth)[: self.k])
+        early = asyncio.ensure_future(then(copies(guess)))
+        try:
+            documents = (await truth)[: self.k]
+            if documents == guess:
+                self._count(confirmed=1)
+                return await early
+            self._count(corrected=1)
+        finally:
+            truth.cancel()
+            await _abandoned(early)
+        return await then(documents)
+
+    def corrections(self) -> list[Correction]:
+        """The corrections that came since the last time, in their order."""
+        with self._lock:
+            found, self._corrections = self._corrections, []
+        return found
+
+    def settle(self) -> list[Correction]:
+        """Wait until everything asked in threads is answered; then `corrections`."""
+        with self._lock:
+            behind = list(self._behind)
+        wait(behind)
+        return self.corrections()
+
+    async def asettle(self) -> list[Correction]:
+        """As `settle`, also for what was asked in this event loop. Call it before the loop ends."""
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(task for task in self._tasks if task.get_loop() is loop))
+        return await asyncio.to_thread(self.settle)
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        k = k or self.k
+        call = self._call(query, ensure_config({"callbacks": run_manager.get_child()}), run_manager.parent_run_id)
+        self._count(calls=1)
+        if self.mode == "correct" and (guess := self._guess(call, k)) is not None:
+            self._later(self._verify, replace(call, config=_SILENT), guess, k)
+            return copies(guess)
+        return self._truth(call)[:k]
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        k = k or self.k
+        call = self._call(query, ensure_config({"callbacks": run_manager.get_child()}), run_manager.parent_run_id)
+        self._count(calls=1)
+        if self.mode == "correct" and (guess := self._guess(call, k)) is not None:
+            task = asyncio.get_running_loop().create_task(self._averify(replace(call, config=_SILENT), guess, k))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return copies(guess)
+        return (await self._atruth(call))[:k]
+
+    def _call(self, query: str, config: RunnableConfig, parent: UUID | None) -> Call:
+        return Call(query, self._scope_of(config, parent), config)
+
+    def _call_here(self, query: str) -> Call:
+        """A call made directly in the run around it, not through `invoke`."""
+        config = ensure_config()
+        return self._call(query, config, getattr(config.get("callbacks"), "parent_run_id", None))
+
+    def _early_call(self, query: str) -> Call:
+        call = self._call_here(query)
+        if call.scope is None:
+            raise ConfigurationError(f"prefetch needs a {self.scope} around it, in which the call comes", param="scope")
+        return call
+
+    def _scope_of(self, config: RunnableConfig, parent: UUID | None) -> Hashable:
+        """Whose calls share documents; None for a call that stands alone."""
+        if self.scope == "retriever":
+            return "retriever"
+        if self.scope == "session":
+            session = labels_of_call(None, config.get("metadata")).session
+            return None if session is None else ("session", session)
+        if (request := _request.get()) is not None:
+            return request
+        return None if parent is None else ("run", parent)
+
+    def _guess(self, call: Call, k: int | None) -> list[Document] | None:
+        guess = self._caches.guess(call.scope, call.query, k, self.score)
+        self._count(guesses=guess is not None)
+        return guess
+
+    def _truth(self, call: Call, *, early: bool = False) -> list[Document]:
+        documents = self._flights.ask(call, early=early)
+        self._caches.learn(call.scope, call.query, documents)
+        return documents
+
+    async def _atruth(self, call: Call, *, early: bool = False) -> list[Document]:
+        documents = await self._flights.aask(call, early=early)
+        self._caches.learn(call.scope, call.query, documents)
+        return documents
+
+    def _verify(self, call: Call, guess: list[Document], k: int | None) -> None:
+        try:
+            documents = self._truth(call)[:k]
+        except Exception as error:
+            self._correct(Correction(call.query, guess, (), error))
+        else:
+            self._compare(call, guess, documents)
+
+    async def _averify(self, call: Call, guess: list[Document], k: int | None) -> None:
+        try:
+            documents = (await self._atruth(call))[:k]
+        except Exception as error:
+            self._correct(Correction(call.query, guess, (), error))
+        else:
+            self._compare(call, guess, documents)
+
+    def _compare(self, call: Call, guess: list[Document], documents: list[Document]) -> None:
+        if documents == guess:
+            self._count(confirmed=1)
+        else:
+            self._correct(Correction(call.query, guess, documents))
+
+    def _correct(self, correction: Correction) -> None:
+        self._count(corrected=1)
+        with self._lock:
+            self._corrections.append(correction)
+            del self._corrections[:-MAX_CORRECTIONS]
+        if self.on_correction is not None:
+            try:
+                self.on_correction(correction)
+            except Exception as error:
+                logger.warning("on_correction failed: %s", error_location(error))
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self._stats, name, getattr(self._stats, name) + count)
+
+    def _later(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Run it in a thread, in this context."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(THREADS, "agentspec-retrieval")
+            future = self._pool.submit(copy_context().run, partial(function, *args, **options))
+            self._behind.add(future)
+        future.add_done_callback(self._done)
+
+    def _done(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._behind.discard(future)
+
+
+async def _abandoned(task: asyncio.Future[Any]) -> None:
+    """Cancel what is not needed any more, and wait until it has ended; how it ends is nobody's concern."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,104 @@
+"""Errors as answers: the one handler over the error tree, always in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from agentspec.errors import (
+    AgentSpecError,
+    AuthenticationError,
+    EngineError,
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    ShuttingDownError,
+    UpstreamStatusError,
+)
+from agentspec.proxy.logs import logger
+from agentspec.proxy.responses import encode
+from agentspec.telemetry.safe_errors import class_of, frames_of
+
+# An upstream may say these about its own errors; everything else it sent stays with us.
+_RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as it goes out: HTTP status, extra headers, JSON body; `code` is what logs may say about it."""
+
+    status: int
+    body: bytes
+    code: str
+    headers: dict[str, str]
+
+
+def failure(error: Exception, request_id: str = "") -> Failure:
+    """How `error` is answered. One that nobody raised on purpose says nothing but where the log says more."""
+    if isinstance(error, UpstreamStatusError):
+        kept = {name: error.headers[name] for name in _RETRY_HEADERS if name in error.headers}
+        return Failure(error.status, error.upstream_body, "upstream_status", kept)
+    if isinstance(error, HTTPException):
+        return _http(error)
+    code = error.code or error.type if isinstance(error, AgentSpecError) else "internal_error"
+    status = error.status if isinstance(error, AgentSpecError) else 500
+    return Failure(status, encode(_body(error, request_id)), code, _headers(error))
+
+
+def event_body(error: Exception, request_id: str = "") -> bytes:
+    """The JSON of the event that ends a stream which `error` broke off."""
+    return encode(_body(error, request_id))
+
+
+def unexpected(error: Exception) -> BaseException | None:
+    """What nobody raised on purpose: the error itself, or what made the engine fail; None for any other."""
+    if isinstance(error, (AgentSpecError, HTTPException)):
+        return error.__cause__ if isinstance(error, EngineError) else None
+    return error
+
+
+def log_unexpected(error: Exception, request_id: str) -> None:
+    """Log where an error arose that nobody raised on purpose, so that the id the client was told leads there."""
+    if (culprit := unexpected(error)) is not None:
+        logger.error("internal error", request_id=request_id, exception=class_of(culprit), frames=frames_of(culprit))
+
+
+def _body(error: Exception, request_id: str) -> dict[str, Any]:
+    if not isinstance(error, AgentSpecError):
+        body: dict[str, Any] = AgentSpecError("internal error").body()
+        body["error"]["code"] = "internal_error"
+    else:
+        body = error.body()
+    if request_id and (not isinstance(error, AgentSpecError) or isinstance(error, EngineError)):
+        body["error"]["message"] += f"; the server's log says more about request {request_id}"
+    return body
+
+
+def outcome(error: Exception) -> str:
+    """What metrics call it: a fixed set of words."""
+    if isinstance(error, (OverloadedError, ShuttingDownError, NotReadyError)):
+        return "rejected"
+    return "client_error" if 400 <= failure(error).status < 500 else "server_error"
+
+
+def _headers(error: Exception) -> dict[str, str]:
+    if isinstance(error, OverloadedError):
+        return {"retry-after": str(math.ceil(error.retry_after))}
+    if isinstance(error, (ShuttingDownError, NotReadyError)):
+        return {"retry-after": "1"}
+    return {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
+
+
+def _http(error: HTTPException) -> Failure:
+    """No such route, or not with this method."""
+    said = {404: "no such route", 405: "method not allowed here"}.get(
+        error.status_code, HTTPStatus(error.status_code).phrase
+    )
+    code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
+    body: dict[str, Any] = InvalidRequestError(said).body()
+    body["error"]["code"] = code
+    return Failure(error.status_code, encode(body), code or "http_error", dict(error.headers or {}))

@@ -1,0 +1,58 @@
+"""A corpus in JSON lines: one document a line, `{"id", "text"}` with perhaps a `"title"` and `"metadata"`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from agentspec.reasoning.retrieval.knowledge.base import Document
+from agentspec.recordings.calls import BadLineError, OnBad, lines, refuse
+
+
+def read_corpus(path: Path, on_bad: OnBad = refuse) -> Iterator[Document]:
+    """The documents of a file, which may be compressed with gzip; an id that came before makes a bad line.
+
+    Raises `ConfigurationError` where the file cannot be read, and what `on_bad` raises.
+    """
+    seen: dict[str, str] = {}
+    for place, line in lines(path):
+        try:
+            document = _document(line, place)
+            if document.id in seen:
+                raise BadLineError(place, f"the id {document.id!r} was given in {seen[document.id]} already")
+            seen[document.id] = place
+            yield document
+        except BadLineError as error:
+            on_bad(error)
+
+
+def _document(line: bytes, place: str) -> Document:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadLineError(place, f"not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadLineError(place, "not a JSON object")
+    metadata = fields.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise BadLineError(place, '"metadata" must be an object')
+    return Document(_id(fields, place), _text(fields, "text", place), _text(fields, "title", place), metadata)
+
+
+def _id(fields: dict[str, Any], place: str) -> str:
+    """The document's id; a whole number is as good as its digits."""
+    value = fields.get("id")
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise BadLineError(place, '"id" must be a text that is not empty, or a whole number')
+    return str(value)
+
+
+def _text(fields: dict[str, Any], name: str, place: str) -> str:
+    value = fields.get(name)
+    if value is None and name == "title":
+        return ""
+    if not isinstance(value, str) or (name == "text" and not value.strip()):
+        raise BadLineError(place, f'"{name}" must be a text{" that is not empty" if name == "text" else ""}')
+    return value

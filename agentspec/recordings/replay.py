@@ -1,0 +1,137 @@
+"""Teacher-forced replay: recorded calls drafted step by step against what the model really wrote. Needs no model.
+
+A step is one verification: the target accepts the path of the draft that agrees with the recorded text and adds one
+token of its own. Tokens per step is therefore the speed-up that verification itself allows, all else being free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.cache.tokens import Tokens
+from agentspec.recordings.traces import EncodedCall
+
+
+class DraftTree(Protocol):
+    """The part of a `Draft` that is scored: parents stand before their children, -1 is the context."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]: ...
+    @property
+    def parents(self) -> NDArray[np.int32]: ...
+    @property
+    def probabilities(self) -> NDArray[np.float32]: ...
+
+
+class OpenRequest(Protocol):
+    """One generation in progress, such as a `CacheRequest`."""
+
+    def draft(self, max_tokens: int) -> DraftTree: ...
+    def extend(self, tokens: Tokens) -> None: ...
+
+
+Open = Callable[[EncodedCall], AbstractContextManager[OpenRequest]]
+
+
+@dataclass(slots=True)
+class Replay:
+    """What one pass over the calls of a file counted. Row i of `tokens`, `steps` and `drafted` is call i."""
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    predicted: list[NDArray[np.float32]] = field(default_factory=list)  # of each step's nodes
+    accepted: list[NDArray[np.bool_]] = field(default_factory=list)
+    draft_seconds: list[float] = field(default_factory=list)  # of each step
+    extend_seconds: float = 0.0  # of all calls, as below
+    open_seconds: float = 0.0
+    close_seconds: float = 0.0
+    prompt_tokens: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return sum(self.tokens) / sum(self.steps)
+
+    @property
+    def drafted_per_step(self) -> float:
+        return sum(self.drafted) / sum(self.steps)
+
+    def tokens_per_step_by_call(self, window: int) -> list[float]:
+        """Tokens per step of calls 0 to window - 1, of the next `window` calls, and so on."""
+        starts = range(0, len(self.tokens), window)
+        return [sum(self.tokens[i : i + window]) / sum(self.steps[i : i + window]) for i in starts]
+
+    def hit_rate_by_call(self, window: int) -> list[float]:
+        """Share of steps with at least one accepted token, of the same calls."""
+        hits = np.fromiter((bool(nodes.any()) for nodes in self.accepted), dtype=np.float64, count=len(self.accepted))
+        ends = np.cumsum(self.steps)
+        starts = range(0, len(self.steps), window)
+        return [float(hits[(ends[i - 1] if i else 0) : ends[i : i + window][-1]].mean()) for i in starts]
+
+    def calibration(self, bins: int = 10) -> list[tuple[float, float]]:
+        """(mean predicted, measured) acceptance of drafted nodes, in bins of equal count by prediction."""
+        predicted = np.concatenate(self.predicted)
+        accepted = np.concatenate(self.accepted)
+        groups = np.array_split(np.argsort(predicted, kind="stable"), bins)
+        return [(float(predicted[group].mean()), float(accepted[group].mean())) for group in groups if len(group)]
+
+    def worst_calibration(self) -> float:
+        """Largest distance between predicted and measured acceptance over the bins."""
+        return max((abs(predicted - measured) for predicted, measured in self.calibration()), default=0.0)
+
+
+def replay(calls: Sequence[EncodedCall], open_request: Open, budget: int) -> Replay:
+    """Replay `calls` in order with draft trees of at most `budget` tokens."""
+    result = Replay()
+    for call in calls:
+        start = time.perf_counter()
+        with open_request(call) as request:
+            result.open_seconds += time.perf_counter() - start
+            result.prompt_tokens += len(call.prompt)
+            _replay_call(call.response, request, budget, result)
+            start = time.perf_counter()
+        result.close_seconds += time.perf_counter() - start
+    return result
+
+
+def _replay_call(response: Tokens, request: OpenRequest, budget: int, result: Replay) -> None:
+    at = steps = drafted = 0
+    while at < len(response):
+        start = time.perf_counter()
+        draft = request.draft(budget)
+        drawn = time.perf_counter()
+        accepted = accepted_nodes(draft, response[at:])
+        committed = response[at : at + int(accepted.sum()) + 1]
+        begun = time.perf_counter()
+        request.extend(committed)
+        result.extend_seconds += time.perf_counter() - begun
+        result.draft_seconds.append(drawn - start)
+        result.predicted.append(draft.probabilities)
+        result.accepted.append(accepted)
+        at, steps, drafted = at + len(committed), steps + 1, drafted + len(draft.tokens)
+    result.tokens.append(at)
+    result.steps.append(steps)
+    result.drafted.append(drafted)
+
+
+def accepted_nodes(draft: DraftTree, actual: Tokens) -> NDArray[np.bool_]:
+    """Which nodes lie on the path that spells the beginning of `actual`: at most one a depth."""
+    accepted = np.zeros(len(draft.tokens), dtype=np.bool_)
+    expected = actual[: len(draft.tokens)].tolist()
+    node, depth = -1, 0
+    for index, (token, parent) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
+        if depth < len(expected) and parent == node and token == expected[depth]:
+            accepted[index] = True
+            node, depth = index, depth + 1
+    return accepted
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))

@@ -1,0 +1,89 @@
+"""What a log of model calls would have saved: tokens per step and the share of steps that a draft helped, over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from agentspec.recordings.replay import Replay
+
+_POINTS = 10  # of the course over time
+
+
+@dataclass(frozen=True, slots=True)
+class Savings:
+    """Of a whole log, and its course: row i of the last two is of calls `window * i` to `window * (i + 1)`.
+
+    A step is one verification, which yields the accepted tokens and one more; without drafts a token takes a step.
+    """
+
+    calls: int
+    tokens: int
+    steps: int
+    tokens_per_step: float
+    drafted_per_step: float
+    hit_rate: float  # share of steps with at least one accepted token
+    saved: float  # share of the model's steps that would not have been taken
+    window: int
+    tokens_per_step_over_time: Sequence[float]
+    hit_rate_over_time: Sequence[float]
+
+
+def measure(replay: Replay) -> Savings:
+    """The savings of a replay of at least one call."""
+    calls, tokens, steps = len(replay.tokens), sum(replay.tokens), sum(replay.steps)
+    window = -(-calls // _POINTS)
+    return Savings(
+        calls,
+        tokens,
+        steps,
+        replay.tokens_per_step,
+        replay.drafted_per_step,
+        replay.hit_rate_by_call(calls)[0],
+        1 - steps / tokens,
+        window,
+        replay.tokens_per_step_by_call(window),
+        replay.hit_rate_by_call(window),
+    )
+
+
+def print_savings(savings: Savings, console: Console | None = None) -> None:
+    table = Table(title="Over the calls seen", title_justify="left")
+    for column in ("calls", "tokens per step", "steps with a hit"):
+        table.add_column(column, justify="right")
+    course = zip(savings.tokens_per_step_over_time, savings.hit_rate_over_time, strict=True)
+    for number, (rate, hits) in enumerate(course):
+        last = min(savings.calls, (number + 1) * savings.window)
+        table.add_row(f"{number * savings.window + 1}-{last}", f"{rate:.2f}", f"{hits:.0%}")
+    table.add_section()
+    table.add_row("all", f"{savings.tokens_per_step:.2f}", f"{savings.hit_rate:.0%}")
+    shown = console or Console()
+    shown.print(table)
+    shown.print(
+        f"{savings.tokens} tokens in {savings.steps} steps of the model: {savings.saved:.0%} of its steps saved,"
+        f" with {savings.drafted_per_step:.1f} tokens drafted a step.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def write_plot(savings: Savings, path: Path) -> None:
+    """Tokens per step and hit rate against the calls seen. Needs matplotlib (extra `bench`)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    rate, hits = figure.subplots(1, 2)
+    course = range(len(savings.hit_rate_over_time))
+    seen = [min(savings.calls, savings.window * (number + 1)) for number in course]
+    rate.plot(seen, savings.tokens_per_step_over_time, marker="o")
+    rate.set_ylabel("tokens per step")
+    hits.plot(seen, savings.hit_rate_over_time, marker="o")
+    hits.set_ylabel("steps with a hit")
+    hits.set_ylim(0, 1)
+    for axes in (rate, hits):
+        axes.set_xlabel("calls seen")
+    figure.savefig(path)

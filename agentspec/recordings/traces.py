@@ -1,0 +1,97 @@
+"""RecordedCall model calls as token arrays, read from gzip-compressed JSON lines.
+
+A line is one call: `{"session", "messages_delta": [{"role", "content"}], "response"}`. The delta holds the messages
+added since the session's previous call, that call's own answer excluded; `"reset": true` starts from an empty history.
+Prompts are rendered as `<|im_start|>role\ncontent<|im_end|>\n` and end with `<|im_start|>assistant\n`; a response ends
+with `<|im_end|>`, which the model writes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import ConfigurationError
+from agentspec.recordings.calls import BadLineError, Format, RecordedCall, read
+from agentspec.types import Message
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+Encode = Callable[[str], Sequence[int]]
+"""Token ids of a text, nothing added."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedCall:
+    """One recorded call: what was asked, and what the model really wrote, its end of turn included."""
+
+    session: str
+    prompt: Tokens
+    response: Tokens
+
+
+def load_encoder(folder: Path) -> Encode:
+    """The `tokenizer.json` of a Hugging Face folder. Raises `ConfigurationError` where there is none to read."""
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigurationError(f"there is no tokenizer.json in {str(folder)!r}")
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read_calls(path: Path, encode: Encode, limit: int | None = None) -> list[EncodedCall]:
+    """The first `limit` calls of a trace. Raises `ConfigurationError` for a line that is no call, and as `chatml`."""
+    return list(map(chatml(encode), islice(read(path, Format.trace), limit)))
+
+
+def chatml(encode: Encode) -> Callable[[RecordedCall], EncodedCall]:
+    """RecordedCall calls as token arrays, for models with a ChatML template.
+
+    Messages are encoded one by one, each once however many prompts repeat it. That is the encoding of the whole prompt
+    because the tokenizer splits at its special tokens first; raises `ConfigurationError` where `<|im_start|>` and
+    `<|im_end|>` are not single tokens, and for messages that are no text.
+    """
+    for mark in (START, END):
+        if len(encode(mark)) != 1:
+            raise ConfigurationError(f"the tokenizer has no special token {mark}; use one with a ChatML template")
+
+    @cache
+    def tokens(text: str) -> Tokens:
+        return np.asarray(encode(text), dtype=np.int32)
+
+    generation = tokens(f"{START}assistant\n")
+
+    def call(recorded: RecordedCall) -> EncodedCall:
+        if recorded.prompt is not None:
+            prompt = tokens(recorded.prompt)
+        else:
+            rendered = (_rendered(message, recorded) for message in recorded.messages)
+            prompt = np.concatenate([*(tokens(text) for text in rendered), generation])
+        end = END if recorded.finished else ""
+        answer = tokens(_text(recorded.answer, recorded) + end)
+        if not len(answer):
+            raise BadLineError(recorded.place, "the answer holds no tokens")
+        return EncodedCall(recorded.labels.session or "", prompt, answer)
+
+    return call
+
+
+def _rendered(message: Message, recorded: RecordedCall) -> str:
+    return f"{START}{message['role']}\n{_text(message, recorded)}{END}\n"
+
+
+def _text(message: Message, recorded: RecordedCall) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise BadLineError(
+            recorded.place, "a message is not text; replay with --model reads it by the model's template"
+        )
+    return content

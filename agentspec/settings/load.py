@@ -1,0 +1,354 @@
+"""Settings of the whole application: each package's own, composed, frozen, and every value with its source.
+
+Priority: flags over environment over file over defaults. The environment reaches any value as
+`AGENTSPEC_SECTION__KEY` (`AGENTSPEC_BACKENDS__LOCAL__DEVICE=cpu`), and `cache.path` as `AGENTSPEC_CACHE_PATH` too.
+Secrets come from the environment or from key files only; one written into the configuration file is refused, because
+such files are copied and committed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
+from agentspec.cache.settings import CacheSettings, without_password
+from agentspec.errors import ConfigurationError
+from agentspec.reasoning.delegation.trace_settings import TraceSettings
+from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, KnowledgeSettings, RemoteSettings
+from agentspec.reasoning.settings import (
+    STRATEGIES,
+    KnnLmSettings,
+    LookaheadSettings,
+    RaLMSpecSettings,
+    SpecReasonSettings,
+    SpeculativeThinkingSettings,
+    StrategySettings,
+)
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
+from agentspec.settings.flatten import flatten, redact
+
+CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
+ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
+"""Further names of variables, as plug-ins in other programs use them."""
+Key = tuple[str, ...]
+SourceKind = Literal["flag", "env", "file", "default"]
+
+
+class ServerSettings(BaseModel):
+    """`[server]`: the gateway."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise")
+    port: int = Field(default=8700, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
+    api_keys: tuple[ApiKey, ...] = Field(default=(), description="Keys clients must send; none leaves the door open")
+    max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), gt=0, description="Larger request bodies get 413")
+    max_messages: int = Field(default=2048, ge=1, description="Most messages a request may carry")
+    max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; one more gets 429")
+    request_timeout: float = Field(default=600.0, gt=0, description="Seconds a request may take before 504")
+    drain_timeout: float = Field(default=30.0, ge=0, description="Seconds running requests get after SIGTERM")
+    speculation_object: bool = Field(default=True, description="Add the `speculation` object to answers")
+
+
+class ModelSettings(BaseModel):
+    """`[models.NAME]`: a name clients may ask for as `model`, and what answers it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: str = Field(description="Name of a [backends.NAME] table")
+    upstream_model: str | None = Field(default=None, description="Model name sent to the backend; unset sends its own")
+
+
+def _strategy_of(table: Any) -> str:
+    """Which settings a [models.NAME] table is read as."""
+    found = table.get("strategy") if isinstance(table, Mapping) else getattr(table, "strategy", None)
+    return "plain" if found is None else str(found)
+
+
+AnyModel = Annotated[
+    Annotated[ModelSettings, Tag("plain")]
+    | Annotated[SpecReasonSettings, Tag("specreason")]
+    | Annotated[SpeculativeThinkingSettings, Tag("speculative_thinking")]
+    | Annotated[LookaheadSettings, Tag("lookahead")]
+    | Annotated[RaLMSpecSettings, Tag("ralmspec")]
+    | Annotated[KnnLmSettings, Tag("knnlm")],
+    Discriminator(_strategy_of),
+]
+
+
+def _default_backends() -> dict[str, BackendSettings]:
+    return {"local": TorchSettings()}
+
+
+class Settings(BaseSettings):
+    """Everything that can be configured. Build it with `load_settings`; `Settings()` alone is the defaults.
+
+    Without backends there is one, `local`, running the default model. Without models every backend's model is
+    reachable under its own name. The environment is read by `load_settings` only, which knows what overrides what.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=PREFIX, env_nested_delimiter="__")
+
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    cache: CacheSettings = Field(default_factory=CacheSettings)
+    backends: dict[str, BackendSettings] = Field(default_factory=_default_backends)
+    models: dict[str, AnyModel] = Field(default_factory=dict)
+    knowledge: dict[str, KnowledgeSettings] = Field(default_factory=dict)
+    traces: TraceSettings = Field(default_factory=TraceSettings)
+
+    _origins: dict[Key, tuple[SourceKind, str]] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _models_have_backends(self) -> Self:
+        for name, model in self.models.items():
+            if isinstance(model, StrategySettings):
+                self._check_roles(name, model)
+            elif model.backend not in self.backends:
+                raise ValueError(
+                    f"models.{name}.backend = {model.backend!r} names no backend;"
+                    f" configured: {', '.join(self.backends)}{_suggestion(model.backend, self.backends)}"
+                )
+        return self
+
+    def _check_roles(self, name: str, strategy: StrategySettings) -> None:
+        """A strategy's models are plain ones: a [models.NAME] table without a strategy, or a backend."""
+        plain = [other for other, model in self.models.items() if isinstance(model, ModelSettings)]
+        known = dict.fromkeys([*plain, *self.backends])
+        for role, meant in strategy.models.items():
+            if meant not in known:
+                raise ValueError(
+                    f"models.{name}.{role} = {meant!r} names no plain model and no backend;"
+                    f" configured: {', '.join(known)}{_suggestion(meant, known)}"
+                )
+        if isinstance(strategy, RaLMSpecSettings) and strategy.knowledge not in self.knowledge:
+            raise ValueError(
+                f"models.{name}.knowledge = {strategy.knowledge!r} names no [knowledge.NAME] table;"
+                f" configured: {', '.join(self.knowledge) or 'none'}{_suggestion(strategy.knowledge, self.knowledge)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveValue:
+    """One setting as it applies: its dotted key, its value as JSON data with secrets masked, and whence it came.
+
+    `origin` is the variable's or file's name, empty for flags and defaults.
+    """
+
+    key: str
+    value: Any
+    source: SourceKind
+    origin: str
+
+
+def effective_values(settings: Settings) -> list[EffectiveValue]:
+    """Every value of `settings` in the order of the tables; one that is unset is listed as None."""
+    return [
+        EffectiveValue(".".join(key), redact(value), *settings._origins.get(key, ("default", "")))
+        for key, value in flatten(settings, ())
+    ]
+
+
+def load_settings(
+    path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, only_overridden_backends: bool = False
+) -> Settings:
+    """Layer `overrides` (flags) over the environment over the file over the defaults.
+
+    `path` defaults to `$AGENTSPEC_CONFIG`; without either no file is read. `only_overridden_backends` drops every
+    backend that `overrides` does not name, and all model names: what `--model` and `--upstream` ask for.
+    Raises `ConfigurationError` naming the file or variable, the key and what to change.
+    """
+    if path is None and os.environ.get(CONFIG_VARIABLE):
+        path = Path(os.environ[CONFIG_VARIABLE])
+    flags = dict(overrides or {})
+    file = read_file(path) if path is not None else {}
+    refuse_secrets(file, path)
+    environment = _read_environment(file)
+    if only_overridden_backends:
+        file, environment = (_keep_backends(layer, flags.get("backends", {})) for layer in (file, environment))
+    merged: dict[str, Any] = {}
+    origins: dict[Key, tuple[SourceKind, str]] = {}
+    _overlay(merged, file, origins, "file", str(path))
+    _overlay(merged, environment, origins, "env", "")
+    _overlay(merged, flags, origins, "flag", "")
+    _default_backend(merged)
+    try:
+        settings = Settings(**merged)
+    except ValidationError as error:
+        raise ConfigurationError("\n".join(_explain(item, merged, origins) for item in error.errors())) from None
+    settings._origins.update(origins)
+    return settings
+
+
+def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
+    """`AGENTSPEC_SECTION__KEY` variables as nested tables. Names in `file` are met with case and punctuation folded."""
+    # Only names with a double underscore are settings: AGENTSPEC_MODELS, the store's folder, is not the `models` table.
+    names = [name for name in os.environ if _is_setting(name)]
+    merged: dict[str, Any] = {}
+    for name in names:
+        source = EnvSettingsSource(Settings)
+        source.env_vars = {_unaliased(name).lower(): os.environ[name]}
+        try:
+            _overlay(merged, source(), {}, "env", name)
+        except ValueError:
+            raise ConfigurationError(f"{name}: not valid; lists are written as JSON, [...]") from None
+    for section in ("backends", "models", "knowledge"):
+        written = {env_key(name): name for name, _ in tables(file, section)}
+        if section in merged:
+            merged[section] = {written.get(name, name): table for name, table in merged[section].items()}
+    return merged
+
+
+def _unaliased(name: str) -> str:
+    """The variable that an alias stands for. Raises `ConfigurationError` where both are set and differ."""
+    meant = ALIASES.get(name.upper(), name)
+    if meant != name and os.environ.get(meant, os.environ[name]) != os.environ[name]:
+        raise ConfigurationError(f"{name} and {meant} differ: unset one of them, they mean the same setting")
+    return meant
+
+
+def _is_setting(name: str) -> bool:
+    """Refuses `AGENTSPEC_SERVR__PORT` and `AGENTSPEC_CACHE_STORE`, which would otherwise do nothing in silence."""
+    if not name.upper().startswith(PREFIX):
+        return False
+    if name.upper() in ALIASES:
+        return True
+    rest = name[len(PREFIX) :].lower()
+    section, double, _ = rest.partition("__")
+    if double and section not in Settings.model_fields:
+        raise ConfigurationError(f"{name}: no section {section!r}{_suggestion(section, Settings.model_fields)}")
+    section, single, key = rest.partition("_")
+    if not double and single and section in ("server", "cache", "backends"):
+        raise ConfigurationError(f"{name}: write {PREFIX}{section.upper()}__{key.upper()}, with two underscores")
+    return bool(double)
+
+
+def _keep_backends(layer: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: table for name, table in tables(layer, "backends") if name in wanted}
+    return {key: value for key, value in layer.items() if key not in ("backends", "models")} | {"backends": kept}
+
+
+def _default_backend(merged: dict[str, Any]) -> None:
+    """Without backends there is `local`; the environment or a flag may change it without repeating its kind."""
+    if not merged.get("backends"):
+        merged["backends"] = {"local": {}}
+    local = merged["backends"].get("local") if isinstance(merged["backends"], dict) else None
+    if isinstance(local, dict):
+        local.setdefault("kind", "torch")
+
+
+def _overlay(
+    target: dict[str, Any],
+    layer: Mapping[str, Any],
+    origins: dict[Key, tuple[SourceKind, str]],
+    source: SourceKind,
+    origin: str,
+    parents: Key = (),
+) -> None:
+    for name, value in layer.items():
+        key = (*parents, name)
+        if isinstance(value, Mapping):
+            child = target.get(name)
+            target[name] = child = dict(child) if isinstance(child, Mapping) else {}
+            _overlay(child, value, origins, source, origin, key)
+        else:
+            target[name] = value
+            origins[key] = (source, origin or (_variable(key) if source == "env" else ""))
+
+
+def _variable(key: Key) -> str:
+    """The variable that a value of the environment came from."""
+    name = PREFIX + "__".join(env_key(part).upper() for part in key)
+    alias = next((alias for alias, meant in ALIASES.items() if meant == name), name)
+    return alias if name not in os.environ and alias in os.environ else name
+
+
+def _suggestion(name: str, known: Mapping[str, Any]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
+    """One pydantic error as one line: where it was written, which key, what is wrong and what would be right."""
+    location = [str(part) for part in item["loc"]]
+    if location[:1] in (["backends"], ["models"], ["knowledge"]) and len(location) > 2:
+        del location[2]  # pydantic names the member of the union here
+    key = tuple(location)
+    name = f"{_where(key or ('models',), origins)}{'.'.join(key)}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        return f"{name}: unknown key{_known(key, merged)}"
+    if item["type"] == "missing":
+        return f"{name}: missing; it must be given"
+    if item["type"].startswith("union_tag") and key[0] == "models":
+        return f"{name}.strategy: must be one of {', '.join(STRATEGIES)}; leave it out for a plain model"
+    if item["type"].startswith("union_tag") and key[0] == "knowledge":
+        return f'{name}: set kind = "index" (a folder) or kind = "remote" (a service)'
+    if item["type"].startswith("union_tag"):
+        return f'{name}: set kind = "torch" (a local model) or kind = "openai" (an OpenAI-compatible endpoint)'
+    if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{name} = {item['input']!r}: must be a table"
+    if item["type"] == "value_error":
+        return f"{name}: {message}" if key else f"{name}{message}"
+    value = "" if "api_key" in key[-1] or key[-1] == "password" else f" = {without_password(str(item['input']))!r}"
+    return f"{name}{value}: {message}"
+
+
+def _where(key: Key, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
+    """The file or variable that holds `key`, or else the table it belongs to."""
+    nearest = [known for known in origins if known[: len(key)] == key or key[: len(known)] == known]
+    beside = [known for known in origins if known[:-1] == key[:-1]]
+    source, origin = origins[(nearest or beside)[0]] if nearest or beside else ("default", "")
+    return {"file": f"{origin}: ", "env": f"{origin}: ", "flag": "command line: ", "default": ""}[source]
+
+
+def _known(key: Key, merged: Mapping[str, Any]) -> str:
+    """The nearest known key of the table that the unknown `key` stands in, or all of them."""
+    *parents, last = key
+    table: type[BaseModel] = Settings
+    match parents:
+        case ["backends", name]:
+            table = OpenAISettings if merged["backends"][name].get("kind") == "openai" else TorchSettings
+        case ["knowledge", name]:
+            table = RemoteSettings if merged["knowledge"][name].get("kind") == "remote" else IndexSettings
+        case ["server", "api_keys", *_]:
+            table = ApiKey
+        case ["models", name]:
+            table = STRATEGIES.get(str(merged["models"][name].get("strategy")), ModelSettings)
+        case [section, *_]:
+            sections: dict[str, type[BaseModel]] = {
+                "server": ServerSettings,
+                "cache": CacheSettings,
+                "traces": TraceSettings,
+            }
+            table = sections.get(section, ModelSettings)
+    return _suggestion(last, table.model_fields) or f"; known: {', '.join(table.model_fields)}"

@@ -1,0 +1,96 @@
+"""Seconds of a forward by its tokens, the rows it reads and its sequences, learned from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from agentspec.speculation.cost_curve import KNOTS, CostCurve, Counts, Floats
+
+GUESS_SECONDS = 0.03  # a one-token forward, until one was measured
+SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
+SPEED_CLIP = 4.0  # one round tells at most this factor
+CALIBRATION_WEIGHT = 2.0  # measured rounds that a calibrated size counts for
+EACH_RATE = 0.015  # how fast what one more sequence costs is: most of what is off is the curve or noise
+EACH_CLIP = 0.5  # one round tells at most this share
+
+
+class CostModel:
+    """Seconds of one forward by its tokens, the rows it reads and its sequences.
+
+    cost = speed * (curve(tokens) + (slope + tilt * tokens / batch) * context + each * (batch - 1)): `context` counts
+    the rows of all `batch` sequences; `each` is what one more of them costs beside its tokens. `speed` follows the
+    machine as a whole, so that a busy minute seen at one size does not make the other sizes look cheap.
+    """
+
+    def __init__(self) -> None:
+        self._slope = 0.0
+        self._tilt = 0.0
+        self._each = 0.0
+        self._speed = 1.0
+        self.calibrate([(1, 0, GUESS_SECONDS)])
+        self._measured = False
+
+    def calibrate(self, samples: Sequence[tuple[int, int, float]], batches: Sequence[tuple[int, float]] = ()) -> None:
+        """Start from timed forwards (tokens, context, seconds), at least one; replaces what was known.
+
+        Samples with the shortest context give the curve, each size by its fastest; the others what context adds.
+        `batches` are forwards (sequences, seconds) of one token for each of several sequences.
+        """
+        near = min(context for _, context, _ in samples)
+        sizes = _fastest((tokens, seconds) for tokens, context, seconds in samples if context == near)
+        self._curve = CostCurve(sizes, CALIBRATION_WEIGHT)
+        self._speed, self._measured = 1.0, True
+        far = [(t, (seconds - self._base(t)) / (context - near)) for t, context, seconds in samples if context > near]
+        self._slope, self._tilt = _line(sorted(_fastest(far).items()))
+        shares = [(seconds - self._base(count)) / (count - 1) for count, seconds in _fastest(batches).items()]
+        self._each = max(0.0, sum(shares) / len(shares)) if shares else 0.0
+
+    def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
+        """Estimated cost of one forward of `tokens` tokens over `context` earlier rows of `batch` sequences in all."""
+        return float(self.many(np.array([tokens]), context, batch)[0])
+
+    def many(self, tokens: Counts, context: int = 0, batch: int = 1) -> Floats:
+        """`seconds` of each."""
+        return self._speed * (self._curve.many(tokens) + self._added(tokens, context, batch))
+
+    def observe(self, tokens: int, context: int, seconds: float, batch: int = 1) -> None:
+        """Learn from one measured forward."""
+        if not self._measured:
+            self.calibrate([(tokens, context, seconds)])
+        ratio = seconds / self.seconds(tokens, context, batch)
+        self._speed *= min(max(ratio, 1 / SPEED_CLIP), SPEED_CLIP) ** SPEED_RATE
+        alone = seconds / self._speed - float(self._added(tokens, context, batch))
+        if batch > 1:
+            base = self._base(tokens)
+            off = min(max(alone - base, -EACH_CLIP * base), EACH_CLIP * base)
+            self._each = max(0.0, self._each + EACH_RATE * off / batch)
+        self._curve.observe(tokens, alone)
+
+    def _added(self, tokens: Counts | int, context: int, batch: int) -> Floats:
+        return np.asarray((self._slope + self._tilt * tokens / batch) * context + self._each * (batch - 1))
+
+    def _base(self, tokens: int) -> float:
+        return float(self._curve.many(np.array([tokens]))[0])
+
+    def table(self) -> dict[int, float]:
+        """Seconds per forward of one sequence by number of tokens, without earlier rows."""
+        return {knot: self.seconds(knot) for knot in KNOTS}
+
+
+def _fastest(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The least of each key's values: what disturbs a timing makes it longer."""
+    best: dict[int, float] = {}
+    for key, value in pairs:
+        best[key] = min(value, best.get(key, value))
+    return best
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Intercept and rise, neither negative, of the line through the first and the last point; zeros without any."""
+    if not points:
+        return 0.0, 0.0
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    rise = max(0.0, (y1 - y0) / (x1 - x0)) if x1 > x0 else 0.0
+    return max(0.0, y0 - rise * x0), rise

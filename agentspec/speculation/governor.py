@@ -1,0 +1,241 @@
+"""How much to propose next: the number of drafted tokens with the most expected progress per second.
+
+Goodput as in TurboSpec (Liu et al. 2024): expected tokens of a step divided by its cost, over all requests of the step
+at once, with the cost of verifying fitted online and the acceptance of each drafter calibrated by what happened. A
+request with a latency target is first given what it needs to hold it (AdaServe, Li et al. 2025). Zero is an answer, so
+that text which cannot be predicted is generated as if nothing had been proposed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentspec.speculation.cost_curve import Counts, Floats
+from agentspec.speculation.cost_model import CostModel
+
+STALL = 8.0  # a chunk of a prompt may make running answers wait this many times as long as without it
+CHUNKS = (256, 192, 128, 96, 64, 48, 32)  # tokens of prompts that a step may read; smaller ones waste its fixed cost
+
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
+PRIOR = 6.0  # observations that a drafter's own probability counts for
+PACE_FADE = 0.9  # per round of one request: its record is short, since texts change from one passage to the next
+LONGEST_PAUSE = 16  # rounds without asking, at most
+MOST_STEPS = 256  # workflow steps with a record of their own
+FADE = 0.998  # per round: what was learned is forgotten, so that a source which was wrong is tried again
+
+
+class Calibration:
+    """What a predicted probability is worth, per source and range of probability, from fading counts.
+
+    One that stands `above` is what it believes until it has seen enough itself.
+    """
+
+    def __init__(self, fade: float = FADE, above: Calibration | None = None) -> None:
+        self._fade = fade
+        self._above = above
+        self._bins: dict[tuple[int, int], list[float]] = {}
+
+    def corrected(self, probability: float, source: int) -> float:
+        """The probability to expect where a drafter says `probability`."""
+        believed = self._believed(probability, source)
+        seen = self._bins.get((source, bisect_right(EDGES, probability)))
+        if seen is None or seen[0] <= 0.0:
+            return believed
+        tried, hit, predicted = seen
+        prior = PRIOR * predicted / tried
+        return min(1.0, believed * (hit + prior) / (predicted + prior))
+
+    def _believed(self, probability: float, source: int) -> float:
+        return probability if self._above is None else self._above.corrected(probability, source)
+
+    def observe(self, probabilities: Sequence[float], sources: Sequence[int], accepted: Sequence[bool]) -> None:
+        """Learn from the nodes of one verified draft."""
+        for probability, source, hit in zip(probabilities, sources, accepted, strict=True):
+            seen = self._bins.setdefault((source, bisect_right(EDGES, probability)), [0.0, 0.0, 0.0])
+            seen[0] += 1.0
+            seen[1] += hit
+            seen[2] += self._believed(probability, source)
+
+    def fade(self) -> None:
+        """One round went by."""
+        for seen in self._bins.values():
+            seen[0] *= self._fade
+            seen[1] *= self._fade
+            seen[2] *= self._fade
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """One request's own record: how its drafts do compared with what was expected, and whether asking pays at all.
+
+    `calibration` is that of its workflow step, where it has one.
+    """
+
+    calibration: Calibration | None = None
+    expected: float = 0.0
+    accepted: float = 0.0
+    balance: float = 0.0
+    pause: int = 0
+    skip: int = 0
+
+    @property
+    def factor(self) -> float:
+        """Accepted over expected tokens, near 1 until there is evidence."""
+        return (self.accepted + PRIOR / 2) / (self.expected + PRIOR / 2)
+
+    def ask(self) -> bool:
+        """Whether to ask the drafters this round; after asking that did not pay, ever fewer rounds do."""
+        self.skip -= 1
+        return self.skip < 0
+
+    def observe(self, expected: float, accepted: int, cost: float, saved: float) -> None:
+        """One round asked: tokens expected and accepted, seconds beyond `FREE` spent asking, and what the accepted
+        tokens are worth in seconds. What it costs to verify in vain is `allocate_budget`'s business, which hears of it by `factor`.
+        """
+        self.expected = self.expected * PACE_FADE + expected
+        self.accepted = self.accepted * PACE_FADE + accepted
+        self.balance = self.balance * PACE_FADE + saved - cost
+        self.pause = min(max(1, 2 * self.pause), LONGEST_PAUSE) if self.balance < 0 else 0
+        self.skip = self.pause
+
+
+@dataclass(slots=True)
+class Governor:
+    """Chooses budgets for every request of one engine. Not thread-safe."""
+
+    cost: CostModel = field(default_factory=CostModel)
+    calibration: Calibration = field(default_factory=Calibration)
+    steps: OrderedDict[str, Calibration] = field(default_factory=OrderedDict)
+
+    def pace(self, step: str | None = None) -> RequestStats:
+        """A record for one request of the workflow step named `step`."""
+        if step is None:
+            return RequestStats()
+        known = self.steps.setdefault(step, Calibration(above=self.calibration))
+        self.steps.move_to_end(step)
+        if len(self.steps) > MOST_STEPS:
+            self.steps.popitem(last=False)
+        return RequestStats(known)
+
+    def choose(
+        self,
+        worths: Sequence[Sequence[float]],
+        *,
+        tokens: int | None = None,
+        context: int = 0,
+        batch: int | None = None,
+        needs: Sequence[float] = (),
+    ) -> list[list[int]]:
+        """For each request the draft nodes worth verifying, ascending; an ancestor of a chosen node is always chosen.
+
+        `worths[i]` are the probabilities that the nodes of request i's tree are accepted, as `expectations` gives
+        them. The step computes `tokens` tokens of `batch` sequences in any case (at least one for each request), over
+        `context` rows. `needs` as in `allocate_budget`. Maximises the expected tokens per second of all together; what a step
+        spends on reading prompts has to be spent sometime and makes drafts no cheaper.
+        """
+        requests = len(worths)
+        tokens, batch = tokens or requests, batch or requests
+        reading = self.cost.seconds(tokens, context, batch) - self.cost.seconds(requests, context, batch)
+        counts = allocate_budget(
+            worths,
+            requests,
+            lambda drafted: self.cost.many(tokens + drafted, context, batch) - reading,
+            needs,
+        )
+        return [best_nodes(worth, count) for worth, count in zip(worths, counts, strict=True)]
+
+    def chunk(self, running: int, context: int, targets: Sequence[float] = ()) -> int:
+        """How many tokens of prompts a step may read beside `running` answers over `context` rows in all.
+
+        As many as do not make them wait for more than `STALL` steps, or than the shortest of `targets` (seconds a
+        token); chunked prefill as in Sarathi-Serve (Agrawal et al. 2024).
+        """
+        if not running:
+            return CHUNKS[0]
+        limit = min([STALL * self.cost.seconds(running, context, running), *targets])
+        fits = (size for size in CHUNKS if self.cost.seconds(running + size, context, running + 1) <= limit)
+        return next(fits, CHUNKS[-1])
+
+    def expectations(
+        self,
+        probabilities: Sequence[float],
+        parents: Sequence[int],
+        sources: Sequence[int],
+        pace: RequestStats | None = None,
+    ) -> list[float]:
+        """The calibrated probability that each node of a draft is accepted; never above its parent's."""
+        factor = 1.0 if pace is None else min(pace.factor, 1.0)
+        calibration = (pace and pace.calibration) or self.calibration
+        worth: list[float] = []
+        for probability, parent, source in zip(probabilities, parents, sources, strict=True):
+            own = calibration.corrected(probability, source) * factor
+            worth.append(min(own, worth[parent]) if parent >= 0 else own)
+        return worth
+
+    def observe(
+        self,
+        probabilities: Sequence[float],
+        sources: Sequence[int],
+        accepted: Sequence[bool],
+        pace: RequestStats | None = None,
+    ) -> None:
+        """Learn from the verified nodes of one request."""
+        for calibration in (pace and pace.calibration, self.calibration):
+            if calibration:
+                calibration.fade()
+                calibration.observe(probabilities, sources, accepted)
+
+
+def allocate_budget(
+    worths: Sequence[Sequence[float]],
+    requests: int,
+    costs: Callable[[Counts], Floats],
+    needs: Sequence[float] = (),
+) -> list[int]:
+    """How many nodes of each draft to verify, so that the step's expected tokens a second are the most.
+
+    `worths[i]` are the probabilities that draft i's nodes are accepted, never above their parents'; of a draft the most
+    probable nodes are taken first, so that whatever is taken is closed under parents. `requests` is the number of
+    requests in the step, each of which gains a token in any case; `costs` tells the seconds of a step by the number of
+    nodes it verifies. Goodput as in TurboSpec (Liu et al. 2024).
+
+    `needs[i]` is the number of tokens that request i has to gain in this step (at most 1: none beyond its own). It is
+    served before any goodput is sought, the neediest first (AdaServe, Li et al. 2025, Algorithm 1), but no further
+    than the request itself would gain by it.
+    """
+    lengths = [len(worth) for worth in worths]
+    if not sum(lengths):
+        return lengths
+    worth = np.concatenate([np.asarray(worth, dtype=np.float64) for worth in worths])
+    order = np.argsort(-worth, kind="stable")
+    owner = np.repeat(np.arange(len(worths)), lengths)
+    seconds = costs(np.arange(len(order) + 1))
+    needed = _needed(worth[order], owner[order], seconds, needs)
+    order = np.concatenate([order[needed], np.delete(order, needed)])
+    gain = requests + np.concatenate(([0.0], np.cumsum(worth[order])))
+    best = len(needed) + int(np.argmax((gain / seconds)[len(needed) :]))
+    return [int(count) for count in np.bincount(owner[order[:best]], minlength=len(worths))]
+
+
+def _needed(worth: Floats, owner: Counts, seconds: Floats, needs: Sequence[float]) -> list[int]:
+    """The nodes (places in `worth`, which falls) that requests must have to meet their `needs`."""
+    taken: list[int] = []
+    for request in sorted(range(len(needs)), key=lambda request: -needs[request]):
+        gain = 1.0
+        for node in np.flatnonzero(owner == request) if needs[request] > gain else ():
+            slower = seconds[len(taken) + 1] / seconds[len(taken)]
+            if gain >= needs[request] or gain + worth[node] <= gain * slower:
+                break
+            gain += float(worth[node])
+            taken.append(int(node))
+    return taken
+
+
+def best_nodes(worth: Sequence[float], count: int) -> list[int]:
+    """The `count` most probable nodes of a draft, ascending."""
+    return sorted(sorted(range(len(worth)), key=lambda node: (-worth[node], node))[:count])

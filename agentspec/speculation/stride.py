@@ -1,0 +1,199 @@
+"""How many documents to guess before the knowledge base is asked: none where guessing cannot pay.
+
+The optimal speculation stride of RaLMSpec (OS3; Zhang et al. 2024, arXiv 2401.14021, section 4 and appendix A.1), and
+around it what that formula leaves out: that a wrong round has to be spoken again, and that sequential retrieval is
+faster than any stride where the knowledge base is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+MOST: Final = 16  # rounds ahead of what is verified
+WINDOW: Final = 5  # verifications that the hit rate is estimated from
+CAP: Final = 0.6  # of that estimate in OS3's formula: few trials overrate it
+PRIOR: Final = 0.5  # hit rate before anything was guessed
+PRIOR_WEIGHT: Final = 2.0  # guesses that count for as much
+RATE: Final = 0.3  # how fast measured times are followed
+WASTE: Final = 0.5  # of a round, lost when one is broken off
+MARGIN: Final = 0.95  # of sequential retrieval's time: a smaller gain is not tried
+TRIAL: Final = 4  # kept rounds after which speculation is judged by what it brought
+FIRST_PAUSE: Final = 8
+LONGEST_PAUSE: Final = 256  # rounds without speculation, at most
+BALANCE_FADE: Final = 0.8
+
+
+def expected(stride: int, gamma: float) -> float:
+    """Rounds that a stride brings in the mean: those up to the first wrong guess, and the one spoken again."""
+    return sum(gamma**i for i in range(stride))
+
+
+def latency(stride: int, speak: float, ask: float, gamma: float, *, asynchronous: bool) -> float:
+    """Seconds of a stride by the paper's formula: rounds of `speak` seconds and one verification of `ask`."""
+    whole = stride * speak + ask
+    if not asynchronous:
+        return whole
+    right = gamma**stride
+    return right * ((stride - 1) * speak + max(speak, ask)) + (1 - right) * whole
+
+
+def os3(speak: float, ask: float, gamma: float, *, asynchronous: bool, most: int = MOST) -> int:
+    """The stride with the most verified rounds a second."""
+    strides = range(1, most + 1)
+    return max(strides, key=lambda s: expected(s, gamma) / latency(s, speak, ask, gamma, asynchronous=asynchronous))
+
+
+def one_by_one(speak: float, ask: float) -> float:
+    """Seconds of a round of sequential retrieval."""
+    return speak + ask
+
+
+def in_strides(stride: int, speak: float, ask: float, gamma: float) -> float:
+    """Seconds of a kept round where a stride is spoken and then verified: OS3's, with the round spoken again."""
+    again = (1 - gamma**stride) * speak
+    return (latency(stride, speak, ask, gamma, asynchronous=False) + again) / expected(stride, gamma)
+
+
+def side_by_side(speak: float, ask: float, gamma: float, stride: int = 1, waste: float = WASTE) -> float:
+    """Seconds of a kept round where verification runs beside the rounds that follow.
+
+    A right guess costs nothing but its round. A wrong one is found out when its search ends, as long as sequential
+    retrieval would have waited, later by the rounds that its batch was held for; what ran then is lost.
+    """
+    return speak + (1 - gamma) * (ask + (stride - 1) / 2 * speak + waste * speak)
+
+
+@dataclass(slots=True)
+class RunningMean:
+    """A measured time that follows the last measurements."""
+
+    value: float | None = None
+
+    def add(self, seconds: float) -> None:
+        self.value = seconds if self.value is None else self.value + RATE * (seconds - self.value)
+
+
+@dataclass(slots=True)
+class RequestStride:
+    """What all requests of one model and one knowledge base have measured together. Not thread-safe.
+
+    `alone_ask` are the seconds of a search that was waited for, `alone` those of a round while no verification ran
+    beside it, by whether its document differs from that of the round before. `spent` is what speculated rounds have
+    taken of late, `plain` what they would have taken one by one. Where that is hardly more, speculation pauses, ever
+    longer, so that what trying costs stays a small part of the whole.
+    """
+
+    speak: RunningMean = field(default_factory=RunningMean)
+    ask: RunningMean = field(default_factory=RunningMean)
+    alone_ask: RunningMean = field(default_factory=RunningMean)
+    alone: dict[bool, RunningMean] = field(default_factory=lambda: {True: RunningMean(), False: RunningMean()})
+    right: float = PRIOR * PRIOR_WEIGHT
+    guesses: float = PRIOR_WEIGHT
+    spent: float = 0.0
+    plain: float = 0.0
+    trial: int = 0
+    pause: int = 0
+    skip: int = 0
+
+    @property
+    def gamma(self) -> float:
+        return self.right / self.guesses
+
+    def guessed(self, right: int, wrong: int) -> None:
+        fade = 0.98 ** (right + wrong)
+        self.right = self.right * fade + right
+        self.guesses = self.guesses * fade + right + wrong
+
+    def asked(self, seconds: float, *, alone: bool) -> None:
+        self.ask.add(seconds)
+        if alone:
+            self.alone_ask.add(seconds)
+
+    def spoke(self, seconds: float, *, changed: bool, alone: bool) -> None:
+        self.speak.add(seconds)
+        if alone:
+            self.alone[changed].add(seconds)
+
+    def kept(self, changed: bool, seconds: float) -> None:
+        """A speculated stretch brought one more round in `seconds` of wall time, retrieval included."""
+        alone = self.alone[changed].value or self.alone[not changed].value
+        if alone is None or self.alone_ask.value is None:
+            return
+        self.spent = self.spent * BALANCE_FADE + seconds
+        self.plain = self.plain * BALANCE_FADE + one_by_one(alone, self.alone_ask.value)
+        self.trial += 1
+        if self.trial >= TRIAL:
+            self._judge()
+
+    def _judge(self) -> None:
+        self.trial = 0
+        if self.spent > MARGIN * self.plain:
+            self.pause = min(max(FIRST_PAUSE, 2 * self.pause), LONGEST_PAUSE)
+            self.skip, self.spent, self.plain = self.pause, 0.0, 0.0
+        else:
+            self.pause = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StridePlan:
+    """Guess `stride` documents for one verification; 0: ask and wait, round after round."""
+
+    stride: int
+    asynchronous: bool = False
+
+
+SEQUENTIAL: Final = StridePlan(0)
+
+
+@dataclass(slots=True)
+class StrideGovernor:
+    """Chooses one request's strides: a fixed one, or what pays best by what was measured."""
+
+    pace: RequestStride = field(default_factory=RequestStride)
+    stride: int | Literal["os3"] = "os3"
+    asynchronous: bool = True
+    _window: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _last: int = 1
+
+    @property
+    def gamma(self) -> float:
+        """Share of right guesses in the last verifications; that of all requests before there were any."""
+        right, wrong = (sum(seen) for seen in zip(*self._window, strict=True)) if self._window else (0, 0)
+        weight = PRIOR_WEIGHT
+        return (right + self.pace.gamma * weight) / (right + wrong + weight)
+
+    def verified(self, right: int, *, wrong: bool) -> None:
+        """A verification's guesses up to the first wrong one, or a single guess that nothing was built on."""
+        self._window.append((right, int(wrong)))
+        self.pace.guessed(right, int(wrong))
+
+    def optimal(self) -> int:
+        """OS3's stride for verification that is waited for; the last one while nothing was verified."""
+        speak, ask = self.pace.speak.value, self.pace.ask.value
+        if self._window and speak is not None and ask is not None:
+            right, wrong = (sum(seen) for seen in zip(*self._window, strict=True))
+            hit_rate = min(CAP, right / (right + wrong)) if right + wrong else CAP
+            self._last = os3(speak, ask, hit_rate, asynchronous=False)
+        return self._last
+
+    def choose(self) -> StridePlan:
+        """The plan for the next round."""
+        if self.stride != "os3":
+            return StridePlan(self.stride, self.asynchronous)
+        speak, ask = self.pace.speak.value, self.pace.ask.value
+        if speak is None or ask is None:
+            return SEQUENTIAL
+        if self.pace.skip > 0:
+            self.pace.skip -= 1
+            return SEQUENTIAL
+        return self._best(speak, ask)
+
+    def _best(self, speak: float, ask: float) -> StridePlan:
+        stride, gamma = self.optimal(), self.gamma
+        seconds = {StridePlan(stride): in_strides(stride, speak, ask, gamma)}
+        if self.asynchronous:
+            seconds[StridePlan(1, True)] = side_by_side(speak, ask, gamma)
+        best = min(seconds, key=lambda plan: seconds[plan])
+        return best if seconds[best] < MARGIN * one_by_one(speak, ask) else SEQUENTIAL

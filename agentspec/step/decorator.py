@@ -1,0 +1,292 @@
+"""`@step`: says which step of which workflow the model calls inside belong to, and counts what they cost.
+
+Labels travel in context variables, so they follow asyncio tasks, and threads started through `copy_context`. They
+reach a model call through any door: `ChatAgentSpec` reads them itself, a plain OpenAI client takes `httpx_hooks`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, TypeVar, cast
+from urllib.parse import quote
+
+from agentspec.step.report import Report, StepRow, StepStatistics
+from agentspec.step.response_tap import ResponseTap, tap
+from agentspec.types import Labels, Speculation, Usage
+
+__all__ = [
+    "Report",
+    "StepRow",
+    "async_httpx_hooks",
+    "current_labels",
+    "current_model",
+    "current_speculation",
+    "headers",
+    "httpx_hooks",
+    "observe",
+    "report",
+    "step",
+    "workflow",
+]
+
+WORKFLOW_KEY = "agentspec_workflow"  # in the metadata of a LangChain run: the workflow of the model calls inside
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    labels: Labels
+    speculation: bool | None
+    model: str | None = None
+
+
+_OUTSIDE = _Scope(Labels(), None)
+_scope: ContextVar[_Scope] = ContextVar("agentspec_scope", default=_OUTSIDE)
+_ledger = StepStatistics()
+
+
+def step(
+    name: str,
+    *,
+    workflow: str | None = None,
+    session: str | None = None,
+    speculation: bool | None = None,
+    model: str | None = None,
+) -> Callable[[F], F]:
+    """Decorate a function, coroutine function or (async) generator function: its model calls carry these labels.
+
+    What is not given is inherited from the step or workflow around the call. `speculation=False` turns drafting off
+    inside; it never changes an answer. `model` is what `ChatAgentSpec` asks inside in place of its own model, unless a
+    call names one. The function keeps its signature, so that a LangGraph node stays one.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f'write @step("name") with a name that is not empty, not {name!r}')
+
+    def inner() -> _Scope:
+        return _narrowed(step=name, workflow=workflow, session=session, speculation=speculation, model=model)
+
+    def decorate(function: F) -> F:
+        wrap = _function
+        if inspect.isasyncgenfunction(function):
+            wrap = _async_generator
+        elif inspect.isgeneratorfunction(function):
+            wrap = _generator
+        elif inspect.iscoroutinefunction(function):
+            wrap = _coroutine
+        return cast(F, wrap(function, inner))
+
+    return decorate
+
+
+@contextmanager
+def workflow(name: str, *, session: str | None = None, speculation: bool | None = None) -> Iterator[None]:
+    """Label every model call inside the block with this workflow and, if given, session."""
+    around = _scope.get()
+    _scope.set(_narrowed(workflow=name, session=session, speculation=speculation))
+    try:
+        yield
+    finally:
+        _scope.set(around)  # not reset(): a block in an asynchronous generator may end in another context
+
+
+def current_labels() -> Labels:
+    """The labels that a model call made here and now carries."""
+    return _scope.get().labels
+
+
+def current_speculation() -> bool | None:
+    """Whether the steps around ask for speculation; None if none says anything."""
+    return _scope.get().speculation
+
+
+def current_model() -> str | None:
+    """The model that the steps around ask for; None if none names one."""
+    return _scope.get().model
+
+
+def headers(labels: Labels | None = None, *, speculation: bool | None = None) -> dict[str, str]:
+    """The request headers that carry labels to a gateway; the current ones by default. Non-ASCII is percent-encoded."""
+    labels = current_labels() if labels is None else labels
+    speculation = current_speculation() if speculation is None else speculation
+    named = {"session": labels.session, "workflow": labels.workflow, "step": labels.step}
+    found = {f"x-agentspec-{name}": quote(value, safe=_HEADER_SAFE) for name, value in named.items() if value}
+    return found | ({"x-agentspec-speculation": "off"} if speculation is False else {})
+
+
+def observe(
+    usage: Usage | None,
+    speculation: Speculation | None,
+    seconds: float,
+    *,
+    labels: Labels | None = None,
+    failed: bool = False,
+) -> None:
+    """Count one model call of `seconds` seconds on the current step, or on the step that `labels` names."""
+    labels = current_labels() if labels is None else labels
+    _ledger.add_call((labels.workflow, labels.step), usage, speculation, seconds, failed=failed)
+
+
+def report() -> Report:
+    """What each step cost so far in this process, and what speculation did for it."""
+    return Report(tuple(_ledger.rows()), _ledger)
+
+
+def httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
+    """`event_hooks` for a synchronous httpx or httpx2 client, such as the one inside an OpenAI client.
+
+    Requests get the current labels as headers; answers are counted on the step that asked, while they pass.
+    """
+    return {"request": [_label], "response": [_watch]}
+
+
+def async_httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
+    """`httpx_hooks` for an asynchronous client."""
+
+    async def label(request: Any) -> None:
+        _label(request)
+
+    async def observed(response: Any) -> None:
+        _watch(response, asynchronous=True)
+
+    return {"request": [label], "response": [observed]}
+
+
+_HEADER_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"  # with quote's own letters, digits and -._~ all of ASCII but %
+_STARTED = "agentspec.started"
+
+
+def _label(request: Any) -> None:
+    for name, value in headers().items():
+        request.headers.setdefault(name, value)
+    request.extensions[_STARTED] = (time.perf_counter(), current_labels())
+
+
+def _watch(response: Any, *, asynchronous: bool = False) -> None:
+    started = response.request.extensions.get(_STARTED)
+    kind = response.headers.get("content-type", "")
+    if started is None or response.request.method != "POST" or not kind.startswith(_ANSWERS):
+        return
+    began, labels = started
+
+    def done(reader: ResponseTap, failed: bool) -> None:
+        observe(*reader.finish(), time.perf_counter() - began, labels=labels, failed=failed)
+
+    tap(response, done, asynchronous=asynchronous)
+
+
+_ANSWERS = ("application/json", "text/event-stream")
+
+
+def _narrowed(*, speculation: bool | None, model: str | None = None, **labels: str | None) -> _Scope:
+    around = _scope.get()
+    given = {name: value for name, value in labels.items() if value is not None}
+    return _Scope(
+        replace(around.labels, **given),
+        around.speculation if speculation is None else speculation,
+        around.model if model is None else model,
+    )
+
+
+class _Run:
+    """One run of a step's body. Each `with` enters the scope anew: a generator's body runs in its caller's context."""
+
+    def __init__(self, scope: _Scope) -> None:
+        self._inner = scope
+        self._seconds = 0.0
+        self._failed = False
+
+    def __enter__(self) -> None:
+        self._around = _scope.get()
+        _scope.set(self._inner)
+        self._began = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._seconds += time.perf_counter() - self._began
+        self._failed = isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration))
+        _scope.set(self._around)
+
+    def record(self) -> None:
+        labels = self._inner.labels
+        _ledger.add_run((labels.workflow, labels.step), self._seconds, failed=self._failed)
+
+
+def _function(function: Any, inner: Callable[[], _Scope]) -> Any:
+    @wraps(function)
+    def run_step(*args: Any, **kwargs: Any) -> Any:
+        run = _Run(inner())
+        try:
+            with run:
+                return function(*args, **kwargs)
+        finally:
+            run.record()
+
+    return run_step
+
+
+def _coroutine(function: Any, inner: Callable[[], _Scope]) -> Any:
+    @wraps(function)
+    async def run_step(*args: Any, **kwargs: Any) -> Any:
+        run = _Run(inner())
+        try:
+            with run:
+                return await function(*args, **kwargs)
+        finally:
+            run.record()
+
+    return run_step
+
+
+def _generator(function: Any, inner: Callable[[], _Scope]) -> Any:
+    @wraps(function)
+    def run_step(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        run, body = _Run(inner()), function(*args, **kwargs)
+        resume, value = body.send, None
+        try:
+            while True:
+                with run:
+                    item = resume(value)
+                try:
+                    resume, value = body.send, (yield item)
+                except GeneratorExit:
+                    with run:
+                        body.close()
+                    raise
+                except BaseException as error:
+                    resume, value = body.throw, error
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            run.record()
+
+    return run_step
+
+
+def _async_generator(function: Any, inner: Callable[[], _Scope]) -> Any:
+    @wraps(function)
+    async def run_step(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        run, body = _Run(inner()), function(*args, **kwargs)
+        resume, value = body.asend, None
+        try:
+            while True:
+                with run:
+                    item = await resume(value)
+                try:
+                    resume, value = body.asend, (yield item)
+                except GeneratorExit:
+                    with run:
+                        await body.aclose()
+                    raise
+                except BaseException as error:
+                    resume, value = body.athrow, error
+        except StopAsyncIteration:
+            return
+        finally:
+            run.record()
+
+    return run_step

@@ -1,0 +1,167 @@
+"""What each workflow step cost and what speculation saved it: the counts behind `agentspec.report()`."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from agentspec.types import Speculation, Usage
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Key = tuple[str | None, str | None]
+
+OTHER: Key = ("(other)", "(other)")
+NO_STEP = "(no step)"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """The totals of one step of one workflow.
+
+    `runs`, `errors` (runs that raised) and `seconds` (wall clock inside the step, steps inside it included) describe
+    the step's own code; the rest its model calls, those of steps inside it excluded. `verified_tokens` are the
+    completion tokens of calls that reported their verify steps.
+    """
+
+    workflow: str | None = None
+    step: str | None = None
+    runs: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+    calls: int = 0
+    failed_calls: int = 0
+    model_seconds: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    verified_tokens: int = 0
+    verify_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    estimated_seconds_saved: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens committed per verify step; None where no call reported any."""
+        return self.verified_tokens / self.verify_steps if self.verify_steps else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Completion tokens per second of model time; None without model time."""
+        return self.completion_tokens / self.model_seconds if self.model_seconds > 0 else None
+
+
+class StepStatistics:
+    """Adds up runs and calls by (workflow, step). Thread-safe; past `max_rows` keys the rest share one row."""
+
+    def __init__(self, max_rows: int = 1024) -> None:
+        self._max_rows = max_rows
+        self._rows: dict[Key, StepRow] = {}
+        self._lock = threading.Lock()
+
+    def add_run(self, key: Key, seconds: float, *, failed: bool) -> None:
+        """Count one run of a step's code."""
+        with self._lock:
+            row = self._row(key)
+            self._put(row, replace(row, runs=row.runs + 1, errors=row.errors + failed, seconds=row.seconds + seconds))
+
+    def add_call(
+        self, key: Key, usage: Usage | None, speculation: Speculation | None, seconds: float, *, failed: bool = False
+    ) -> None:
+        """Count one model call of `seconds` seconds; what is not known about it is None."""
+        used, speculated = usage or Usage(), speculation or Speculation()
+        with self._lock:
+            row = self._row(key)
+            added = replace(
+                row,
+                calls=row.calls + 1,
+                failed_calls=row.failed_calls + failed,
+                model_seconds=row.model_seconds + seconds,
+                prompt_tokens=row.prompt_tokens + used.prompt_tokens,
+                completion_tokens=row.completion_tokens + used.completion_tokens,
+                verified_tokens=row.verified_tokens + (used.completion_tokens if speculated.steps else 0),
+                verify_steps=row.verify_steps + speculated.steps,
+                drafted=row.drafted + speculated.drafted,
+                accepted=row.accepted + speculated.accepted,
+                estimated_seconds_saved=row.estimated_seconds_saved + speculated.estimated_seconds_saved,
+            )
+            self._put(row, added)
+
+    def rows(self) -> list[StepRow]:
+        """The rows as they stand, in the order in which the steps were first seen."""
+        with self._lock:
+            return list(self._rows.values())
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        with self._lock:
+            self._rows.clear()
+
+    def _row(self, key: Key) -> StepRow:
+        if key not in self._rows and len(self._rows) >= self._max_rows:
+            key = OTHER
+        return self._rows.get(key, StepRow(*key))
+
+    def _put(self, old: StepRow, new: StepRow) -> None:
+        self._rows[old.workflow, old.step] = new
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A snapshot of the ledger. `print(report)` shows a table, and so does rich's `console.print(report)`."""
+
+    rows: tuple[StepRow, ...]
+    ledger: StepStatistics
+
+    def __iter__(self) -> Iterator[StepRow]:
+        return iter(self.rows)
+
+    def reset(self) -> None:
+        """Forget what the process counted so far. This snapshot stays as it is."""
+        self.ledger.reset()
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=160, color_system=None).print(self.__rich__())
+        return text.getvalue()
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title="agentspec: model calls by step")
+        for name, column in _COLUMNS:
+            table.add_column(name, justify="left" if column in ("workflow", "step") else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(_cell(getattr(row, column), column) for _, column in _COLUMNS))
+        return table
+
+
+_COLUMNS = (
+    ("workflow", "workflow"),
+    ("step", "step"),
+    ("runs", "runs"),
+    ("errors", "errors"),
+    ("seconds", "seconds"),
+    ("calls", "calls"),
+    ("failed", "failed_calls"),
+    ("model s", "model_seconds"),
+    ("prompt", "prompt_tokens"),
+    ("tokens", "completion_tokens"),
+    ("verify steps", "verify_steps"),
+    ("tokens/step", "tokens_per_step"),
+    ("drafted", "drafted"),
+    ("accepted", "accepted"),
+    ("est. s saved", "estimated_seconds_saved"),
+)
+
+
+def _cell(value: str | float | None, column: str) -> str:
+    if value is None:
+        return NO_STEP if column == "step" else "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

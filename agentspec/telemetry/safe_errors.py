@@ -1,0 +1,32 @@
+"""What logs may say of an error: where it arose. Its message stays out where it may quote a prompt."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import PurePath
+
+from agentspec.errors import AgentSpecError
+
+FRAMES = 8
+
+
+def class_of(error: BaseException) -> str:
+    """The name of the error's class, with that of its cause."""
+    cause = error.__cause__
+    return type(error).__name__ + (f" from {type(cause).__name__}" if cause is not None else "")
+
+
+def frames_of(error: BaseException) -> list[str]:
+    """The innermost frames, outermost first, as `file.py:line function`."""
+    frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
+    return [f"{PurePath(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+
+
+def error_location(error: BaseException) -> str:
+    """Class and frames in one line."""
+    return f"{class_of(error)} at {' > '.join(frames_of(error)) or 'no frame'}"
+
+
+def safe_message(error: BaseException) -> str:
+    """The message of an error of ours or of the operating system; of any other, class and frames."""
+    return str(error) if isinstance(error, (AgentSpecError, OSError)) else error_location(error)

@@ -1,0 +1,45 @@
+"""Drafting under a grammar: nothing that it forbids, and what it leaves no choice about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
+from agentspec.backends.torch.drafters.merged import merge
+from agentspec.backends.torch.sampling.grammar import Constraint
+from agentspec.types import Draft, Source
+
+FORCED = 0.9  # how likely a model is to spell a text that is fixed in the tokens that the tokenizer would
+
+
+class GuidedDrafter(Drafter):
+    """Another drafter's trees without what the grammar forbids, with what it leaves no choice about."""
+
+    def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
+        self._drafter = drafter
+        self._constraint = constraint
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        forced = self._constraint.forced()[:budget]
+        draft = self._drafter.propose(context, budget)
+        self.seconds_weighed = self._drafter.seconds_weighed
+        kept = [] if draft is None else [self._cut(draft)]
+        drafts = [chain_draft(forced, FORCED, Source.GRAMMAR), *kept] if forced else kept
+        return merge(drafts) if len(drafts) > 1 else next(iter(drafts), None)
+
+    def close(self) -> None:
+        self._drafter.close()
+
+    def _cut(self, draft: Draft) -> Draft:
+        nodes = self._constraint.admitted(draft.tokens.tolist(), draft.parents.tolist())
+        if len(nodes) == len(draft):
+            return draft
+        place = {node: index for index, node in enumerate(nodes)}
+        parents = [place.get(int(draft.parents[node]), -1) for node in nodes]
+        return make_draft(
+            draft.tokens[nodes],  # type: ignore[arg-type]
+            parents,
+            draft.probabilities[nodes],
+            draft.match_length[nodes],  # type: ignore[arg-type]
+            draft.source[nodes],  # type: ignore[arg-type]
+        )

@@ -1,0 +1,98 @@
+"""Drafts from a small model with another tokenizer, reached through text.
+
+The committed tokens are decoded, read by the small model in its own tokens, and its draft is encoded back behind the
+longest common prefix. What is proposed is one path without probabilities of the target's tokens: exact like any other
+draft (OmniDraft's setting, Ramakrishnan et al. 2025, with the string as the only bridge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from agentspec.backends.torch.drafters.base import Drafter, make_draft
+from agentspec.backends.torch.drafters.draft_model import ModelDrafter
+from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.types import Draft, Source
+
+ANCHOR = 8  # committed tokens encoded again before a draft, so that it joins them as the target would write it
+SETTLED = 64  # tokens at the end whose translation may still change
+OPEN = 256  # tokens translated anew every call, at most
+UNFINISHED = "\ufffd"  # what decoding makes of half a character
+
+
+class Transcript:
+    """A growing list of one tokenizer's ids in the ids of another. Special tokens are left out."""
+
+    def __init__(self, own: Codec, other: Codec) -> None:
+        self._own, self._other = own, other
+        self._ids: list[int] = other.encode("", special=True)  # a beginning-of-text token, where the model wants one
+        self._open: list[int] = []
+        self._read = 0
+
+    def follow(self, context: Sequence[int]) -> list[int] | None:
+        """The other model's ids of `context`, which extends earlier ones; None while it ends in half a character."""
+        self._open += context[self._read :]
+        self._read = len(context)
+        if len(self._open) > OPEN:
+            self._settle()
+        text = self._own.decode(self._open)
+        return None if text.endswith(UNFINISHED) else self._ids + self._other.encode(text)
+
+    def _settle(self) -> None:
+        """Translate all but the end for good, at a place between two characters."""
+        for end in range(len(self._open) - SETTLED, 0, -1):
+            text = self._own.decode(self._open[:end])
+            if not text.endswith(UNFINISHED):
+                self._ids += self._other.encode(text)
+                del self._open[:end]
+                return
+
+
+class BridgeDrafter(Drafter):
+    """Translates between the target's tokens and the `inner` drafter's; `inner` must draft chains."""
+
+    def __init__(self, inner: ModelDrafter, own: Codec, other: Codec) -> None:
+        self._inner, self._own, self._other = inner, own, other
+        self._transcript = Transcript(own, other)
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        ids = self._transcript.follow(context)
+        draft = self._inner.propose(ids, budget) if ids else None
+        if ids is None or draft is None or not len(draft):
+            return None
+        pieces = self._pieces(ids[-ANCHOR:], draft.tokens.tolist())
+        tokens = self._translated(context, "".join(pieces))[:budget]
+        chances = self._chances(tokens, pieces, draft.probabilities.tolist())
+        count = len(tokens)
+        return make_draft(tokens, range(-1, count - 1), chances, [0] * count, [Source.MODEL] * count)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _pieces(self, before: list[int], drafted: list[int]) -> list[str]:
+        """The text that each drafted token adds, up to the first that adds none or ends inside a character."""
+        texts = [self._other.decode(before + drafted[:end]) for end in range(len(drafted) + 1)]
+        pieces: list[str] = []
+        for shorter, longer in pairwise(texts):
+            if not longer.startswith(shorter) or UNFINISHED in longer[len(shorter) :]:
+                break
+            pieces.append(longer[len(shorter) :])
+        return pieces
+
+    def _translated(self, context: Sequence[int], text: str) -> list[int]:
+        """`text` in the target's tokens, without the last, which more text could change, and without special ones."""
+        anchor = [token for token in context[-ANCHOR:] if token not in self._own.special_ids]
+        whole = self._own.encode(self._own.decode(anchor) + text)
+        joined = whole[: len(anchor)] == anchor
+        tokens = (whole[len(anchor) :] if joined else self._own.encode(text))[:-1]
+        special = next((at for at, token in enumerate(tokens) if token in self._own.special_ids), len(tokens))
+        return tokens[:special]
+
+    def _chances(self, tokens: list[int], pieces: list[str], chances: list[float]) -> list[float]:
+        """For each of the target's tokens the probability of the draft up to the piece in which its text ends."""
+        ends: list[int] = []
+        for piece in pieces:
+            ends.append(len(piece) + (ends[-1] if ends else 0))
+        lengths = (len(self._own.decode(tokens[: count + 1])) for count in range(len(tokens)))
+        return [next((chances[at] for at, end in enumerate(ends) if end >= length), chances[-1]) for length in lengths]

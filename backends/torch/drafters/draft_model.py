@@ -1,0 +1,91 @@
+"""Drafts from a small model that reads the same token ids as the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, make_draft
+from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
+from agentspec.backends.torch.model.device import wait_for
+from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.types import Draft, Source
+
+CHUNK = 256  # tokens read per call while the model is behind, so that a long prompt does not stall other answers
+BEHIND = 32  # tokens it may be behind and still draft in the same call
+WIDTH = 3  # candidates per position: the most likely one is followed, the others are leaves
+
+Least = Callable[[float, int], float]
+
+
+class ModelDrafter(Drafter):
+    """A trunk of the model's own draws, one forward each, with the runners-up beside it.
+
+    It keeps key/value rows of its own for one answer. They follow the committed text: what the target did not accept
+    is rewound at the next call. A trunk ends where its probability is below `least(seconds, context)`: what one more
+    forward of `seconds` must promise to be worth its time. The model is shared by all answers of the engine's thread.
+    """
+
+    def __init__(self, model: TargetModel, sampler: CoupledSampler, least: Least, *, width: int = WIDTH) -> None:
+        rows = model.new_rows(1)
+        assert isinstance(rows, SequenceCache), "a draft model must be rewindable"
+        self._model, self._sampler, self._least, self._width = model, sampler, least, width
+        self._rows = rows
+        self._known: list[int] = []  # the tokens that the rows belong to
+        self._settled = 0
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        if budget <= 0 or len(context) + budget > self._model.context_length:
+            return None
+        self._follow(context)
+        waiting = list(context[self._rows.length :])
+        if max(waiting) >= self._model.vocab_size:  # the same tokenizer, but a shorter table of embeddings
+            return None
+        if len(waiting) > BEHIND:
+            self._read(waiting[:CHUNK])
+            return None
+        return self._grow(waiting, len(context), budget)
+
+    def close(self) -> None:
+        self._rows, self._known, self._settled = SequenceCache(1), [], 0
+
+    def _follow(self, context: Sequence[int]) -> None:
+        """Keep the rows of what `context` begins with, at least its last token excepted, and forget the others."""
+        start = self._settled if self._known[: self._settled] == list(context[: self._settled]) else 0
+        end = min(len(self._known), len(context) - 1)
+        kept = next((at for at in range(min(start, end), end) if self._known[at] != context[at]), end)
+        self._rows.truncate(kept)
+        del self._known[kept:]
+        self._settled = kept
+
+    def _read(self, tokens: list[int]) -> None:
+        self._model.prefill(self._rows, tokens)
+        wait_for(self._model.device)  # what the reading takes is its own cost, not that of the step behind it
+        self._known += tokens
+
+    def _grow(self, waiting: list[int], position: int, budget: int) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        chances: list[float] = []
+        trunk, chance = -1, 1.0
+        while len(tokens) < budget:
+            started = perf_counter()
+            best, shares = self._next(waiting, position)
+            likely = [share for share in shares[1:] if chance * share >= MIN_PROBABILITY]
+            width = min(1 + len(likely), budget - len(tokens))
+            above, trunk = trunk, len(tokens)
+            tokens += best[:width]
+            parents += [above] * width
+            chances += [chance * share for share in shares[:width]]
+            chance, waiting, position = chances[trunk], [best[0]], position + 1
+            if chance < max(self._least(perf_counter() - started, position), MIN_PROBABILITY):
+                break
+        return make_draft(tokens, parents, chances, [0] * len(tokens), [Source.MODEL] * len(tokens))
+
+    def _next(self, waiting: list[int], position: int) -> tuple[list[int], list[float]]:
+        """Candidates for `position` behind the rows and `waiting`, which get rows."""
+        logits = self._model.forward(self._rows, waiting)[0]
+        self._rows.commit(len(waiting), ())
+        self._known += waiting
+        return self._sampler.rank(logits, position, self._width)

@@ -1,0 +1,69 @@
+"""Which drafters an answer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentspec.backends.settings import DrafterName
+from agentspec.backends.torch.drafters.base import Drafter
+from agentspec.backends.torch.drafters.cross_tokenizer import BridgeDrafter
+from agentspec.backends.torch.drafters.draft_model import ModelDrafter
+from agentspec.backends.torch.drafters.gated import HybridDrafter
+from agentspec.backends.torch.drafters.merged import MergedDrafter
+from agentspec.backends.torch.drafters.ngram import NgramDrafter
+from agentspec.backends.torch.drafters.prediction import PredictionDrafter
+from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
+from agentspec.backends.torch.drafters.suffix import DraftingRequest, SuffixDrafter
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.speculation.cost_model import CostModel
+from agentspec.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """A draft model. `own` and `other` are the codecs of target and draft model where their tokenizers differ."""
+
+    name: str
+    model: TargetModel
+    codecs: tuple[Codec, Codec] | None = None
+
+    def drafter(self, noise: CoupledSampler, cost: CostModel) -> Drafter:
+        """A drafter for one answer that draws with its noise; greedily where tokens have to be translated."""
+
+        def least(seconds: float, context: int) -> float:
+            return seconds / cost.seconds(1, context)
+
+        if self.codecs is None:
+            return ModelDrafter(self.model, noise, least)
+        greedy = CoupledSampler(SamplingParams(temperature=0), 0)
+        return BridgeDrafter(ModelDrafter(self.model, greedy, least, width=1), *self.codecs)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """The drafters of one engine, by name, and the draft model that `model` stands for."""
+
+    names: Sequence[DrafterName] = ("suffix", "prediction")
+    small: SmallModel | None = None
+
+    def open(
+        self,
+        memory: DraftingRequest,
+        prediction: PredictionDrafter | None,
+        noise: CoupledSampler,
+        cost: CostModel,
+    ) -> Drafter:
+        """One answer's drafter: the cheap ones' trees merged, and the draft model where it pays."""
+        found: list[Drafter] = []
+        if "suffix" in self.names:
+            found.append(SuffixDrafter(memory))
+        if "prediction" in self.names and prediction is not None:
+            found.append(prediction)
+        if "ngram" in self.names:
+            found.append(NgramDrafter())
+        cheap = MergedDrafter(found)
+        if "model" not in self.names or self.small is None:
+            return cheap
+        return HybridDrafter(cheap, self.small.drafter(noise, cost), lambda rows: cost.seconds(1, rows))

@@ -1,0 +1,123 @@
+"""One generation's place in the token cache. Its failures cost speed, never an answer."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentspec.telemetry.safe_errors import safe_message
+from agentspec.types import Draft, GenerateRequest, Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agentspec.cache import CacheRequest, SuffixCache
+
+HELD = 16  # tokens that may wait to be learned while nothing is drafted: few calls, and no draft learns late
+
+logger = logging.getLogger(__name__)
+
+
+class Memory:
+    """An open cache request, or nothing where there is no cache.
+
+    The cache learns what is said as it is said; `late`, it does so when `learn` is called, which costs no time while a
+    device computes by itself, and drafts meanwhile behind what it has not learned.
+
+    Any error of the cache, its database's included, closes it and is logged once: drafting is a luxury.
+    """
+
+    def __init__(self, request: CacheRequest | None, *, late: bool = False) -> None:
+        self._request = request
+        self._late = late
+        self._held: list[int] = []
+        self._drafted = False  # in this round, so that the cache counts what of the draft came true
+
+    @classmethod
+    def open(
+        cls,
+        cache: SuffixCache | None,
+        request: GenerateRequest,
+        prompt: Sequence[int],
+        namespace: Namespace,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        *,
+        late: bool = False,
+    ) -> Memory:
+        """Open a place for `prompt`; what is generated is recorded at a clean `close` if the request allows it.
+
+        `decode` is the tokenizer's, for a cache that refuses some texts.
+        """
+        if cache is None:
+            return cls(None)
+        labels = request.labels
+        try:
+            opened = cache.request(
+                np.asarray(prompt, dtype=np.int32),
+                namespace=namespace,
+                session=labels.session,
+                workflow=labels.workflow,
+                step=labels.step,
+                store=request.store,
+                decode=decode,
+            )
+        except Exception as error:
+            logger.warning("generating without the token cache: %s", safe_message(error))
+            return cls(None)
+        return cls(opened, late=late)
+
+    def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
+        if not self._late:
+            self._release()
+        if self._request is None:
+            return None
+        self._drafted = True
+        try:
+            return self._request.draft(max_tokens, min_probability, behind=np.asarray(self._held, dtype=np.int32))
+        except Exception as error:
+            self._give_up(error)
+            return None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The answer grew by `tokens`; in rounds without a draft the cache hears of them a little later, together."""
+        self._held.extend(tokens)
+        if not self._late and (self._drafted or len(self._held) >= HELD):
+            self._release()
+
+    def learn(self) -> None:
+        """A forward is under way: if the device computes it by itself, there is time to tell what was said."""
+        if self._late:
+            self._release()
+
+    def close(self, *, clean: bool) -> None:
+        """The answer is complete and may be shared (`clean`), or was cut and stays partial. Idempotent."""
+        self._release()
+        self._end(clean=clean)
+
+    def _release(self) -> None:
+        """Tell the cache what was held back."""
+        held, self._held, self._drafted = self._held, [], False
+        if self._request is None or not held:
+            return
+        try:
+            self._request.extend(np.asarray(held, dtype=np.int32))
+        except Exception as error:
+            self._give_up(error)
+
+    def _end(self, *, clean: bool) -> None:
+        request, self._request = self._request, None
+        if request is None:
+            return
+        try:
+            if clean:
+                request.close()
+            else:
+                request.abandon()
+        except Exception as error:
+            logger.warning("the token cache did not record an answer: %s", safe_message(error))
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("going on without the token cache: %s", safe_message(error))
+        self._end(clean=False)

@@ -1,0 +1,81 @@
+"""Log-probabilities of the raw distribution, before any processing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentspec.backends.torch.model.device import to_device
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.types import TokenLogprob
+
+CHUNK = 64  # prompt tokens scored at once: their logits are all kept, and other streams wait meanwhile
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int, spell: Callable[[int], str]) -> list[TokenLogprob]:
+    """Each token's natural-log probability under its own float32 row of `logits` [tokens, vocab], and those of the
+    `top` best tokens there. The host waits for the device once.
+    """
+    reals, integers = _measured(logits, tokens, min(top, logits.shape[-1]))
+    return [_entry(*measured, spell) for measured in zip(tokens, reals, integers, strict=True)]
+
+
+def _measured(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[list[list[float]], list[list[int]]]:
+    """For each row the log-probabilities of the token and of the best ones; the token's rank and the best ones' ids.
+
+    The first travel as the integers of their bits, so that one tensor brings everything.
+    """
+    scores = logits.log_softmax(-1)
+    chosen = to_device(torch.tensor(tokens), logits.device)[:, None]
+    rank = (logits > logits.gather(-1, chosen)).sum(-1, keepdim=True) + 1
+    best = scores.topk(top)
+    reals = torch.cat([scores.gather(-1, chosen), best.values], dim=-1)
+    integers = torch.cat([rank, best.indices], dim=-1).int()
+    found = torch.cat([reals.view(torch.int32), integers], dim=-1).cpu().numpy()
+    return found[:, : 1 + top].view(np.float32).tolist(), found[:, 1 + top :].tolist()
+
+
+def _entry(token: int, reals: list[float], integers: list[int], spell: Callable[[int], str]) -> TokenLogprob:
+    (own, *values), (rank, *ids) = reals, integers
+    best = enumerate(zip(ids, values, strict=True), 1)
+    top = tuple(TokenLogprob(other, spell(other), value, rank=place) for place, (other, value) in best)
+    return TokenLogprob(token, spell(token), own, rank=rank, top=top)
+
+
+class PromptScorer:
+    """Scores a prompt's tokens, some of them each `step`; `entries` has one for every token but the first.
+
+    It computes rows of its own: scoring needs the logits of every position, which reused rows no longer have.
+    """
+
+    def __init__(self, target: TargetModel, prompt: Sequence[int], top: int, spell: Callable[[int], str]) -> None:
+        self.entries: list[TokenLogprob] = []
+        self._target = target
+        self._prompt = prompt
+        self._top = top
+        self._spell = spell
+        self._rows = target.new_rows(len(prompt))
+        self._chunk = CHUNK if target.rewindable else 1
+
+    @property
+    def done(self) -> bool:
+        return len(self.entries) == len(self._prompt) - 1
+
+    def finish(self) -> tuple[TokenLogprob, ...]:
+        """All entries, whatever steps are left done now."""
+        while not self.done:
+            self.step()
+        return tuple(self.entries)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Read the next tokens, each as a node below the one before, since a forward returns the logits of nodes."""
+        at = len(self.entries)
+        first, *rest = self._prompt[at : min(at + self._chunk, len(self._prompt) - 1)]
+        logits = self._target.forward(self._rows, [first], rest, range(-1, len(rest) - 1))
+        self._rows.commit(1, range(len(rest)))
+        scored = self._prompt[at + 1 : at + 1 + len(logits)]
+        self.entries += token_logprobs(logits, scored, self._top, self._spell)

@@ -1,0 +1,148 @@
+"""What one request proposes each step, and what it learns from the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from agentspec.backends.torch.drafters import Drafter
+from agentspec.backends.torch.engine.stats import Counters, count
+from agentspec.speculation.governor import Governor
+from agentspec.types import Draft, Speculation
+
+FREE = 0.005  # drafting up to this share of a step is not worth accounting for
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft nodes in parallel lists; `worth[i]` is the calibrated probability that node i is accepted.
+
+    `asked` says whether a drafter was asked at all, `seconds` what that took, and `weighed` the part of it that the
+    drafter itself has set against its gain.
+    """
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    probabilities: Sequence[float] = ()
+    sources: Sequence[int] = ()
+    worth: Sequence[float] = ()
+    seconds: float = 0.0
+    weighed: float = 0.0
+    asked: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+NOTHING = Proposal()
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a step cost, estimated: without any drafts, what they added, and without them for each token gained."""
+
+    plain: float
+    drafts: float
+    token: float
+
+
+class Proposer:
+    """Asks one request's drafter, and reports to governor and counters what became of its drafts."""
+
+    def __init__(
+        self, drafter: Drafter | None, governor: Governor, counters: Counters, vocab_size: int, step: str | None = None
+    ) -> None:
+        self._drafter = drafter
+        self._governor = governor
+        self._counters = counters
+        self._vocab_size = vocab_size
+        self._pace = governor.pace(step)
+        self._drafted = 0
+        self._accepted = 0
+        self._steps = 0
+        self._saved = 0.0
+
+    def propose(self, context: Sequence[int], budget: int) -> Proposal:
+        """At most `budget` nodes that may follow `context`, for the governor to choose from."""
+        if self._drafter is None or budget <= 0 or not self._pace.ask():
+            return NOTHING
+        started = perf_counter()
+        draft = self._drafter.propose(context, budget)
+        if draft is None or len(draft) == 0:
+            return Proposal(seconds=perf_counter() - started, weighed=self._drafter.seconds_weighed, asked=True)
+        legal = usable(draft, self._vocab_size, budget)
+        worth = self._governor.expectations(legal.probabilities, legal.parents, legal.sources, self._pace)
+        seconds = perf_counter() - started
+        return replace(legal, worth=worth, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
+
+    def learn(self, proposal: Proposal, path: Sequence[int], bill: Bill) -> None:
+        """A step is over in which `path` of the proposal was accepted."""
+        hit = set(path)
+        accepted = [node in hit for node in range(len(proposal))]
+        self._governor.observe(proposal.probabilities, proposal.sources, accepted, self._pace)
+        if proposal.asked:
+            cost = max(0.0, proposal.seconds - proposal.weighed - FREE * bill.plain)
+            self._pace.observe(sum(proposal.worth), len(path), cost, len(path) * bill.token)
+        self._steps += 1
+        self._drafted += len(proposal)
+        self._accepted += len(path)
+        self._saved += len(path) * bill.plain - bill.drafts - proposal.seconds
+        self._count(proposal, path)
+
+    def _count(self, proposal: Proposal, path: Sequence[int]) -> None:
+        self._counters.steps += 1
+        count(self._counters.draft_sizes, len(proposal))
+        for source in proposal.sources:
+            count(self._counters.drafted, source)
+        for node in path:
+            count(self._counters.accepted, proposal.sources[node])
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Totals so far; None where this request does not speculate."""
+        if self._drafter is None:
+            return None
+        return Speculation(self._drafted, self._accepted, self._steps, self._saved)
+
+
+def usable(draft: Draft, vocab_size: int, budget: int) -> Proposal:
+    """The draft without ids the model does not have, without what hangs on them, and within `budget` nodes."""
+    tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
+    keep: list[int] = []
+    alive = [False] * len(tokens)
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if len(keep) < budget and 0 <= token < vocab_size and (parent < 0 or alive[parent]):
+            alive[node] = True
+            keep.append(node)
+    whole = Proposal(tokens, parents, draft.probabilities.tolist(), draft.source.tolist())
+    return whole if len(keep) == len(tokens) else subtree(whole, keep)
+
+
+def subtree(whole: Proposal, nodes: Sequence[int]) -> Proposal:
+    """The part of `whole` made of `nodes` (closed under parents, each behind its own), in their order."""
+    place = {node: index for index, node in enumerate(nodes)}
+    return replace(
+        whole,
+        tokens=[whole.tokens[node] for node in nodes],
+        parents=[place.get(whole.parents[node], -1) for node in nodes],
+        probabilities=[whole.probabilities[node] for node in nodes],
+        sources=[whole.sources[node] for node in nodes],
+        worth=[whole.worth[node] for node in nodes] if whole.worth else (),
+    )
+
+
+def trunk_first(whole: Proposal, nodes: Sequence[int]) -> list[int]:
+    """`nodes` (closed under parents) depth first, the likeliest child first: where the likeliest path is accepted, its
+    key/value rows lie where they belong and need not be moved.
+    """
+    children: dict[int, list[int]] = {}
+    for node in nodes:
+        children.setdefault(whole.parents[node], []).append(node)
+    order: list[int] = []
+    waiting = [-1]
+    while waiting:
+        node = waiting.pop()
+        order.append(node)
+        waiting += sorted(children.get(node, ()), key=lambda child: (whole.worth[child], -child))
+    return order[1:]

@@ -1,0 +1,153 @@
+"""Whether speculation changes answers here: the same requests without drafts, with them, and side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from agentspec.backends.torch.backend import TorchBackend
+from agentspec.backends.torch.engine.compute_thread import on_own_thread
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.sampling.sampler import GREEDY_BELOW, gumbel_noise, position_key
+from agentspec.types import GenerateRequest, Labels, SamplingParams
+
+OFF, COLD, WARM, TOGETHER = "off", "on, cold", "on, warm", "on, side by side"
+SIDE_BY_SIDE = 8  # requests at a time
+NEAR_TIE = {torch.float32: 1e-3, torch.float64: 1e-3}
+COARSE_TIE = 0.5  # in types of fewer bits, where rounding alone moves logits by as much
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt's token ids, and how to draw its answer: by temperature and seed alone."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first token in which an answer differs from the one without drafts; -1 stands for its end.
+
+    Gaps are between the scores (logits, over the temperature and with the draw's noise where one is drawn) of `off`
+    and `on`: computed token by token, as without drafts, and in one forward over the whole text.
+    """
+
+    way: str
+    question: int
+    position: int
+    off: int
+    on: int
+    gap_apart: float
+    gap_together: float
+    tie: float
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether both were so nearly the best that the order of additions decides."""
+        return min(abs(self.gap_apart), abs(self.gap_together)) < self.tie
+
+
+@dataclass(slots=True)
+class Verification:
+    """For each way of answering its tokens, question by question, and where they part from those without drafts."""
+
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    divergences: list[Divergence] = field(default_factory=list)
+
+    def identical(self, way: str) -> int:
+        return sum(one == other for one, other in zip(self.answers[way], self.answers[OFF], strict=True))
+
+    @property
+    def exact(self) -> bool:
+        """Whether answers part at near-ties only."""
+        return all(divergence.is_tie for divergence in self.divergences)
+
+
+async def verify(backend: TorchBackend, questions: Sequence[Question], progress: Progress) -> Verification:
+    """Answer every question in four ways and compare. The backend needs a token cache; no one else may be using it.
+
+    Exact means as in docs/engine.md: equal up to a near-tie. Raises what the backend raises.
+    """
+    found = Verification()
+    for way in (OFF, COLD, WARM, TOGETHER):
+        gate = asyncio.Semaphore(SIDE_BY_SIDE if way == TOGETHER else 1)
+        progress(f"{way}: {len(questions)} answers")
+        found.answers[way] = await asyncio.gather(
+            *(_answer(backend, way, number, question, gate) for number, question in enumerate(questions))
+        )
+    for way in (COLD, WARM, TOGETHER):
+        for number, question in enumerate(questions):
+            off, on = found.answers[OFF][number], found.answers[way][number]
+            if on != off:
+                progress(f"{way}: looking into answer {number + 1}")
+                found.divergences.append(first_divergence(backend.target, question, way, number, off, on))
+    return found
+
+
+async def _answer(
+    backend: TorchBackend, way: str, number: int, question: Question, gate: asyncio.Semaphore
+) -> list[int]:
+    """Each cold answer is of a tenant of its own, which the warm one shares; no rows are reused without drafts."""
+    request = GenerateRequest(
+        model=backend.model_name,
+        token_ids=question.prompt,
+        sampling=question.sampling,
+        labels=Labels(session=f"{way} {number}"),
+        tenant=OFF if way == OFF else f"question {number}",
+        speculation=way != OFF,
+        store=way != OFF,
+    )
+    async with gate:
+        return [token async for delta in backend.generate(request) for token in delta.token_ids]
+
+
+def first_divergence(
+    target: TargetModel, question: Question, way: str, number: int, off: Sequence[int], on: Sequence[int]
+) -> Divergence:
+    """Where two different answers to a question part, and by how much. Computes on a thread of its own."""
+    position = next((i for i, (one, other) in enumerate(zip(off, on, strict=False)) if one != other), None)
+    if position is None:
+        position = min(len(off), len(on))
+    first, second = (answer[position] if position < len(answer) else -1 for answer in (off, on))
+    apart = together = float("inf")
+    if -1 not in (first, second):
+        apart, together = on_own_thread(lambda: _gaps(target, question, off[:position], (first, second)))
+    return Divergence(way, number, position, first, second, apart, together, NEAR_TIE.get(target.dtype, COARSE_TIE))
+
+
+def _gaps(
+    target: TargetModel, question: Question, written: Sequence[int], pair: tuple[int, int]
+) -> tuple[float, float]:
+    apart, together = _logits(target, question.prompt, written)
+    return _gap(apart, pair, question, len(written)), _gap(together, pair, question, len(written))
+
+
+@torch.inference_mode()
+def _logits(target: TargetModel, prompt: Sequence[int], written: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The logits [vocab] behind prompt and answer: the answer's tokens one after another, and all in one forward."""
+    whole = target.forward(target.new_rows(len(prompt) + len(written)), [*prompt, *written])[0]
+    rows = target.new_rows(len(prompt) + len(written))
+    logits = target.forward(rows, prompt)[0]
+    rows.commit(len(prompt), ())
+    for token in written:
+        logits = target.forward(rows, [token])[0]
+        rows.commit(1, ())
+    return logits, whole
+
+
+def _gap(logits: Tensor, pair: Sequence[int], question: Question, position: int) -> float:
+    """How much better the first of two tokens scores than the second."""
+    ids = torch.tensor(pair, device=logits.device)
+    scores = logits[ids]
+    sampling = question.sampling
+    if sampling.temperature >= GREEDY_BELOW:
+        key = position_key(sampling.seed or 0, 0, len(question.prompt) + position)
+        scores = scores / sampling.temperature + gumbel_noise(key, ids)
+    return float(scores[0] - scores[1])

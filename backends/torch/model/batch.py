@@ -1,0 +1,120 @@
+"""Several sequences in one row: linear layers run once over all their tokens, attention over each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache
+
+from agentspec.backends.torch.model.attention import Ragged
+from agentspec.backends.torch.model.kv_cache import Rows, SequenceCache
+from agentspec.backends.torch.model.tree_mask import Layout, attention_mask, first_visible, tree_layout
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One sequence's part in a forward: a chain of tokens behind its committed rows, and a draft tree behind that.
+
+    `wanted` is False where no logits are needed, as for all but the last chunk of a prompt.
+    """
+
+    rows: Rows
+    chain: Sequence[int]
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    wanted: bool = True
+
+    def __len__(self) -> int:
+        return len(self.chain) + len(self.tokens)
+
+    @property
+    def outputs(self) -> int:
+        """Rows of logits that it gets: after the chain's last token and after every draft node."""
+        return 1 + len(self.tokens) if self.wanted else 0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one kind of layer sees of every sequence: from which row on, and through which mask."""
+
+    firsts: Sequence[int]
+    masks: Sequence[Tensor | None]
+
+
+class PackedCache(Cache):
+    """The caches of several sequences behind the interface of one, for the length of a forward.
+
+    `update` gives each sequence its rows and returns `Ragged` ones, which only `packed_attention` understands.
+    `windows` says for each layer how far it looks back (None: everything).
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], windows: Sequence[int | None], groups: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        super().__init__(layers=[])
+        self._caches = [_sequence(piece.rows) for piece in pieces]
+        self._lengths = [len(piece) for piece in pieces]
+        layouts = [tree_layout(len(piece.chain), piece.parents) for piece in pieces]
+        pasts = [cache.length for cache in self._caches]
+        self.positions = np.concatenate([past + layout.depths for past, layout in zip(pasts, layouts, strict=True)])
+        views = {window: _view(layouts, pasts, window, groups, dtype, device) for window in dict.fromkeys(windows)}
+        self._views = [views[window] for window in windows]
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Ragged, Ragged]:
+        """Write [1, heads, sum of L_i, d] rows of one layer, each behind its own sequence's committed ones."""
+        view, keys, values = self._views[layer_idx], list[Tensor](), list[Tensor]()
+        fresh = zip(
+            key_states.split_with_sizes(self._lengths, 2),
+            value_states.split_with_sizes(self._lengths, 2),
+            strict=True,
+        )
+        for cache, first, (key, value) in zip(self._caches, view.firsts, fresh, strict=True):
+            all_keys, all_values = cache.update(key, value, layer_idx)
+            keys.append(all_keys[:, :, first:] if first else all_keys)
+            values.append(all_values[:, :, first:] if first else all_values)
+        rows = Ragged(keys, values, self._lengths, view.masks)
+        return rows, rows
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(cache.length for cache in self._caches)
+
+
+def _sequence(rows: Rows) -> SequenceCache:
+    assert isinstance(rows, SequenceCache), "a model without a rewindable cache cannot be batched"
+    return rows
+
+
+def _view(
+    layouts: Sequence[Layout], pasts: Sequence[int], window: int | None, groups: int, dtype: torch.dtype, device: Any
+) -> View:
+    firsts = [first_visible(past, window) for past in pasts]
+    mask = partial(attention_mask, window=window, groups=groups, dtype=dtype, device=device)
+    masks = [
+        None if len(layout) == 1 else mask(layout, past, first=first)  # one token sees every row from `first` on
+        for layout, past, first in zip(layouts, pasts, firsts, strict=True)
+    ]
+    return View(firsts, masks)
+
+
+def wanted_rows(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    """Which rows of the packed forward's tokens need logits, ascending."""
+    ends = np.cumsum([len(piece) for piece in pieces])
+    spans = [np.arange(end - piece.outputs, end) for piece, end in zip(pieces, ends, strict=True)]
+    return np.concatenate(spans).astype(np.int64)
+
+
+def packed_ids(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    """The token ids of the packed forward."""
+    return np.array([token for piece in pieces for token in (*piece.chain, *piece.tokens)], dtype=np.int64)

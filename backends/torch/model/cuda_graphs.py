@@ -1,0 +1,282 @@
+"""Forwards recorded once and replayed: all that lies between two attentions is launched at once, as a CUDA graph.
+
+A forward of few tokens asks little of a GPU and much of the processor that launches its hundreds of kernels. Recorded,
+they are launched together. A recording has a fixed number of tokens and fixed places in memory, so that a forward is
+padded to the next recorded size. Attention stays outside: it reads rows that grow, of sequences that come and go, and
+is computed between two recordings as it always is. (Piecewise CUDA graphs, as servers use them for the same reason.)
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache
+
+from agentspec.backends.torch.model.batch import PackedCache
+from agentspec.backends.torch.model.device import host_waits, to_device
+from agentspec.telemetry.safe_errors import safe_message
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.model.target import TargetModel
+
+logger = logging.getLogger(__name__)
+
+_RECORDING = threading.Lock()  # torch records one graph at a time
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of a forward
+
+
+class Segment(Protocol):
+    """What a device does between `begin` and `end`, to be done again by `replay` with the same places in memory."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Makes segments, to be recorded inside `session` and replayed in the order of their recording."""
+
+    def session(self) -> AbstractContextManager[None]: ...
+
+    def segment(self) -> Segment: ...
+
+    def require_free(self, work: Callable[[], object]) -> None:
+        """Raises `NotRecordable` where `work` does what cannot be recorded, as far as that is known before."""
+        ...
+
+
+class NotRecordable(Exception):
+    """A forward that cannot be replayed, and why."""
+
+
+class CudaRecorder:
+    """Segments as CUDA graphs that share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Recording needs a stream of its own, no other recording beside it, and nothing that is freed meanwhile."""
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with _RECORDING:
+            gc.collect()
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.stream(stream):
+                yield
+            torch.cuda.synchronize(self._device)
+
+    def segment(self) -> Segment:
+        return CudaSegment(self._pool)
+
+    def require_free(self, work: Callable[[], object]) -> None:
+        """A recording that has to be broken off leaves the allocator in disorder: what waits is not begun at all."""
+        if waits := host_waits(work):
+            raise NotRecordable(f"the host waits {waits} times for the device in the middle")
+
+
+class CudaSegment:
+    """One CUDA graph."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def begin(self) -> None:
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        try:
+            self._graph.capture_end()
+        except RuntimeError:  # before it told the allocator that nothing is recorded any more
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """An attention between two segments: where queries, keys and values [1, heads, size, d] are found, and where its
+    result [1, size, heads, d] belongs.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    result: Tensor
+    scaling: float | None
+
+    def fill(self, cache: PackedCache, tokens: int) -> None:
+        """Attend with the first so many tokens; what the padding behind them is given does not matter."""
+        rows, _ = cache.update(self.key[:, :, :tokens], self.value[:, :, :tokens], self.layer)
+        self.result[:, :tokens] = rows.attend(self.query[:, :, :tokens], self.scaling)
+
+
+class Recording:
+    """A forward of `size` tokens: segments with gaps between them, and fixed places for what goes in and comes out.
+
+    `logits` [most, vocab] in float32 is shared by recordings of which one is replayed at a time.
+    """
+
+    def __init__(self, module: Any, size: int, recorder: Recorder, logits: Tensor) -> None:
+        self.size = size
+        self._recorder = recorder
+        self._segments: list[Segment] = []
+        self._gaps: list[Gap] = []
+        self._open = False
+        self._inputs = torch.zeros(2, size, dtype=torch.long, device=logits.device)  # token ids and positions
+        self._logits = logits[:size]
+        self._record(module)
+
+    def replay(self, ids: NDArray[np.int64], cache: PackedCache) -> Tensor:
+        """The logits [size, vocab] of packed tokens, those of the padding included; good until the next replay."""
+        tokens = len(ids)
+        padded = np.zeros((2, self.size), dtype=np.int64)
+        padded[:, :tokens] = ids, cache.positions
+        self._inputs.copy_(to_device(padded, self._inputs.device))
+        for segment, gap in zip(self._segments, self._gaps, strict=False):
+            segment.replay()
+            gap.fill(cache, tokens)
+        self._segments[-1].replay()
+        return self._logits
+
+    @contextmanager
+    def gap(self) -> Iterator[list[Gap]]:
+        """The segment under way ends here and the next one begins behind it."""
+        self._end()
+        yield self._gaps
+        self._begin()
+
+    def _record(self, module: Any) -> None:
+        ids, positions = self._inputs[:1], self._inputs[1:]
+        self._begin()
+        try:
+            where = {"input_ids": ids, "position_ids": positions, "past_key_values": GapCache(self)}
+            self._logits.copy_(module(**where, use_cache=True, logits_to_keep=0).logits[0])
+        except BaseException:
+            with suppress(Exception):  # what went wrong first is what is told
+                self._end()
+            raise
+        self._end()
+
+    def _begin(self) -> None:
+        self._segments.append(self._recorder.segment())
+        self._segments[-1].begin()
+        self._open = True
+
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
+            self._segments[-1].end()
+
+
+class GapCache(Cache):
+    """Stands in for a model's cache while a forward is recorded, which stops at each attention."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__(layers=[])
+        self._recording = recording
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Unattended, Unattended]:
+        rows = Unattended(self._recording, layer_idx, key_states, value_states)
+        return rows, rows
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unattended:
+    """A layer's new keys and values [1, kv_heads, size, d] in a forward that is being recorded."""
+
+    recording: Recording
+    layer: int
+    key: Tensor
+    value: Tensor
+
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        with self.recording.gap() as gaps:
+            result = query.new_zeros(1, query.shape[2], query.shape[1], self.value.shape[-1])
+            gaps.append(Gap(self.layer, query, self.key, self.value, result, scaling))
+        return result
+
+
+class Graphs:
+    """Recordings of one model's forwards, by their number of tokens. `replays` counts the forwards they served."""
+
+    def __init__(self, module: Any, recorder: Recorder, vocab_size: int, sizes: Sequence[int] = SIZES) -> None:
+        logits = torch.zeros(max(sizes), vocab_size, device=module.device)
+        with recorder.session():
+            self._recordings = {size: Recording(module, size, recorder, logits) for size in sorted(sizes)[::-1]}
+        self.sizes = tuple(sorted(sizes))
+        self.replays = 0
+
+    def fits(self, tokens: int) -> bool:
+        return tokens <= self.sizes[-1]
+
+    def replay(self, ids: NDArray[np.int64], cache: PackedCache) -> Tensor:
+        """The logits [len(ids) or more, vocab] in float32 of packed tokens that fit; good until the next replay."""
+        self.replays += 1
+        return self._recordings[self.sizes[bisect_left(self.sizes, len(ids))]].replay(ids, cache)
+
+
+@torch.inference_mode()
+def record_graphs(target: TargetModel, recorder: Recorder | None = None, sizes: Sequence[int] = SIZES) -> bool:
+    """Let `target` replay forwards of up to max(`sizes`) tokens where that computes the same; whether it does.
+
+    A model that cannot be recorded (one that asks the device for values in the middle, as experts often do) is run as
+    before, which the log says. `recorder` is CUDA's unless given; without a CUDA device nothing is recorded.
+    """
+    if not target.batched or (recorder is None and target.device.type != "cuda"):
+        return False
+    try:
+        _record(target, recorder or CudaRecorder(target.device), sizes)
+    except Exception as error:
+        target.graphs = None
+        reason = str(error) if isinstance(error, NotRecordable) else safe_message(error)
+        logger.warning("forwards cannot be recorded and are launched kernel by kernel: %s", reason)
+        return False
+    return True
+
+
+def _record(target: TargetModel, recorder: Recorder, sizes: Sequence[int]) -> None:
+    """Record and compare: as large as recorded, and smaller so that they are padded, in no order of size."""
+    padded = [max(1, size - 1) for size in (*sizes[1::2], *sizes[::2])]
+    launched = [_logits(target, each) for each in (sizes, padded)]  # libraries set themselves up in their first calls,
+    recorder.require_free(lambda: _logits(target, sizes))  # which are no part of a recording
+    target.graphs = Graphs(target.module, recorder, target.vocab_size, sizes)
+    for each, before in zip((sizes, padded), launched, strict=True):
+        difference = float((_logits(target, each) - before).abs().max())
+        if not difference <= target.tolerance:
+            raise NotRecordable(f"a recorded one is off by {difference:.2g}")
+
+
+def _logits(target: TargetModel, sizes: Sequence[int]) -> Tensor:
+    """The logits [sum of sizes, vocab] of forwards of these many tokens: one behind some rows and a draft behind it."""
+    rows = target.new_rows(max(sizes) + 1)
+    target.prefill(rows, [0])
+    ids = [token % target.vocab_size for token in range(1, max(sizes) + 1)]
+    return torch.cat([target.forward(rows, ids[:1], ids[1:size], range(-1, size - 2)) for size in sizes])

@@ -1,0 +1,183 @@
+"""The target model: one forward over several sequences, each with committed rows, new tokens and a draft tree."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentspec.backends.torch.model.attention import ATTENTION_NAME
+from agentspec.backends.torch.model.batch import PackedCache, Piece, packed_ids, wanted_rows
+from agentspec.backends.torch.model.cuda_graphs import Graphs
+from agentspec.backends.torch.model.device import to_device
+from agentspec.backends.torch.model.head_input import HeadInput
+from agentspec.backends.torch.model.kv_cache import Rows, SequenceCache, StateCache
+from agentspec.backends.torch.model.tree_mask import attention_mask, tree_layout
+
+TOLERANCE = {torch.float32: 2e-3}
+LOW_PRECISION_TOLERANCE = 0.5
+KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+LENGTH_BOUND_ROTARIES = frozenset({"dynamic", "longrope"})  # their angles depend on the longest position of a forward
+
+
+class TargetModel:
+    """A Hugging Face decoder-only model behind one method. Not thread-safe: the engine's thread owns it.
+
+    `rewindable` says whether drafts can be verified and rows reused; without it tokens run strictly one after another.
+    `batched` says whether several sequences share a forward; without it each gets one of its own, in turn. `graphs`
+    replays small forwards, if there are any.
+    """
+
+    def __init__(self, module: Any, *, rewindable: bool) -> None:
+        config = module.config.get_text_config()
+        self.module = module
+        self.rewindable = rewindable
+        self.vocab_size: int = config.vocab_size
+        self.context_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.device: torch.device = module.device
+        self.dtype: torch.dtype = module.dtype
+        self.attention: str = config._attn_implementation
+        self.graphs: Graphs | None = None
+        self._packs = rewindable and self.attention == ATTENTION_NAME
+        self.batched = self._packs and LENGTH_BOUND_ROTARIES.isdisjoint(_rotaries(config))
+        self._config = config
+        self._groups = _groups(config)
+        self._windows = layer_windows(config) or {}
+        parameters = inspect.signature(module.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+
+    @property
+    def tolerance(self) -> float:
+        """By how much a token's logits may differ from those of another way to compute them."""
+        return TOLERANCE.get(self.dtype, LOW_PRECISION_TOLERANCE)
+
+    def new_rows(self, capacity: int) -> Rows:
+        return SequenceCache(capacity) if self.rewindable else StateCache(self._config)
+
+    @torch.inference_mode()
+    def forward_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """For each piece its logits [outputs, vocab] in float32: after the chain's last token, then each draft node.
+
+        Appends a row to its sequence for every token given; `rows.commit` must follow and say which to keep. After an
+        exception the rows are as if nothing had happened.
+        """
+        if not self.batched and len(pieces) > 1:
+            return [logits for piece in pieces for logits in self.forward_batch([piece])]
+        wanted = wanted_rows(pieces)
+        logits = self._logits(pieces, wanted if len(wanted) else np.zeros(1, np.int64))
+        outputs = [piece.outputs for piece in pieces]
+        return list(logits[: len(wanted)].split_with_sizes(outputs))
+
+    def _logits(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Tensor:
+        """The logits [len(wanted), vocab] of these rows, by a recorded forward where one is large enough."""
+        if self.graphs is not None and self.graphs.fits(sum(map(len, pieces))):
+            logits = self.graphs.replay(packed_ids(pieces), self._cache_of(pieces))
+            return logits.index_select(0, to_device(wanted, self.device))
+        computed: Tensor = self._run(pieces, wanted).logits[0]
+        return computed.float()
+
+    @torch.inference_mode()
+    def forward_shown(self, rows: Rows, token: int) -> tuple[Tensor, Tensor]:
+        """For one token its logits [vocab] and what the output head read to make them [width], both in float32."""
+        with HeadInput(self.module) as head:
+            logits: Tensor = self._run([Piece(rows, [token])], np.zeros(1, np.int64)).logits
+        return logits[0, 0].float(), head.states[-1]
+
+    @torch.inference_mode()
+    def states_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """For each piece what the output head would read, [tokens, width] in float32: the hidden state behind every
+        token given, after the last norm. Rows as with `forward_batch`; the head itself hardly runs.
+        """
+        if not self.batched and len(pieces) > 1:
+            return [states for piece in pieces for states in self.states_batch([piece])]
+        sizes = [len(piece) for piece in pieces]
+        with HeadInput(self.module, most_rows=1) as head:
+            self._run(pieces, np.arange(sum(sizes)))
+        return list(head.states.split_with_sizes(sizes))
+
+    def forward(
+        self, rows: Rows, chain: Sequence[int], tokens: Sequence[int] = (), parents: Sequence[int] = ()
+    ) -> Tensor:
+        """The logits [1 + len(tokens), vocab] of `forward_batch` for one sequence alone."""
+        return self.forward_batch([Piece(rows, chain, tokens, parents)])[0]
+
+    def prefill(self, rows: Rows, chain: Sequence[int]) -> None:
+        """Compute and keep the rows of `chain`."""
+        self.forward_batch([Piece(rows, chain, wanted=False)])
+        rows.commit(len(chain), ())
+
+    def _run(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
+        """The forward; `wanted` are the rows that reach the head, ascending and at least one."""
+        return self._packed(pieces, wanted) if self._packs else self._own(pieces, wanted)
+
+    def _packed(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
+        cache = self._cache_of(pieces)
+        return self.module(
+            input_ids=to_device(packed_ids(pieces), self.device)[None],
+            position_ids=to_device(cache.positions, self.device)[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=to_device(wanted, self.device),
+        )
+
+    def _cache_of(self, pieces: Sequence[Piece]) -> PackedCache:
+        return PackedCache(pieces, self._layer_windows, self._groups, self.dtype, self.device)
+
+    def _own(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
+        """One sequence through the model's own attention; the rows it wants are its last ones."""
+        (piece,) = pieces
+        rows, where = piece.rows, dict[str, Any]()
+        if isinstance(rows, SequenceCache):
+            layout = tree_layout(len(piece.chain), piece.parents)
+            masks = {
+                kind: attention_mask(layout, rows.length, window=window, groups=1, dtype=self.dtype, device=self.device)
+                for kind, window in self._windows.items()
+            }
+            where["position_ids"] = to_device(rows.length + layout.depths, self.device)[None]
+            where["attention_mask"] = masks if len(masks) > 1 else next(iter(masks.values()))
+        where[self._cache_name] = rows if isinstance(rows, SequenceCache) else rows.native
+        ids = to_device(packed_ids(pieces), self.device)[None]
+        return self.module(input_ids=ids, use_cache=True, logits_to_keep=len(wanted), **where)
+
+    @property
+    def _layer_windows(self) -> list[int | None]:
+        """How far each layer looks back, by its index."""
+        kinds = getattr(self._config, "layer_types", None)
+        if kinds is None:
+            return list(self._windows.values()) * int(self._config.num_hidden_layers)
+        return [self._windows[kind] for kind in kinds]
+
+    def row_bytes(self) -> int:
+        """Bytes of one key/value row over all layers; 0 where rows cannot be counted."""
+        if not self.rewindable:
+            return 0
+        rows = SequenceCache(1)
+        self.forward(rows, [0])
+        return rows.nbytes // rows.capacity
+
+
+def _rotaries(config: Any) -> set[Any]:
+    """The kinds of rotary positions that the layers use."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [each for each in parameters.values() if isinstance(each, dict)]  # by kind of layer
+    return {each.get("rope_type") or each.get("type") for each in nested or [parameters]}
+
+
+def layer_windows(config: Any) -> dict[str, int | None] | None:
+    """For each kind of attention layer how far it looks back (None: everything); None for kinds unknown here."""
+    window = getattr(config, "sliding_window", None)
+    fallback = ["sliding_attention" if window else "full_attention"]
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or fallback)
+    if not KNOWN_LAYERS.issuperset(kinds):
+        return None
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+
+
+def _groups(config: Any) -> int:
+    heads = getattr(config, "num_attention_heads", 1)
+    return int(heads // (getattr(config, "num_key_value_heads", None) or heads))

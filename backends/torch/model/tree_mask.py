@@ -1,0 +1,72 @@
+"""Where each token of a forward stands and what it may see: committed rows, then a chain, then a draft tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentspec.backends.torch.model.device import to_device
+
+CPU = torch.device("cpu")
+ALIGNED = 16  # columns: CUDA kernels copy a mask first whose rows do not begin at such places
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The L tokens of one forward: `depths[i]` counts from the first of them, `sees[i, j]` includes i itself."""
+
+    depths: NDArray[np.int64]
+    sees: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.depths)
+
+
+def tree_layout(chain: int, parents: Sequence[int]) -> Layout:
+    """`chain` consecutive tokens, then tree nodes; a parent of -1 is the chain's last token, else a node's index."""
+    total = chain + len(parents)
+    depths = np.arange(total, dtype=np.int64)
+    sees = np.tri(total, dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        row, above = chain + node, chain + parent
+        depths[row] = depths[above] + 1
+        sees[row] = sees[above]
+        sees[row, row] = True
+    return Layout(depths, sees)
+
+
+def first_visible(past: int, window: int | None) -> int:
+    """The first committed row that a token behind `past` of them can see."""
+    return 0 if window is None else max(0, past - window + 1)
+
+
+def attention_mask(
+    layout: Layout,
+    past: int,
+    *,
+    window: int | None,
+    groups: int,
+    dtype: torch.dtype,
+    first: int = 0,
+    device: torch.device = CPU,
+) -> Tensor:
+    """The additive mask [1, 1, groups * L, past + L - first] of a layer that looks back `window` positions (None: all).
+
+    Columns begin at committed row `first`. Committed rows stand at their position; a tree row's column follows them,
+    whatever its position. The distance is therefore taken between positions, never between columns.
+    """
+    known, size, lowest = past - first, len(layout), torch.finfo(dtype).min
+    width = known + size
+    room = torch.zeros(groups, size, -(-width // ALIGNED) * ALIGNED, dtype=dtype, device=device)
+    mask = room[:, :, :width]
+    mask[:, :, known:].masked_fill_(to_device(~layout.sees, device), lowest)
+    if window is not None:
+        positions = to_device(past + layout.depths, device)
+        columns = torch.cat([torch.arange(first, past, device=device), positions])
+        mask.masked_fill_(columns[None, :] <= positions[:, None] - window, lowest)
+    return mask.view(1, 1, groups * size, width)

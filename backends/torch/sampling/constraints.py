@@ -1,0 +1,91 @@
+"""What may not be drawn next, whatever the model thinks of it: a grammar's veto, bad words, an end too early."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentspec.backends.torch.model.device import to_device
+from agentspec.backends.torch.sampling.grammar import Constraint, Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a request demands of its answer, made ready: `choice` is its index, `bad_words` are token sequences.
+
+    `shown` are special tokens that stand in the answer's text all the same, since its reader looks for them.
+    """
+
+    grammar: Grammar | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    choice: int = 0
+    shown: frozenset[int] = frozenset()
+
+    def limits(self, min_tokens: int, end_ids: Collection[int], vocab_size: int) -> Limits:
+        """Those of an answer that has no token yet."""
+        constraint = None if self.grammar is None else self.grammar.start()
+        return Limits(constraint, self.bad_words, min_tokens, end_ids, vocab_size)
+
+
+class Limits:
+    """Follows one answer and says what may come next. Each rule yields where it would leave nothing to say.
+
+    A bad word is barred at its last token, once its others were said; ends are barred before `min_tokens`.
+    """
+
+    def __init__(
+        self,
+        constraint: Constraint | None = None,
+        bad_words: Sequence[tuple[int, ...]] = (),
+        min_tokens: int = 0,
+        end_ids: Collection[int] = (),
+        vocab_size: int = 0,
+    ) -> None:
+        self.constraint = constraint
+        self._bad_words = bad_words
+        self._longest = max(map(len, bad_words), default=1) - 1
+        self._early = min_tokens if end_ids else 0
+        self._end_ids = [token for token in end_ids if token < vocab_size]
+        self._vocab_size = vocab_size
+        self._said: list[int] = []
+        self._count = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything may come next, now and ever after."""
+        return self.constraint is None and not self._bad_words and self._count >= self._early
+
+    def allow(self, token: int) -> bool:
+        """Whether nothing speaks against `token`. Cheap; one that is refused here may still be the only one left."""
+        if token in self._barred():
+            return False
+        return self.constraint is None or self.constraint.allows(token)
+
+    def apply(self, row: Tensor) -> Tensor:
+        """`row` [vocab] with what may not come at minus infinity."""
+        if self.idle:
+            return row
+        whole = self.constraint is None
+        allowed = torch.ones(len(row), dtype=torch.bool) if self.constraint is None else self.constraint.mask()
+        barred = self._barred()
+        if barred:
+            rest = allowed.clone()
+            rest[barred] = False
+            allowed, whole = (rest, False) if bool(rest.any()) else (allowed, whole)
+        return row if whole else row.masked_fill(to_device(~allowed, row.device), float("-inf"))
+
+    def observe(self, token: int) -> None:
+        """The answer now ends in `token`."""
+        self._count += 1
+        if self._longest:
+            self._said = [*self._said, token][-self._longest :]
+        if self.constraint is not None:
+            self.constraint.advance(token)
+
+    def _barred(self) -> list[int]:
+        early = self._end_ids if self._count < self._early else []
+        said = tuple(self._said)
+        return [*early, *(word[-1] for word in self._bad_words if said[len(said) - len(word) + 1 :] == word[:-1])]

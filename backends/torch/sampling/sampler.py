@@ -1,0 +1,203 @@
+"""Drawing a token: the processed distribution, and Gumbel-max with noise that depends on position and token alone."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from agentspec.backends.torch.model.device import to_device, waits_are_dear
+from agentspec.backends.torch.sampling.constraints import Limits
+from agentspec.backends.torch.sampling.top_k_top_p import truncated, truncates
+from agentspec.types import SamplingParams
+
+GREEDY_BELOW: Final = 1e-5  # colder than this, scaling would overflow before it changed anything
+_WORD: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MIX_1: Final = 0xBF58476D1CE4E5B9
+_MIX_2: Final = 0x94D049BB133111EB
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _mixed(word: int) -> int:
+    """The splitmix64 finaliser (Steele, Lea, Flood 2014) of one 64-bit word."""
+    word &= _WORD
+    word = ((word ^ (word >> 30)) * _MIX_1) & _WORD
+    word = ((word ^ (word >> 27)) * _MIX_2) & _WORD
+    return word ^ (word >> 31)
+
+
+def position_key(seed: int, choice: int, position: int) -> int:
+    """The 64-bit noise key of one position of one answer."""
+    return _mixed(_mixed(_mixed(seed + _GOLDEN) ^ choice) + _GOLDEN * (position + 1))
+
+
+def gumbel_noise(key: int | Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise in float32 for each of `token_ids` (int64): entry i is a pure function of (key, id i).
+
+    A column of keys, as signed words, gives a row of noise for each.
+
+    splitmix64's output function at counter `id` gives 32 uniform bits v; -log1p(-v) is then a standard exponential,
+    accurate where v is small, which is where the largest noise comes from, and its negative log is Gumbel.
+    """
+    z = token_ids * _signed(_GOLDEN) + (_signed(key) if isinstance(key, int) else key)
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(_MIX_1)
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(_MIX_2)
+    bits = ((z ^ ((z >> 31) & ((1 << 33) - 1))) >> 32) & 0xFFFFFFFF
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform))
+
+
+class Sampler:
+    """Chooses the tokens of one answer. Its history is the prompt and every token it was told to `observe`.
+
+    Processors run in the documented order of vLLM: what `limits` bars; logit_bias; repetition (prompt and answer),
+    frequency and presence penalties (answer); temperature; min_p; top_k; top_p. A choice depends on the logits, the
+    history, the seed, the index of the answer and the absolute position, and on nothing else, so that it is the same
+    however the logits came about.
+
+    Where waiting for the device is dear (`ahead`; None: on any but the CPU) the tokens of all rows are drawn when the
+    round begins and come to the host together; else a row is processed when a token is drawn from it. The best tokens
+    of plain logits cost so little that they are always drawn ahead.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt: Sequence[int],
+        device: torch.device,
+        *,
+        choice: int = 0,
+        limits: Limits | None = None,
+        ahead: bool | None = None,
+    ) -> None:
+        self.limits = limits or Limits()
+        self._choice = choice
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.greedy = params.temperature < GREEDY_BELOW
+        self._params = params
+        self._ahead = waits_are_dear(device) if ahead is None else ahead
+        self._truncates = not self.greedy and truncates(params, vocab_size)
+        self._ids = torch.arange(vocab_size, device=device)
+        self._bias = _bias_vector(params, vocab_size, device)
+        self._penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
+        self._position = len(prompt)
+        self._logits = torch.empty(0)
+        self._pending: Tensor | None = None
+        self._drawn: list[int] | None = None
+        if self._penalised:
+            self._counts = torch.zeros(vocab_size, device=device)
+            self._prompted = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._prompted.index_fill_(0, to_device(torch.tensor(list(prompt), dtype=torch.long), device), True)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the next choice is the best score as it is."""
+        return self._raw and self.limits.idle
+
+    @property
+    def _raw(self) -> bool:
+        return self.greedy and not self._penalised and self._bias is None
+
+    def begin(self, logits: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> None:
+        """Take the raw float32 logits [rows, vocab] of a round: row 0 follows the history, row i + 1 node i of a tree.
+
+        What can be drawn ahead is, without waiting for it; `fetch` brings the tokens of several answers at once.
+        """
+        self._logits, self._drawn, self._pending = logits, None, None
+        if (self._ahead or self._raw) and (self.limits.idle or not self._truncates):
+            self._pending = self._draw(logits, lineages(tokens, parents))
+
+    def choose(self, row: int) -> int:
+        """The token that follows the history, drawn from row `row`; the lowest id where scores are equal."""
+        fetch([self])
+        if self._drawn is not None and (self.limits.idle or self._foresees(self._drawn[row])):
+            return self._drawn[row]
+        return int(self._draw(self.limits.apply(self._logits[row])[None], [()]))
+
+    def observe(self, token: int) -> None:
+        """The answer now ends in `token`."""
+        self._position += 1
+        self.limits.observe(token)
+        if self._penalised:
+            self._counts[token] += 1
+
+    def _foresees(self, token: int) -> bool:
+        """Whether `token`, drawn as if there were no limits, is what is drawn under them: the best of all scores is
+        the best of those that are allowed if it is one of them, but a truncation depends on what is allowed.
+        """
+        return not self._truncates and self.limits.allow(token)
+
+    def _draw(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """One id [rows] for each row of logits, which follows the history and then its path."""
+        scores = self._penalties(rows, paths)
+        if self.greedy:
+            return scores.argmax(-1)
+        scores = truncated(scores / self._params.temperature, self._params, patient=not self._ahead)
+        keys = [position_key(self.seed, self._choice, self._position + len(path)) for path in paths]
+        if self._truncates and not self._ahead:
+            return self._best_survivor(scores[0], keys[0])
+        column = to_device(torch.tensor([[_signed(key)] for key in keys]), scores.device)
+        return (scores + gumbel_noise(column, self._ids)).argmax(-1)
+
+    def _best_survivor(self, scores: Tensor, key: int) -> Tensor:
+        """The draw [1] from one truncated row [vocab]: noise is made for what survived alone."""
+        ids = self._ids[scores > -math.inf]
+        return ids[(scores[ids] + gumbel_noise(key, ids)).argmax(0, keepdim=True)]
+
+    def _penalties(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        if self._bias is not None:
+            rows = rows + self._bias
+        if self._penalised:
+            scale, counts = self._params.repetition_penalty, self._counts_along(paths)
+            seen = self._prompted | (counts > 0)
+            rows = torch.where(seen, torch.where(rows > 0, rows / scale, rows * scale), rows)
+            rows = rows - self._params.frequency_penalty * counts
+            rows = rows - self._params.presence_penalty * (counts > 0)
+        return rows
+
+    def _counts_along(self, paths: Sequence[Sequence[int]]) -> Tensor:
+        """How often the answer has each token once it went on along a path: [paths, vocab], or [vocab] for all."""
+        size = len(self._ids)
+        places = [row * size + token for row, path in enumerate(paths) for token in path]
+        if not places:
+            return self._counts
+        counts = self._counts.repeat(len(paths))
+        where = to_device(torch.tensor(places), counts.device)
+        return counts.scatter_add_(0, where, torch.ones_like(where, dtype=counts.dtype)).view(-1, size)
+
+
+def fetch(samplers: Sequence[Sampler]) -> None:
+    """Bring the tokens that these have drawn ahead to the host: one transfer, and the only time that it waits."""
+    drawing = [(sampler, sampler._pending) for sampler in samplers if sampler._pending is not None]
+    if not drawing:
+        return
+    tokens = iter(torch.cat([pending for _, pending in drawing]).tolist())
+    for sampler, pending in drawing:
+        sampler._pending, sampler._drawn = None, list(islice(tokens, len(pending)))
+
+
+def lineages(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each row of a tree's logits the drafted tokens that lead there: none to the root, then those of each node."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent + 1], token))
+    return paths
+
+
+def _bias_vector(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
+    if not params.logit_bias:
+        return None
+    bias = torch.zeros(vocab_size)
+    for token, value in params.logit_bias.items():
+        bias[token] = value
+    return to_device(bias, device)

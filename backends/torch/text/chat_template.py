@@ -1,0 +1,65 @@
+"""Messages and tools as a model reads them: through its own chat template, or described where that knows no tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from agentspec.backends.template_messages import described, plain
+from agentspec.backends.torch.text.tool_parser import HERMES, ToolFormat, format_of
+from agentspec.errors import InvalidRequestError
+from agentspec.types import GenerateRequest
+
+
+def template_of(tokenizer: Any, *, tools: bool = False) -> str:
+    """The chat template's source; of several the one for tools where there are tools. Empty for none."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, Mapping):
+        template = template.get("tool_use" if tools and "tool_use" in template else "default", "")
+    return str(template)
+
+
+def tool_format(tokenizer: Any, *, required: bool = True) -> ToolFormat | None:
+    """The format of the calls that this model was taught, Hermes' for one that was taught none.
+
+    Raises `InvalidRequestError`, where it is `required`, for a model that was taught a format which is not known here.
+    """
+    template = template_of(tokenizer, tools=True)
+    format = format_of(template) if "tools" in template else HERMES
+    if format is None and required:
+        raise InvalidRequestError(
+            "this model's chat template writes tool calls in a format that is not known here; known: Hermes, Llama 3, "
+            "Mistral",
+            param="tools",
+        )
+    return format
+
+
+def render(tokenizer: Any, request: GenerateRequest, *, start: bool, continue_final: bool) -> str:
+    """Messages through the model's own chat template (sandboxed): `start` opens an answer, `continue_final` leaves
+    the last message open. Raises `InvalidRequestError` for what the template refuses.
+    """
+    template = template_of(tokenizer, tools=bool(request.tools))
+    messages = [plain(message) for message in request.messages or ()]
+    if not template:
+        message = "this model has no chat template: use completions with a plain prompt instead of messages"
+        raise InvalidRequestError(message, param="messages")
+    if not messages:
+        raise InvalidRequestError("messages must not be empty", param="messages")
+    tools = [dict(tool) for tool in request.tools]
+    if "tools" not in template:
+        messages, tools = described(messages, tools), []
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=start,
+            continue_final_message=continue_final,
+            **request.template_arguments,
+        )
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+        raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+    return text

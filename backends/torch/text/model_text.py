@@ -1,0 +1,96 @@
+"""A model's text side, without its weights: recorded calls as the tokens that the engine would have seen and made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig
+
+from agentspec.backends.torch.loader import hashes, read_tokenizer
+from agentspec.backends.torch.model.lora import with_adapter
+from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.errors import InvalidRequestError, ModelUnavailableError
+from agentspec.types import Message, Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """Tokenizer, chat template and the ids that end an answer, with the hashes that a namespace is made of."""
+
+    codec: Codec
+    fingerprint: str
+    tokenizer_hash: str
+    template_hash: str
+    end_ids: frozenset[int]
+
+    @classmethod
+    def load(cls, model: str, *, adapter: str | None = None) -> ModelText:
+        """Those of a model reference and its adapter's folder. Raises `ModelUnavailableError`."""
+        from agentspec.backends.model_store import resolve
+
+        files = resolve(model)
+        tokenizer = read_tokenizer(files.folder)
+        tokenizer_hash, template_hash = hashes(tokenizer)
+        ends = ids_of_end(_generation_config(files.folder), tokenizer)
+        fingerprint = with_adapter(files.fingerprint, adapter)
+        return cls(Codec(tokenizer), fingerprint, tokenizer_hash, template_hash, ends)
+
+    def namespace(self, tenant: str) -> Namespace:
+        """Where the engine keeps this model's tokens for a tenant."""
+        return Namespace(tenant, self.fingerprint, self.tokenizer_hash, self.template_hash)
+
+    def encode(
+        self, messages: Sequence[Message], answer: Message, *, prompt: str | None = None, finished: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of the prompt, which is `prompt` or `messages`, and of the answer with the id that ended it.
+
+        An answer in messages is read off the chat template, with its tool calls. One that is not `finished` has no end.
+        Raises `InvalidRequestError` for messages that the template refuses and for an answer without tokens.
+        """
+        if prompt is not None or not messages:
+            before, said = [] if prompt is None else self.codec.encode(prompt, special=True), _content(answer)
+        else:
+            text = self.codec.render(messages, start=True)
+            whole = self.codec.render([*messages, answer], start=False)
+            before = self.codec.encode(text)
+            said = whole.removeprefix(text) if whole.startswith(text) else _content(answer)
+        if not (ids := self._ended(self.codec.encode(said), finished)):
+            raise InvalidRequestError("the answer holds no tokens", param="messages")
+        return before, ids
+
+    def _ended(self, ids: list[int], finished: bool) -> list[int]:
+        """Up to the first id that ends answers, which is added where there is none."""
+        end = next((at for at, token in enumerate(ids) if token in self.end_ids), len(ids))
+        if not finished:
+            return ids[:end]
+        own = getattr(self.codec.tokenizer, "eos_token_id", None)
+        return ids[: end + 1] if end < len(ids) or own is None else [*ids, int(own)]
+
+
+def ids_of_end(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """The token ids that end an answer, by the model's generation settings and its tokenizer."""
+    configured = getattr(generation_config, "eos_token_id", None)
+    own = getattr(tokenizer, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(token) for token in [*ids, own] if token is not None)
+
+
+def _generation_config(folder: Any) -> Any:
+    """The model's own, or else what its configuration implies, as loading the model finds it."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        pass
+    try:
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelUnavailableError(f"cannot read the configuration in {str(folder)!r}: {error}") from error
+
+
+def _content(answer: Message) -> str:
+    content = answer.get("content")
+    if not isinstance(content, str) or not content:
+        raise InvalidRequestError("the answer holds no text", param="messages")
+    return content

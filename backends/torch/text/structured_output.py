@@ -1,0 +1,80 @@
+"""What a request demands of its answer's form, made ready for the engine and for the reader of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentspec.backends.torch.sampling.constraints import Rules
+from agentspec.backends.torch.sampling.grammar import Grammar, Grammars
+from agentspec.backends.torch.text.chat_template import template_of, tool_format
+from agentspec.backends.torch.text.grammar_builder import grammar_of
+from agentspec.backends.torch.text.output_parser import Reading
+from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, expectation
+from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tool_parser import ToolFormat
+from agentspec.errors import InvalidRequestError
+from agentspec.types import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One request's: the grammar and bad words for the engine, and how to read what comes."""
+
+    reading: Reading
+    grammar: Grammar | None
+    bad_words: tuple[tuple[int, ...], ...]
+    shown: frozenset[int]
+
+    def rules(self, choices: int) -> list[Rules]:
+        """Those of each choice."""
+        return [Rules(self.grammar, self.bad_words, choice, self.shown) for choice in range(choices)]
+
+
+class Forms:
+    """Makes the forms of one model's requests. Thread-safe."""
+
+    def __init__(self, codec: Codec, vocab_size: int, end_ids: frozenset[int]) -> None:
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._grammars = Grammars(codec.tokenizer, vocab_size, end_ids)
+        self._vocabulary = _vocabulary(codec)
+        self._thinks = END in self._vocabulary or END in template_of(codec.tokenizer)
+
+    def of(self, request: GenerateRequest, prompt: str) -> Form:
+        """The form of the answer to `request`, whose prompt was rendered as `prompt`. Raises `InvalidRequestError`."""
+        chat = request.messages is not None
+        called = bool(request.tools) and request.tool_choice != "none"
+        format = tool_format(self._codec.tokenizer) if called else None
+        expected = expectation(prompt, thinks=chat and self._thinks)
+        source = grammar_of(request, format, expected, self._grammars.symbol)
+        param = "tools" if request.sampling.structured_outputs is None else "structured_outputs"
+        return Form(
+            reading=Reading.of(request, format, expected),
+            grammar=None if source is None else self._grammars.compile(source, param=param),
+            bad_words=self._bad_words(request.sampling.bad_words),
+            shown=self._shown(format, BEGIN, END) if chat else frozenset(),
+        )
+
+    def _shown(self, format: ToolFormat | None, *markers: str) -> frozenset[int]:
+        """The special tokens among what the reader of an answer looks for."""
+        sought = {*markers, *(format.markers if format else ())} & self._vocabulary.keys()
+        return frozenset(self._vocabulary[text] for text in sought if not self._codec.decode([self._vocabulary[text]]))
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Every word as tokens of a text of its own and, if it is another token there, behind a blank (as vLLM)."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            plain = tuple(self._codec.encode(word))
+            spaced = tuple(self._codec.encode(" " + word.lstrip()))
+            found.append(plain)
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                found.append(spaced)
+        if any(not sequence or max(sequence) >= self._vocab_size for sequence in found):
+            raise InvalidRequestError("bad_words holds a word that this model has no tokens for", param="bad_words")
+        return tuple(found)
+
+
+def _vocabulary(codec: Codec) -> dict[str, int]:
+    known = getattr(codec.tokenizer, "get_vocab", dict)
+    return dict(known())

@@ -1,0 +1,103 @@
+"""Between text and token ids, safely from several threads: chat templates, encoding, decoding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from agentspec.backends.base import NONE
+from agentspec.backends.torch.text.chat_template import render
+from agentspec.text.detokenizer import Decode
+from agentspec.types import GenerateRequest, Message
+
+
+class Codec:
+    """A tokenizer's two directions, with special tokens skipped when decoding. Thread-safe."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        if self._fast is not None:  # settings baked into the file would cut prompts silently
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        self.special_ids = _special_ids(tokenizer)
+
+    def prompt(self, request: GenerateRequest) -> list[int]:
+        """The prompt's token ids. Raises `InvalidRequestError` for messages that the chat template refuses."""
+        return self.read(request)[1]
+
+    def read(self, request: GenerateRequest) -> tuple[str, list[int]]:
+        """The prompt as text (empty where it was given in tokens) and its token ids. Raises `InvalidRequestError`."""
+        if request.token_ids is not None:
+            return "", [int(token) for token in request.token_ids]
+        if request.text is not None:
+            return request.text, self.encode(request.text, special=True)
+        start = request.start_answer and not request.continue_final
+        text = render(self.tokenizer, request, start=start, continue_final=request.continue_final)
+        return text, self.encode(text)
+
+    def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
+        """Token ids of `render`."""
+        return self.encode(self.render(messages, start=not continue_final, continue_final=continue_final))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        start: bool = True,
+        continue_final: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
+        """Messages through the model's own chat template (sandboxed): `start` opens an answer, `continue_final` leaves
+        the last message open. Raises `InvalidRequestError` for what the template refuses.
+        """
+        shown = GenerateRequest("", messages=messages, tools=tuple(tools), template_arguments=template_arguments)
+        return render(self.tokenizer, shown, start=start, continue_final=continue_final)
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of `text`; `special` adds what the model wants around a prompt (a beginning-of-text token)."""
+        if self._fast is not None:
+            return list(self._fast.encode(text, add_special_tokens=special).ids)
+        with self._lock:
+            return list(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` without special tokens."""
+        if self._fast is not None:
+            return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+        with self._lock:
+            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def decoder(self, shown: frozenset[int]) -> Decode:
+        """`decode`, but with the special tokens in `shown` written out."""
+        if not shown:
+            return self.decode
+
+        def decode(token_ids: Sequence[int]) -> str:
+            parts = [(token in shown, token) for token in token_ids]
+            runs = groupby(parts, key=itemgetter(0))
+            return "".join(
+                "".join(self.spell(token) for _, token in run) if marked else self.decode([token for _, token in run])
+                for marked, run in runs
+            )
+
+        return decode
+
+    def spell(self, token_id: int) -> str:
+        """One token as text, special ones included."""
+        if self._fast is not None:
+            return str(self._fast.decode([token_id], skip_special_tokens=False))
+        with self._lock:
+            return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that stand for no text: ends, roles and other marks."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    marks = (token for token, added_token in added.items() if getattr(added_token, "special", False))
+    return frozenset([*getattr(tokenizer, "all_special_ids", ()), *marks])

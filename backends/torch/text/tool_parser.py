@@ -1,0 +1,284 @@
+"""Tool calls as models write them: which way a chat template teaches, its grammar, and reading it as it arrives."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentspec.backends.torch.sampling.grammar import lark_string
+from agentspec.backends.torch.sampling.json_schema import guided
+from agentspec.backends.torch.text.json_reader import ObjectReader
+from agentspec.text.stop_strings import partial_end
+
+Tool = Mapping[str, Any]
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How calls are written: `opening`, then JSON objects with a name and `arguments`, each or all closed by `closing`.
+
+    `bare` objects may begin an answer without the opening. `named` ones are arguments alone, behind the name and
+    `before_arguments`. `listed` objects stand in an array.
+    """
+
+    name: Literal["hermes", "llama", "mistral"]
+    opening: str
+    closing: str = ""
+    arguments: str = "arguments"
+    bare: bool = False
+    named: bool = False
+    listed: bool = False
+    before_arguments: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What must not be lost from the text where it is a special token."""
+        return tuple(text for text in (self.opening, self.closing, self.before_arguments) if text)
+
+    def grammar(
+        self, tools: Sequence[Tool], *, parallel: bool, symbol: Callable[[str], str], opened: bool = False
+    ) -> str:
+        """Lark rules in which `calls` is one call of one of `tools` or, with `parallel`, several.
+
+        With `opened` the opening stands before them already.
+        """
+        opening = "" if opened else symbol(self.opening)
+        names = [f"tool_{index}" for index in range(len(tools))]
+        rules = [f"call: {' | '.join(names)}"]
+        for name, tool in zip(names, tools, strict=True):
+            function = tool["function"]
+            head = self._head(function["name"], opening, symbol)
+            rules.append(f"{name}: {head} {name}_arguments {self._tail(symbol)}")
+            rules.append(f"{name}_arguments: %json {json.dumps(schema_of(function))}")
+        more = {"hermes": '("\\n" call)*', "llama": '("; " call)*', "mistral": '(", " call)*'}[self.name]
+        if self.named:
+            more = "call*"
+        calls = f"call {more}" if parallel else "call"
+        listed = f'{opening} " "? "[" {calls} "]"' if self.listed else calls
+        return "\n".join([f"calls: {listed}", *rules])
+
+    def _head(self, name: str, opening: str, symbol: Callable[[str], str]) -> str:
+        if self.named:
+            before = symbol(self.before_arguments) if self.before_arguments else ""
+            return f"{opening} {lark_string(name)} {before}"
+        opened = f'{opening} "\\n" ' if self.closing else ""
+        return opened + lark_string(f'{{"name": {json.dumps(name)}, "{self.arguments}": ')
+
+    def _tail(self, symbol: Callable[[str], str]) -> str:
+        if self.named:
+            return ""
+        return f'"}}\\n" {symbol(self.closing)}' if self.closing else '"}"'
+
+
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
+LLAMA = ToolFormat("llama", "<|python_tag|>", arguments="parameters", bare=True)
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", listed=True)
+MISTRAL_NAMED = ToolFormat("mistral", "[TOOL_CALLS]", named=True, before_arguments="[ARGS]")
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """The format that a chat template teaches; None for one that knows no tools, or teaches another."""
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
+    if "<tool_call>" in template:  # some write XML between these tags instead of JSON
+        return None if "<function=" in template or "<arg_key>" in template else HERMES
+    return LLAMA if "<|python_tag|>" in template or "ipython" in template else None
+
+
+def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function's arguments must look like; a function without parameters takes none."""
+    return guided(function.get("parameters") or NO_PARAMETERS)
+
+
+def call_id(format: ToolFormat) -> str:
+    """A new id of a call. Mistral's templates take nine letters and digits only."""
+    alphabet = string.ascii_letters + string.digits
+    if format.name == "mistral":
+        return "".join(secrets.choice(alphabet) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"
+
+
+Piece = str | dict[str, Any]  # text, or an entry of OpenAI's `tool_calls` in a delta
+_NAME = re.compile(r"[\w.-]+")
+_CALL_KEYS = frozenset({"name", "type", "id"})
+
+
+State = Literal["text", "between", "object", "closing"]
+
+
+@dataclass(slots=True)
+class CallReader:
+    """Splits an answer into text and tool calls as it arrives: a call's name first, then its arguments in pieces.
+
+    What only looked like a call becomes text again. The result joined does not depend on how the text was cut. Without
+    `parallel` only the first call counts.
+    """
+
+    format: ToolFormat
+    names: frozenset[str]
+    parallel: bool = True
+    calls: int = 0
+    _state: State = "text"
+    _held: str = ""  # text not judged yet
+    _raw: str = ""  # the call under way as it was written, for as long as it may turn out to be none
+    _fresh: bool = True  # whether nothing but blanks came since the beginning, or since a call
+    _object: ObjectReader = field(default_factory=ObjectReader)
+    _name: str | None = None  # where it stands in front of the arguments
+    _sent: int | None = None  # characters of the arguments passed on; None before the name was
+
+    def feed(self, text: str) -> list[Piece]:
+        """What `text` adds."""
+        self._held += text
+        pieces: list[Piece] = []
+        steps = {"text": self._text, "between": self._between, "object": self._inside, "closing": self._closing}
+        while self._held and steps[self._state](pieces):
+            pass
+        return joined(pieces)
+
+    def finish(self) -> list[Piece]:
+        """What is left once nothing more will come: a call that has no name by now is text."""
+        rest, state = self._raw + self._held, self._state
+        self._raw = self._held = ""
+        called = state == "object" and self._sent is not None
+        closed = state == "closing" and self.format.closing.startswith(rest.strip())
+        over = state == "between" and self.calls > 0 and not rest.strip(self._separators)
+        blank = state == "text" and self.calls > 0 and not rest.strip()
+        return [] if called or closed or over or blank or not rest else [rest]
+
+    @property
+    def _separators(self) -> str:
+        return " \n\t[];," if self.format.listed else " \n\t;,"
+
+    def _enter(self, state: State, eaten: str) -> bool:
+        self._raw += eaten
+        self._held = self._held[len(eaten) :]
+        self._state = state
+        return True
+
+    def _text(self, pieces: list[Piece]) -> bool:
+        """Up to an opening, or to what may be the beginning of one."""
+        opening, body = self.format.opening, self._held.lstrip()
+        if self._fresh:
+            if len(body) < len(opening) and opening.startswith(body):
+                return False
+            if self.format.bare and not self.calls and body[0] == "{":
+                return self._enter("between", "")
+            if self.calls or body.startswith(opening):
+                self._held = body
+        at = self._held.find(opening)
+        end = at if at >= 0 else len(self._held) - partial_end(self._held, opening)
+        if end:
+            self._fresh = False
+            pieces.append(self._held[:end])
+            self._held = self._held[end:]
+        return self._enter("between", opening) if at >= 0 else False
+
+    def _between(self, pieces: list[Piece]) -> bool:
+        """Behind an opening or a call: blanks and separators, a name, an object, or no call after all."""
+        rest = self._held.lstrip(self._separators)
+        if len(rest) < len(self._held):
+            return self._enter("between", self._held[: len(self._held) - len(rest)])
+        for marker in filter(None, (self.format.opening, self.format.before_arguments)):
+            if rest.startswith(marker):
+                return self._enter("between", marker)
+            if marker.startswith(rest):
+                return False
+        if rest[0] == "{":
+            self._object, self._sent, self._state = ObjectReader(), None, "object"
+            return True
+        name = _NAME.match(rest)
+        if self.format.name != "mistral" or name is None or self._name is not None:
+            return self._give_up(pieces)
+        if name.end() == len(rest):
+            return False
+        self._name = name.group()
+        return self._enter("between", self._name)
+
+    def _inside(self, pieces: list[Piece]) -> bool:
+        """Inside a call's object, which may still turn out to be something else."""
+        used = self._object.feed(self._held)
+        self._enter("object", self._held[:used])
+        self._report(pieces)
+        if self._object.broken or (self._sent is None and (self._object.complete or self._foreign)):
+            return self._give_up(pieces)
+        if self._object.complete:
+            self._raw, self._name, self._fresh = "", None, True
+            self._state = "closing" if self.format.closing else "between"
+        return self._object.complete
+
+    def _report(self, pieces: list[Piece]) -> None:
+        """Pass on what is known of the call by now."""
+        name, arguments = self._call()
+        if not name or not arguments or self._foreign:
+            return
+        begins = self._sent is None
+        self.calls += begins
+        index, sent = self.calls - 1, self._sent or 0
+        self._sent = len(arguments)
+        if index and not self.parallel:
+            return
+        if begins:
+            function = {"name": name, "arguments": ""}
+            pieces.append({"index": index, "id": call_id(self.format), "type": "function", "function": function})
+        if len(arguments) > sent:
+            pieces.append({"index": index, "function": {"arguments": arguments[sent:]}})
+
+    @property
+    def _foreign(self) -> bool:
+        """Whether what could be a bare call has another name, or begins with other keys: an answer in JSON."""
+        name, keys = self._object.string("name"), self._object.keys
+        before = keys[: min((keys.index(key) for key in ("parameters", "arguments") if key in keys), default=len(keys))]
+        return self.format.bare and (name not in (None, *self.names) or not _CALL_KEYS.issuperset(before))
+
+    def _call(self) -> tuple[str | None, str]:
+        """Name and arguments as far as they are known."""
+        if self._name is not None:
+            return self._name, self._object.text
+        keys = (self.format.arguments, "arguments", "parameters")
+        given = next(((key, value) for key in keys if (value := self._object.value(key))), None)
+        if given is None:
+            none = "{}" if self._object.complete and not self.format.bare else ""
+            return self._object.string("name"), none
+        key, arguments = given
+        if arguments[0] == '"':  # written as a string that holds the JSON
+            arguments = self._object.string(key) or ""
+        return self._object.string("name"), arguments
+
+    def _give_up(self, pieces: list[Piece]) -> bool:
+        """It was no call: what was kept is text, and the answer goes on behind its first character."""
+        raw, self._raw, self._name = self._raw, "", None
+        if self.calls and not raw.strip(self._separators):
+            raw = ""
+        whole = raw + self._held
+        pieces.append(whole[:1])
+        self._held, self._fresh, self._state = whole[1:], False, "text"
+        return True
+
+    def _closing(self, pieces: list[Piece]) -> bool:
+        """Behind an object that has to be closed; an answer that leaves the closing out is taken as it is."""
+        rest = self._held.lstrip()
+        if len(rest) < len(self.format.closing) and self.format.closing.startswith(rest):
+            return False
+        self._held, self._state = rest.removeprefix(self.format.closing), "text"
+        return True
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same pieces, texts that follow each other and arguments of one call put together."""
+    result: list[Piece] = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        if isinstance(piece, str) and isinstance(last, str):
+            result[-1] = last + piece
+        elif isinstance(piece, dict) and isinstance(last, dict) and piece["index"] == last["index"]:
+            said = last["function"]["arguments"] + piece["function"]["arguments"]
+            result[-1] = {**last, "function": {**last["function"], "arguments": said}}
+        else:
+            result.append(piece)
+    return result

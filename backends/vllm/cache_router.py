@@ -1,0 +1,157 @@
+"""From vLLM's configuration and the operator's settings to a drafter."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import multiprocessing
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from agentspec.backends.vllm.drafting import ServerDrafter
+from agentspec.backends.vllm.request_state import Conversation, Memory, PrivateMemory
+from agentspec.backends.vllm.settings import DrafterSettings, read_settings
+from agentspec.cache import SuffixCache
+from agentspec.cache.settings import without_password
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import ConfigurationError
+from agentspec.types import Namespace
+
+SUPPORTED = ("0.32",)
+_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of a model's configuration
+
+logger = logging.getLogger(__name__)
+
+
+def supported(installed: str) -> bool:
+    """Whether our interfaces with vLLM were tried with that version."""
+    return ".".join(installed.split(".")[:2]) in SUPPORTED
+
+
+def require_supported() -> None:
+    """Raise `ConfigurationError` for a version of vLLM whose interfaces we do not know."""
+    installed = version("vllm")
+    if not supported(installed):
+        known = ", ".join(f"{name}.x" for name in SUPPORTED)
+        raise ConfigurationError(f"agentspec {version('agentspec')} works with vLLM {known}, not {installed}")
+
+
+def drafts_here(config: Any) -> bool:
+    """Whether the scheduler reads the drafts of this rank: the first of its tensor-parallel group.
+
+    Raises `ConfigurationError` where every rank has a scheduler of its own: drafts go by the clock, and would differ.
+    """
+    if config.parallel_config.distributed_executor_backend == "external_launcher":
+        raise ConfigurationError("agentspec cannot draft under vLLM's external_launcher: use another executor")
+    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
+
+    return not model_parallel_is_initialized() or get_tp_group().rank_in_group == 0
+
+
+def open_drafter(config: Any, idle: Callable[[], None] = lambda: None) -> ServerDrafter:
+    """`config`: a `VllmConfig`; `idle` is called now and then while nothing is asked for.
+
+    Raises `ConfigurationError` and `CacheError`s for settings that cannot work.
+    """
+    settings = read_settings()
+    chosen, cache = settings.cache, settings.cache.open()
+    model = config.model_config
+    decode = _decoder(model) if chosen.refuse_patterns else None
+    memories = Memories(cache, settings, lambda tenant: namespace_of(model, tenant), decode)
+    drafter = ServerDrafter(memories.open, model.get_vocab_size(), idle=idle, on_close=cache.close)
+    atexit.register(drafter.close)
+    if multiprocessing.parent_process() is not None:
+        Finalize(None, drafter.close, exitpriority=10)  # a forked process ends without the former
+    logger.info(
+        "agentspec drafts for this server: %s, %s in memory, tenant %r",
+        without_password(str(chosen.path)) if chosen.path else "nothing kept on disk (AGENTSPEC_CACHE_PATH is not set)",
+        chosen.memory_bytes.human_readable(),
+        settings.tenant,
+    )
+    return drafter
+
+
+class Memories:
+    """Decides where each conversation is remembered."""
+
+    def __init__(
+        self,
+        cache: SuffixCache,
+        settings: DrafterSettings,
+        namespace: Callable[[str], Namespace],
+        decode: Callable[[Sequence[int]], str] | None,
+    ) -> None:
+        self._cache = cache
+        self._settings = settings
+        self._decode = decode
+        tenants = {settings.tenant, *settings.salts.values()}
+        self._namespaces = {tenant: namespace(tenant) for tenant in tenants}
+
+    def open(self, conversation: Conversation, prompt: Tokens) -> Memory:
+        """In the tenant's namespace; on its own where it carries a salt that is not known here."""
+        salts, request = self._settings.salts, conversation.request
+        if request.salt is not None and request.salt not in salts:
+            return PrivateMemory(prompt)
+        tenant = self._settings.tenant if request.salt is None else salts[request.salt]
+        labels = request.labels
+        return self._cache.request(
+            prompt,
+            namespace=of_adapter(self._namespaces[tenant], request.adapter),
+            session=labels.session,
+            workflow=labels.workflow,
+            step=labels.step,
+            store=self._settings.cache.store,
+            decode=self._decode,
+        )
+
+
+def namespace_of(model: Any, tenant: str) -> Namespace:
+    """`model`: vLLM's `ModelConfig`. Replicas that serve the same files from different folders share a namespace."""
+    described = {key: value for key, value in model.hf_config.to_dict().items() if key not in _INCIDENTAL}
+    fingerprint = json.dumps(described, sort_keys=True, default=str)
+    return Namespace(tenant, _hash(fingerprint.encode()), _hash(_tokenizer_bytes(model)))
+
+
+def of_adapter(namespace: Namespace, adapter: str) -> Namespace:
+    """That of a model with a LoRA adapter; the model's own without."""
+    if not adapter:
+        return namespace
+    return replace(namespace, model_fingerprint=_hash(f"{namespace.model_fingerprint}\0{adapter}".encode()))
+
+
+def _tokenizer_bytes(model: Any) -> bytes:
+    """The tokenizer's file; its name and revision where it has none here."""
+    file = Path(model.tokenizer) / "tokenizer.json"
+    if not file.is_file():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = None
+        if not Path(model.tokenizer).exists():
+            cached = try_to_load_from_cache(model.tokenizer, "tokenizer.json", revision=model.tokenizer_revision)
+        if not isinstance(cached, str):
+            return f"{model.tokenizer}@{model.tokenizer_revision}".encode()
+        file = Path(cached)
+    return file.read_bytes()
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _decoder(model: Any) -> Callable[[Sequence[int]], str]:
+    """Text of token ids, for a cache that refuses some texts."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"AGENTSPEC_CACHE__REFUSE_PATTERNS needs the tokenizer of {model.tokenizer!r}: {error}"
+        ) from None
+    return lambda tokens: str(tokenizer.decode(list(tokens)))

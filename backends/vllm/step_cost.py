@@ -1,0 +1,48 @@
+"""What a step of the server costs, learned from the steps themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.speculation.cost_curve import KNOTS
+from agentspec.speculation.cost_model import CostModel
+
+_FAR = 16384  # tokens up to which the cost of a step is extrapolated
+_EARLY = 64  # steps that are all learned from
+_SELDOM = 8  # of later ones every so many, since learning takes longer than drafting a token,
+_SURPRISE = 0.1  # and those whose time was off by more than this share
+
+Floats = NDArray[np.float64]
+
+
+class StepCost:
+    """Seconds of one engine step by its tokens, learned from the steps themselves."""
+
+    def __init__(self) -> None:
+        self._model = CostModel()
+        self._tokens = np.array([*KNOTS, _FAR], dtype=np.float64)
+        self._steps = 0
+        self._curve = self._read()
+
+    def seconds(self, tokens: int) -> float:
+        return float(np.interp(tokens, self._tokens, self._curve))
+
+    def many(self, tokens: NDArray[np.integer]) -> Floats:
+        """`seconds` of each."""
+        return np.asarray(np.interp(tokens, self._tokens, self._curve))
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        self._steps += 1
+        surprising = abs(seconds / self.seconds(tokens) - 1.0) > _SURPRISE
+        if surprising or self._steps <= _EARLY or self._steps % _SELDOM == 0:
+            self._model.observe(tokens, 0, seconds)
+            self._curve = self._read()
+
+    def _read(self) -> Floats:
+        return self._model.many(self._tokens.astype(np.int64))
+
+    def least_worth(self, requests: int) -> float:
+        """A token less likely than this pays in no step of so many requests: each gains at most one step's share."""
+        one, two = self.seconds(requests), self.seconds(requests + 1)
+        return min(1.0, max(0.0, (two - one) * requests / one))

@@ -1,0 +1,30 @@
+"""Outputs that are turned away at the door, by what their text holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from agentspec.cache.deletion import Decode
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import ConfigurationError
+
+
+class Refusal:
+    """Regular expressions that no shared text may match anywhere. Raises `ConfigurationError` for an invalid one."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        try:
+            self._patterns = [re.compile(pattern) for pattern in patterns]
+        except (re.error, TypeError) as error:
+            message = f"refuse_patterns must be regular expressions, not {list(patterns)!r}: {error}"
+            raise ConfigurationError(message, param="refuse_patterns") from error
+
+    def refuses(self, context: Tokens, tokens: Tokens, decode: Decode | None) -> bool:
+        """Whether `tokens`, which would be kept with the `context` before them, match. Without `decode` they might."""
+        if decode is None:
+            return True
+        text = decode(np.concatenate((context, tokens)).tolist())
+        return any(pattern.search(text) for pattern in self._patterns)

@@ -1,0 +1,53 @@
+"""Which database an address or a folder means, and what is said where it cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+from typing import NoReturn, TypeGuard
+
+from sqlalchemy import exc
+
+from agentspec.cache.storage.database import Database, reason
+from agentspec.cache.storage.postgres import PostgresDatabase
+from agentspec.cache.storage.schema import damaged
+from agentspec.cache.storage.sqlite import SqliteDatabase
+from agentspec.errors import CacheLockedError, CacheUnavailableError, ConfigurationError
+
+_CIRCUMSTANCES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+
+
+def connect(target: str | Path) -> Database:
+    """The database at an address or in a folder, which is made. Raises as `Store.open`."""
+    try:
+        return PostgresDatabase(target) if _is_address(target) else SqliteDatabase(Path(target))
+    except OSError as error:
+        refuse(str(target), error, passing=False)
+
+
+def _is_address(target: str | Path) -> TypeGuard[str]:
+    if isinstance(target, Path) and re.match(r"[a-z+]+:/", str(target)):
+        raise ConfigurationError("path must be a string where it is an address, not a Path", param="path")
+    return "://" in str(target)
+
+
+def elect(database: Database, mode: str) -> None:
+    """Become the writer as far as `mode` wants it. Raises `CacheLockedError` where it must be and another is."""
+    if mode == "follower":
+        return
+    try:
+        database.elect()
+    except CacheLockedError:
+        if mode == "writer":
+            raise
+
+
+def refuse(name: str, error: BaseException, *, passing: bool) -> NoReturn:
+    """Raise for a database that could not be opened what its user can act on."""
+    said = f"the cache database {name} cannot be opened: {reason(error)}"
+    if passing or isinstance(error, exc.OperationalError) or getattr(error, "errno", None) in _CIRCUMSTANCES:
+        raise CacheUnavailableError(said) from error
+    if isinstance(error, exc.DBAPIError) and not isinstance(error, exc.ProgrammingError):
+        raise damaged(name, reason(error)) from error
+    raise ConfigurationError(said, param="path") from error

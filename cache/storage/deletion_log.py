@@ -1,0 +1,108 @@
+"""Forgetting in the database: finding rows, and deleting them with the word to other processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from agentspec.cache.deletion import Scope, Selection
+from agentspec.cache.partition import without_ends
+from agentspec.cache.storage.schema import deletions, learned, sequences
+
+Holds = Callable[[sa.Row[Any], Selection], bool]
+
+
+@dataclass(slots=True)
+class Found:
+    """Rows that a selection means, and the last row that was looked at."""
+
+    ids: list[int] = field(default_factory=list)
+    last: int = 0
+
+
+def last(connection: sa.Connection) -> int:
+    """Number of the newest forget."""
+    return int(connection.execute(sa.select(sa.func.max(deletions.c.id))).scalar() or 0)
+
+
+def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
+    """The forgets after `number`, oldest first."""
+    query = sa.select(deletions).where(deletions.c.id > number).order_by(deletions.c.id)
+    return [
+        (row.id, Scope(row.salt, row.tenant, row.session, row.tokenizer, row.before, row.searched))
+        for row in connection.execute(query)
+    ]
+
+
+def search(engine: sa.Engine, selection: Selection, holds: Holds) -> Found:
+    """Look through the database without keeping others from writing."""
+    with engine.connect() as connection:
+        return search_in(connection, selection, holds)
+
+
+def search_in(connection: sa.Connection, selection: Selection, holds: Holds) -> Found:
+    """The same on a connection that is open."""
+    return _search(connection, selection, holds, Found())
+
+
+def _search(connection: sa.Connection, selection: Selection, holds: Holds, found: Found) -> Found:
+    columns: Sequence[Any] = (sequences,) if selection.searched else (sequences.c.id,)
+    query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
+    for row in connection.execute(query.execution_options(yield_per=256)):
+        found.last = row.id
+        if not selection.searched or holds(row, selection):
+            found.ids.append(row.id)
+    return found
+
+
+def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
+    wanted = (
+        (sequences.c.tenant, selection.tenant),
+        (sequences.c.session, selection.session),
+        (sequences.c.tokenizer_hash, selection.tokenizer),
+    )
+    conditions = [column == value for column, value in wanted if value is not None]
+    return conditions if selection.before is None else [*conditions, sequences.c.created_at < selection.before]
+
+
+def delete(connection: sa.Connection, selection: Selection, found: Found, holds: Holds) -> int:
+    """Delete what was found and what has come since, in the transaction that is open for writing.
+
+    What was learned goes with the last sequence of its namespace, and otherwise keeps no token of any text.
+    """
+    ids = _search(connection, selection, holds, found).ids
+    namespaces: set[str] = set()
+    count = 0
+    for start in range(0, len(ids), 500):
+        some = sequences.c.id.in_(ids[start : start + 500])
+        namespaces.update(connection.execute(sa.select(sequences.c.namespace).where(some).distinct()).scalars())
+        count += connection.execute(sequences.delete().where(some)).rowcount
+    _forget_learned(connection, namespaces, orphans=selection.tenant is not None)
+    scope = selection.scope
+    connection.execute(
+        deletions.insert().values(
+            created_at=time.time(),
+            salt=scope.salt,
+            tenant=scope.tenant,
+            session=scope.session,
+            tokenizer=scope.tokenizer,
+            before=scope.before,
+            searched=scope.searched,
+        )
+    )
+    return count
+
+
+def _forget_learned(connection: sa.Connection, namespaces: set[str], *, orphans: bool) -> None:
+    """A namespace's tenant is known by its sequences only, so that with a tenant all learned without any must go."""
+    living = set(connection.execute(sa.select(sequences.c.namespace).distinct()).scalars())
+    for row in connection.execute(sa.select(learned)).all():
+        mine = learned.c.namespace == row.namespace
+        if row.namespace not in living and (orphans or row.namespace in namespaces):
+            connection.execute(learned.delete().where(mine))
+        elif row.namespace in namespaces:
+            connection.execute(learned.update().where(mine).values(state=without_ends(row.state)))

@@ -1,0 +1,73 @@
+"""Keeping a database within its budgets: a tenant over its share loses its own oldest sequences, nobody else's."""
+
+from __future__ import annotations
+
+import time
+
+import sqlalchemy as sa
+
+from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.schema import sequences
+from agentspec.cache.storage.segment_folder import Segments
+
+_ROW = 512  # bytes that a sequence takes besides its tokens, in the table and in its indexes
+_SHARE = 20  # measuring takes at most one part in so many of the time
+
+
+class DiskBudget:
+    """`limit` bounds the bytes of database and segments, `tenant_limit` those of each tenant's sequences."""
+
+    def __init__(self, database: Database, segments: Segments, limit: int | None, tenant_limit: int | None) -> None:
+        self.limit = limit
+        self._database = database
+        self._segments = segments
+        self._tenant_limit = tenant_limit
+        self._measured_until = 0.0
+
+    def enforce(self) -> None:
+        """Delete what is too much, if this process is the writer. Raises `DBAPIError`."""
+        if not self._database.leading:
+            return
+        if self._tenant_limit is not None and time.monotonic() >= self._measured_until:
+            begun = time.monotonic()
+            self._enforce_shares(self._tenant_limit)
+            now = time.monotonic()
+            self._measured_until = now + _SHARE * (now - begun)
+        if self.limit is not None and self._database.disk_bytes() + self._segments.total_bytes() > self.limit:
+            self._segments.clear()  # they go first: they can be had again
+            if self._database.disk_bytes() > self.limit:
+                self._enforce_limit(self.limit)
+
+    def _enforce_shares(self, limit: int) -> None:
+        for tenant, taken in self._tenants():
+            if taken > limit:
+                self._delete_oldest(tenant, taken - limit + limit // 16)
+
+    def _enforce_limit(self, limit: int) -> None:
+        """From the tenant that takes most, a part at a time, since what a row takes in the file is known roughly."""
+        while self._database.shrink() and (excess := self._database.disk_bytes() - limit) > 0:
+            tenants = self._tenants()
+            if not tenants:
+                return
+            tenant, taken = tenants[0]
+            self._delete_oldest(tenant, max(taken // 8, min(excess, taken // 2)))
+
+    def _tenants(self) -> list[tuple[str, int]]:
+        """(tenant, bytes), the largest first."""
+        taken = sa.func.sum(sequences.c.size + _ROW)
+        query = sa.select(sequences.c.tenant, taken).group_by(sequences.c.tenant).order_by(taken.desc())
+        with self._database.engine.connect() as connection:
+            return [(tenant, int(size)) for tenant, size in connection.execute(query)]
+
+    def _delete_oldest(self, tenant: str, size: int) -> None:
+        theirs = sequences.c.tenant == tenant
+        query = sa.select(sequences.c.id, sequences.c.size).where(theirs).order_by(sequences.c.id)
+        with self._database.writing() as connection:
+            last = 0
+            with connection.execute(query.execution_options(yield_per=1024)) as rows:
+                for row in rows:
+                    last = row.id
+                    size -= row.size + _ROW
+                    if size <= 0:
+                        break
+            connection.execute(sequences.delete().where(theirs, sequences.c.id <= last))

@@ -1,0 +1,141 @@
+"""Stored sequences outside of their store: as lines of a file, and back, each as often as it was there and no more.
+
+A file begins with `{"agentspec_export": 1}`; every further line is one sequence, with the namespace that it belongs to
+and the last tokens of the prompt before it. Numbers that only mean something to a running process are not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+from agentspec.cache.index import DEPTH
+from agentspec.cache.storage.record import Row
+from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.tokens import as_tokens
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.types import Labels, Namespace
+
+VERSION = 1
+HEADER = {"agentspec_export": VERSION}
+_WAITING = 1 << 20  # tokens handed to the store that it has not written yet
+
+Describe = Callable[[Row], str | None]
+"""The text of a sequence, or None where it is not to be written."""
+
+
+def write(path: Path, rows: Iterable[Row], describe: Describe = lambda row: None) -> int:
+    """Write sequences to `path`, for its owner's eyes only, whole or not at all; returns how many.
+
+    Raises `ConfigurationError` where the file cannot be written, and what `rows` raises.
+    """
+    written = 0
+    with _replacing(path) as file:
+        file.write(json.dumps(HEADER) + "\n")
+        for row in rows:
+            file.write(json.dumps(_record(row, describe(row))) + "\n")
+            written += 1
+    return written
+
+
+def parse(line: bytes, place: str) -> Row | None:
+    """The sequence on a line, numbered 0; None for the first line of a file. Raises `ConfigurationError`."""
+    try:
+        record = json.loads(line)
+        if "agentspec_export" in record:
+            _check_version(record["agentspec_export"], place)
+            return None
+        row = Row(
+            0,
+            Namespace(**record["namespace"]),
+            Labels(record["session"], record["workflow"], record["step"]),
+            as_tokens(record["tokens"]).copy(),
+            as_tokens(record["context"]).copy(),
+            float(record["created_at"]),
+        )
+        names = (*asdict(row.labels).values(), *asdict(row.namespace).values())
+        if not len(row.tokens) or len(row.context) > DEPTH or not all(isinstance(name, str | None) for name in names):
+            raise ValueError("no tokens, too many tokens before them, or a name that is no string")
+    except (ValueError, KeyError, TypeError, AttributeError, InvalidRequestError) as error:
+        raise ConfigurationError(f"{place}: not an exported sequence ({type(error).__name__}: {error})") from None
+    return row
+
+
+def add(store: Store, rows: Iterable[Row]) -> tuple[int, int]:
+    """Store the sequences that are not there yet, and wait until they are durable; returns (added, known).
+
+    What is there already, with the same namespace, labels, tokens and end of the prompt, counts once for each time: a
+    file that is imported again adds nothing, and what a workflow said twice stays said twice.
+    Raises `CacheError` when they cannot be written.
+    """
+    there = Counter(map(identity, store.rows()))
+    numbers = count((int.from_bytes(os.urandom(4)) >> 1) << 32)
+    added = known = waiting = 0
+    for row in rows:
+        if there[key := identity(row)] > 0:
+            there[key] -= 1
+            known += 1
+            continue
+        store.put(replace(row, sequence=next(numbers)))
+        added, waiting = added + 1, waiting + len(row.tokens)
+        if waiting > _WAITING:
+            store.flush()
+            waiting = 0
+    store.flush()
+    return added, known
+
+
+def identity(row: Row) -> bytes:
+    """What makes two sequences the same, whenever they were stored."""
+    names = json.dumps([row.namespace.key, row.labels.session, row.labels.workflow, row.labels.step])
+    digest = hashlib.sha256(names.encode())
+    for tokens in (row.context, row.tokens):
+        digest.update(len(tokens).to_bytes(8, "little") + tokens.astype("<i4").tobytes())
+    return digest.digest()
+
+
+def _record(row: Row, text: str | None) -> dict[str, Any]:
+    record = {
+        "namespace": asdict(row.namespace),
+        **asdict(row.labels),
+        "created_at": row.created_at,
+        "context": row.context.tolist(),
+        "tokens": row.tokens.tolist(),
+    }
+    return record if text is None else record | {"text": text}
+
+
+def _check_version(version: Any, place: str) -> None:
+    if version != VERSION:
+        raise ConfigurationError(
+            f"{place}: an export of version {version!r}, not {VERSION}: update agentspec to read it"
+        )
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[str]]:
+    """A new file beside `path` that takes its place at the end, once it is on disk."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)  # mode 0600
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException as error:
+        Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        raise

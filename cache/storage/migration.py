@@ -1,0 +1,67 @@
+"""Opening a database: created where there is none, brought to the newest schema, or refused with the reason."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.schema import VERSION, damaged, meta, metadata, revision
+from agentspec.errors import CacheFormatError
+
+_alembic = threading.Lock()  # it keeps the migration in progress in module globals
+
+
+def prepare(database: Database) -> None:
+    """Bring the database to the newest schema, all of it or nothing, whoever else opens it meanwhile.
+
+    Raises `CacheFormatError` where it is something else, damaged, or of a newer version.
+    """
+    with database.engine.connect() as connection:
+        if version_of(connection, database.name) == VERSION:  # the usual case, which waits for nobody
+            return
+    with database.writing() as connection:
+        match version_of(connection, database.name):
+            case 0:
+                _create(connection)
+            case version if version < VERSION:
+                upgrade(connection)
+
+
+def version_of(connection: sa.Connection, name: str) -> int:
+    """The version of the tables, 0 where there are none yet. Raises `CacheFormatError` as `prepare`."""
+    tables = set(sa.inspect(connection).get_table_names())
+    if not tables:
+        return 0
+    if meta.name not in tables:
+        raise CacheFormatError(f"{name} is another program's database; choose another")
+    written = sa.select(meta.c.value).where(meta.c.key == "version")
+    query = sa.select(revision.c.version_num) if revision.name in tables else written
+    version = connection.execute(query).scalar()
+    if version is None or not version.isdigit():
+        raise damaged(name, f"version {version!r}")
+    if int(version) > VERSION:
+        raise CacheFormatError(f"{name} is of version {int(version)}, newer than {VERSION}: update agentspec to use it")
+    return int(version)
+
+
+def _create(connection: sa.Connection) -> None:
+    """The newest tables at once, which the tests hold to be what the migrations arrive at."""
+    metadata.create_all(connection)
+    connection.execute(revision.insert().values(version_num=f"{VERSION:04}"))
+    # What came before the migrations reads the version here, and refuses this one.
+    connection.execute(meta.insert().values(key="version", value=str(VERSION)))
+
+
+def upgrade(connection: sa.Connection) -> None:
+    """Run the migrations that are missing, in the transaction that is open."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.attributes["connection"] = connection
+    with _alembic:
+        command.upgrade(config, "head")

@@ -1,0 +1,186 @@
+"""PostgreSQL: a database, or a schema on the search path, that several machines can share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+from sqlalchemy.dialects.postgresql import insert
+
+from agentspec.cache.storage.database import Database, Upsert, reason
+from agentspec.cache.storage.schema import metadata
+from agentspec.errors import CacheLockedError, ConfigurationError
+
+SCHEMES = ("postgresql", "postgresql+psycopg")
+
+_log = logging.getLogger(__name__)
+
+# Advisory locks, of this kind and of the schema's name, so that several caches can live in one database.
+_WRITER, _ORDER = 0x61675701, 0x61675702
+_KEY = "hashtext(current_schema()::text)"
+
+_NETWORK = {
+    "connect_timeout": 5,  # seconds
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,  # milliseconds
+}
+
+# SQLSTATE classes and codes of what may work later: connection, resources, the operator's doing, conflicts, a standby.
+_PASSING = re.compile("08|53|57P|57014|40001|40P01|55P03|25006|25P03|58030")
+
+
+class PostgresDatabase(Database):
+    """Raises `ConfigurationError` for an address that cannot be one. Connects when it is first used."""
+
+    folder = None
+
+    def __init__(self, address: str) -> None:
+        url = _url(address)
+        self.name = url.render_as_string(hide_password=True)
+        defaults = {key: value for key, value in _NETWORK.items() if key not in url.query}
+        try:
+            self.engine = sa.create_engine(url, pool_pre_ping=True, hide_parameters=True, connect_args=defaults)
+        except ModuleNotFoundError as error:
+            advice = "install it with: pip install 'agentspec[postgres]'"
+            raise ConfigurationError(f"{self.name} needs {error.name}; {advice}", param="path") from None
+        self._leader: sa.Connection | None = None
+        self._elected = False
+        self._lock = threading.Lock()
+
+    # The writer holds a session's lock on a connection that does nothing else, and loses it with the connection.
+
+    def elect(self) -> None:
+        with self._lock:
+            self._leader = self._lead()
+            self._elected = True
+
+    @property
+    def leading(self) -> bool:
+        return self._leader is not None
+
+    def hold(self) -> None:
+        with self._lock, contextlib.suppress(CacheLockedError):
+            if self._leader is not None:
+                try:
+                    self._leader.exec_driver_sql("SELECT 1")
+                    return
+                except exc.DBAPIError as error:
+                    _log.warning("no longer the writer of %s: %s", self.name, reason(error))
+                    self._resign()
+            if self._elected:
+                self._leader = self._lead()
+
+    def _lead(self) -> sa.Connection:
+        connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection.detach()  # it never goes back to the pool, where the lock would outlive its purpose
+        try:
+            # The holder is known by the name of its session: of a process, the server knows its own only.
+            name = f"agentspec writer: process {os.getpid()} on {socket.gethostname()}"[:63]
+            connection.execute(sa.text("SELECT set_config('application_name', :name, false)"), {"name": name})
+            if connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_WRITER}, {_KEY})").scalar_one():
+                return connection
+            raise CacheLockedError(f"{self.name} is written by {self._holder(connection)}; open it as a follower")
+        except BaseException:
+            connection.close()
+            raise
+
+    def _resign(self) -> None:
+        leader, self._leader = self._leader, None
+        if leader is not None:
+            with contextlib.suppress(exc.DBAPIError):  # it may be broken
+                leader.close()
+
+    def _holder(self, connection: sa.Connection) -> str:
+        query = (
+            "SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE locktype = 'advisory'"
+            f" AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
+            " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+        name = connection.exec_driver_sql(query).scalar()
+        return str(name).removeprefix("agentspec writer: ") if name else "another process"
+
+    # Work.
+
+    def reach(self) -> None:
+        with self.engine.connect():
+            pass
+
+    @contextmanager
+    def writing(self) -> Iterator[sa.Connection]:
+        with self.engine.begin() as connection:
+            # Neither wait for a process that hangs, nor hang and keep others waiting.
+            connection.exec_driver_sql("SET LOCAL lock_timeout = '30s'")
+            connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = '60s'")
+            # Ids are handed out as rows are inserted, and rows are seen once their transaction has committed: without
+            # this lock, which lasts until then, id 7 might appear after a follower has read up to id 8.
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_ORDER}, {_KEY})")
+            yield connection
+
+    def insert(self, table: sa.Table) -> Upsert:
+        return insert(table)
+
+    def disk_bytes(self) -> int:
+        tables = ", ".join(f"'{table}'::regclass" for table in metadata.tables)
+        with self.engine.connect() as connection:
+            query = f"SELECT sum(pg_total_relation_size(id)) FROM unnest(ARRAY[{tables}]) AS id"
+            return int(connection.exec_driver_sql(query).scalar_one())
+
+    def shrink(self) -> bool:
+        return self.scrub(rewrite=True)  # a plain VACUUM keeps the room for new rows
+
+    def scrub(self, *, rewrite: bool) -> bool:
+        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.exec_driver_sql("SET lock_timeout = '5s'")
+            try:
+                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} sequences, learned, deletions")
+            except exc.DBAPIError as error:
+                if not self.passes(error):
+                    raise
+                return False
+            finally:
+                if not connection.invalidated:
+                    connection.exec_driver_sql("RESET lock_timeout")
+        return True
+
+    def problems(self, connection: sa.Connection) -> list[str]:
+        return []  # a server checks its pages itself, as they are read
+
+    def passes(self, error: BaseException) -> bool:
+        if not isinstance(error, exc.DBAPIError):
+            return False
+        state = getattr(error.orig, "sqlstate", None)
+        if state is None:  # it did not come from the server
+            return isinstance(error, exc.OperationalError | exc.InterfaceError)
+        return _PASSING.match(state) is not None
+
+    def close(self) -> None:
+        with self._lock:
+            self._elected = False
+            self._resign()
+        self.engine.dispose()
+
+
+def _url(address: str) -> sa.URL:
+    """The address with its password, if any, where SQLAlchemy knows it as one."""
+    scheme = address.partition("://")[0]
+    if scheme not in SCHEMES:
+        known = " or ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ConfigurationError(f"path must be a folder, or begin with {known}, not with {scheme}://", param="path")
+    try:
+        url = sa.make_url(address).set(drivername="postgresql+psycopg")
+    except (exc.ArgumentError, ValueError):
+        form = "postgresql://user@host:5432/database"
+        raise ConfigurationError(f"path is no address of a database; write {form}", param="path") from None
+    if isinstance(password := url.query.get("password"), str):
+        url = url.difference_update_query(["password"]).set(password=password)
+    return url

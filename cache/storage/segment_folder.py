@@ -1,0 +1,182 @@
+"""The segment files of one folder: written whole or not at all, set aside when damaged, deleted when not to be kept."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from agentspec.cache.deletion import Scope
+from agentspec.cache.index import Frozen, SuffixIndex
+from agentspec.cache.storage.files import Files, Folder, NoFiles
+from agentspec.cache.storage.segment_file import Segment, load_index, read_segment
+from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheNamespaceError
+
+_SUFFIX, _NEW, _CORRUPT = ".segment", ".segment.new", ".segment.corrupt"
+_PATIENCE = 60.0  # seconds that a forget waits for another process to finish a segment
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A segment in use: its index, and the sequences in the order of its origins."""
+
+    segment: Segment
+    index: SuffixIndex
+    sequences: list[int]
+
+
+class Segments:
+    """One file for each namespace, by its key. Everything in them can be had from the database again."""
+
+    kept = True
+
+    def __init__(self, folder: Path, files: Files | None = None) -> None:
+        self.error: str | None = None
+        self._folder = folder
+        self._files = files or Folder(folder)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Take note of a failure and log it when it is not the last one's again."""
+        message = f"{what}: {error}"
+        if message != self.error:
+            _log.warning("%s; the cache is rebuilt from its database instead", message)
+        self.error = message
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """While this is held no other process or thread writes a segment or deletes what is to be forgotten.
+
+        Raises `CacheError` where it cannot be had.
+        """
+        lock = FileLock(self._folder / "segments.lock", timeout=_PATIENCE, mode=0o600, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise CacheError(f"another process has been writing segments in {self._folder} for too long") from None
+        except OSError as error:
+            raise CacheError(f"segments in {self._folder} cannot be changed: {error}") from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def namespaces(self) -> list[str]:
+        """The keys of the namespaces that have a segment."""
+        try:
+            return [name.removesuffix(_SUFFIX) for name in self._named(_SUFFIX)]
+        except OSError as error:
+            self.failed("segments cannot be looked for", error)
+            return []
+
+    def total_bytes(self) -> int:
+        """Size of all files."""
+        total = 0
+        with contextlib.suppress(OSError):  # some may go meanwhile
+            for name in self._named(_SUFFIX, _NEW, _CORRUPT):
+                total += self._files.size(name)
+        return total
+
+    def size(self, key: str) -> int:
+        """Of the segment of a namespace; 0 where there is none."""
+        with contextlib.suppress(OSError):
+            return self._files.size(key + _SUFFIX)
+        return 0
+
+    def load(self, key: str, wanted: Callable[[Segment], bool]) -> Loaded | None:
+        """The segment of a namespace, if it can be used and `wanted` says yes to its head.
+
+        One that is damaged, or another namespace's, is set aside. One of another version is left for whom it is of,
+        until the next is saved.
+        """
+        try:
+            with self._files.open(key + _SUFFIX) as file:
+                segment = read_segment(file, key)
+                return Loaded(segment, *load_index(file, segment)) if wanted(segment) else None
+        except FileNotFoundError:
+            return None
+        except (OSError, CacheError) as error:
+            self.failed(f"the segment {key}{_SUFFIX} is not used", error)
+            if isinstance(error, CacheDamagedError | CacheNamespaceError):
+                with contextlib.suppress(OSError):  # another process may have been quicker
+                    self._files.rename(key + _SUFFIX, key + _CORRUPT)
+            return None
+
+    def save(self, segment: Segment, frozen: Frozen) -> None:
+        """Put a segment in the place of the last one of its namespace, or raise `OSError` and leave that one there."""
+        key = segment.namespace.key
+        try:
+            with self._files.create(key + _NEW) as file:
+                self._files.write(file, segment.head())
+                for part in frozen.parts:
+                    self._files.write(file, part.data)
+                self._files.sync(file)
+            self._files.rename(key + _NEW, key + _SUFFIX)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.unlink(key + _NEW)
+            raise
+        self.error = None
+
+    def delete(self, key: str) -> None:
+        """Let go of a namespace's segment, which is not used any more."""
+        try:
+            self._files.unlink(key + _SUFFIX)
+        except OSError as error:
+            self.failed(f"the segment {key}{_SUFFIX} cannot be deleted", error)
+
+    def clear(self) -> None:
+        """Delete all segments, to make room."""
+        try:
+            for name in self._named(_SUFFIX, _CORRUPT):
+                self._files.unlink(name)
+        except OSError as error:
+            self.failed("segments cannot be deleted", error)
+
+    def sweep(self) -> None:
+        """Delete what a writer left that was killed. For a writer."""
+        with contextlib.suppress(OSError):  # they are in nobody's way
+            for name in self._named(_NEW):
+                self._files.unlink(name)
+
+    def withdraw(self, scope: Scope) -> None:
+        """Delete every segment that has a sequence in scope, or may have. While `writing` is held.
+
+        Raises `CacheError` where it cannot: then something of it is still there.
+        """
+        try:
+            for name in self._named(_SUFFIX, _NEW, _CORRUPT):
+                if self._may_hold(name, scope):
+                    self._files.unlink(name)
+        except OSError as error:
+            left = f"{self._folder}/*{_SUFFIX}*"
+            raise CacheError(f"what is forgotten is still in {left}, which cannot be deleted: {error}") from error
+
+    def _may_hold(self, name: str, scope: Scope) -> bool:
+        if not name.endswith(_SUFFIX):
+            return True
+        try:
+            with self._files.open(name) as file:
+                return read_segment(file, name.removesuffix(_SUFFIX)).covers(scope)
+        except (OSError, CacheFormatError):
+            return True
+
+    def _named(self, *endings: str) -> list[str]:
+        return [name for name in self._files.names() if name.endswith(endings)]
+
+
+class NoSegments(Segments):
+    """Of a database on a server: there is no folder, and the index is rebuilt at each start."""
+
+    kept = False
+
+    def __init__(self) -> None:
+        super().__init__(Path(), NoFiles())
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        yield

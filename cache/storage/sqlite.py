@@ -1,0 +1,134 @@
+"""SQLite: one file in a folder of its owner's, with a write-ahead log beside it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from agentspec.cache.storage.database import Database, Upsert
+from agentspec.cache.storage.writer_lock import WriterLock
+from agentspec.errors import CacheFormatError
+
+DATABASE = "sequences.sqlite3"
+_PATIENCE = 3000  # milliseconds to wait for readers, while those who write wait for us
+_PRIMARY = 0xFF  # the part of SQLite's error codes that names the kind
+_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
+}
+# Of the failures of files, those after which all that was acknowledged is still there. A failed fsync is not one: the
+# kernel drops the pages that it could not write, and the next fsync succeeds without them.
+_PASSING_IO = {
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+    sqlite3.SQLITE_IOERR_SHMOPEN,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+    sqlite3.SQLITE_IOERR_SHMLOCK,
+    sqlite3.SQLITE_IOERR_SHMMAP,
+    sqlite3.SQLITE_IOERR_LOCK,
+    sqlite3.SQLITE_IOERR_RDLOCK,
+    sqlite3.SQLITE_IOERR_NOMEM,
+}
+
+
+class SqliteDatabase(Database):
+    """The database of a folder, which is made where there is none. Raises `OSError` where it cannot be."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder.expanduser().absolute() / DATABASE
+        self.folder = self._path.parent
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.name = str(self._path)
+        self._lock: WriterLock | None = None
+        self.engine = sa.create_engine(f"sqlite:///{self._path}", connect_args={"timeout": 30}, hide_parameters=True)
+        event.listen(self.engine, "connect", _configure)
+
+    def elect(self) -> None:
+        self._lock = WriterLock(self._path.parent)
+
+    @property
+    def leading(self) -> bool:
+        return self._lock is not None
+
+    def hold(self) -> None:
+        """The operating system keeps the lock for as long as the process lives."""
+
+    def reach(self) -> None:
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+        with self._path.open("rb") as file:
+            head = file.read(16)
+        if head not in (b"", b"SQLite format 3\0"):
+            raise CacheFormatError(f"{self.name} is not a database; move it away to start a new cache")
+
+    @contextmanager
+    def writing(self) -> Iterator[sa.Connection]:
+        with self.engine.begin() as connection:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            yield connection
+
+    def insert(self, table: sa.Table) -> Upsert:
+        return insert(table)
+
+    def disk_bytes(self) -> int:
+        files = (self._path.with_name(DATABASE + suffix) for suffix in ("", "-wal", "-shm"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def shrink(self) -> bool:
+        return self._empty_journal("PRAGMA incremental_vacuum;")
+
+    def scrub(self, *, rewrite: bool) -> bool:
+        # Deleted rows are overwritten as they go; what may be left lies in moved pages and in the journal.
+        return self._empty_journal("VACUUM;" if rewrite else "PRAGMA incremental_vacuum;")
+
+    def _empty_journal(self, script: str) -> bool:
+        connection = self.engine.raw_connection()
+        try:
+            cursor = connection.cursor()
+            cursor.execute(f"PRAGMA busy_timeout = {_PATIENCE}").fetchall()
+            cursor.executescript(script)  # which runs a statement to its end; incremental_vacuum frees one page a step
+            [(busy, _, _)] = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            return not busy
+        except sqlite3.OperationalError as error:
+            if not self.passes(error):
+                raise exc.OperationalError(script, None, error) from error
+            return False
+        finally:
+            connection.invalidate()  # with its impatience
+            connection.close()
+
+    def problems(self, connection: sa.Connection) -> list[str]:
+        said = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
+        return [line for line in said if line != "ok"]
+
+    def passes(self, error: BaseException) -> bool:
+        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        return code & _PRIMARY in _PASSING or code in _PASSING_IO
+
+    def close(self) -> None:
+        self.engine.dispose()
+        if self._lock:
+            self._lock.release()
+            self._lock = None
+
+
+def _configure(connection: Any, _: ConnectionPoolEntry) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA secure_delete = ON")  # what is deleted or moved is overwritten
+    cursor.close()

@@ -1,0 +1,253 @@
+"""A model in its role: opens contexts, continues them step by step, answers questions about them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from agentspec.backends.base import NONE, Backend, TextSide, text_side
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, UpstreamTimeoutError
+from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TokenContext, Turn
+from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Ending, Step, StepReader
+from agentspec.reasoning.delegation.templates import Template
+from agentspec.reasoning.delegation.timing import Watch
+from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
+
+Spend = Callable[[int], None]
+_THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
+
+
+@dataclass(frozen=True, slots=True)
+class Pen:
+    """How a step is to be written. `across` lets it run over blank lines, up to its limit.
+
+    `within` says that it begins in the middle of a paragraph, which a blank line may end at once.
+    """
+
+    sampling: SamplingParams
+    closing: str
+    seconds: float
+    across: bool = False
+    within: bool = False
+
+    def limited(self, tokens: int, *, across: bool = False, within: bool = False) -> Pen:
+        return replace(self, sampling=replace(self.sampling, max_tokens=tokens), across=across, within=within)
+
+    def reader(self) -> StepReader:
+        return StepReader(self.closing, across=self.across)
+
+    def stops(self, *, told: bool) -> tuple[str, ...]:
+        """What stops the backend. The closing mark only if it is `told` afterwards which of the two it was."""
+        return tuple(mark for mark in ("" if self.across else BOUNDARY, self.closing if told else "") if mark)
+
+
+@dataclass(slots=True)
+class Writer:
+    """A backend's model that goes on where its own or another's text ends.
+
+    It works with token ids where the backend shows its text side, with raw completions under a `template`, and
+    otherwise by continuing the last message. `role` is its name in errors and settings. `keeps_thinking`: whether
+    the endpoint's own template keeps thinking that is closed.
+    """
+
+    role: str
+    backend: Backend
+    model: str
+    template: Template | None = None
+    keeps_thinking: bool = True
+    _turn: Turn | None = field(default=None, init=False)
+
+    @property
+    def side(self) -> TextSide | None:
+        """The backend's text side, where prompts may be token ids."""
+        return text_side(self.backend)
+
+    @property
+    def continues_messages(self) -> bool:
+        return self.side is None and self.template is None
+
+    @property
+    def way(self) -> str:
+        """How this model goes on with an answer, in words."""
+        if self.continues_messages:
+            return "continues messages"
+        how = "token ids" if self.side is not None else "raw completions"
+        return how if self.template is None else f"{how} under {self.template.name}"
+
+    async def check(self, think_start: str) -> None:
+        """Raises `ConfigurationError` if this model cannot go on with an open answer."""
+        advice = f"give {self.role}_template (plain, chatml or a Jinja file), or another model as {self.role}"
+        if self.continues_messages:
+            if not self.backend.capabilities.continue_final:
+                raise ConfigurationError(f"the {self.role} model {self.model!r} cannot continue an answer: {advice}")
+            return
+        try:
+            await self.turn(think_start)
+        except InvalidRequestError as error:
+            raise ConfigurationError(f"the {self.role} model {self.model!r}: {error}; {advice}") from None
+
+    async def open(self, request: GenerateRequest, think_start: str) -> Context:
+        """The context of `request`'s messages with the thinking begun. Raises what the backend raises."""
+        base = replace(request, model=self.model)
+        if self.continues_messages:
+            return MessageContext(base, think_start)
+        prompt = await self._render(request.messages or (), *_shown(request))
+        base = _bare(base)
+        if think_start.strip() and not prompt.rstrip().endswith(think_start.strip()):
+            prompt += think_start
+        turn = await self.turn(think_start)
+        if self.side is None:
+            return TextContext(base, turn, prompt)
+        ids = await self.side.tokenize(prompt, begins=self.template is not None)
+        return TokenContext(base, self.side, turn, ids, self.backend.capabilities.context_length)
+
+    async def turn(self, think_start: str) -> Turn:
+        """The text between an open answer, a question and the next answer, learned from the template itself."""
+        if self._turn is None:
+            said = [_message("user", _ASKED), _message("assistant", _THOUGHT), _message("user", _ASKED)]
+            _, found, rest = (await self._render(said)).rpartition(_THOUGHT)
+            before, asked, after = rest.rpartition(_ASKED)
+            if not (found and asked):
+                raise ConfigurationError(
+                    f"the chat template of the {self.role} model {self.model!r} changes the messages it is given:"
+                    f" set {self.role}_template to one that does not"
+                )
+            self._turn = Turn(before, after.removesuffix(think_start).removesuffix(think_start.rstrip()))
+        return self._turn
+
+    async def write(self, context: Context, author: Author, pen: Pen, spend: Spend) -> AsyncGenerator[str | Step]:
+        """One step from `context`, which is not changed: its text as it becomes certain, and the step at the end.
+
+        `spend` hears of tokens as they come, so that those of a step that is given up count too. Raises what the
+        backend raises, and `UpstreamTimeoutError` after `pen.seconds`.
+        """
+        watch, reader = Watch(), pen.reader()
+        request = context.request(replace(pen.sampling, stop=pen.stops(told=self.side is not None)))
+        ids: list[int] = []
+        counted, last = 0, Delta()
+        async with aclosing(self.deltas(request, pen.seconds, watch)) as deltas:
+            async for delta in deltas:
+                ids += delta.token_ids
+                arrived = _arrived(delta)
+                counted += arrived
+                spend(arrived)
+                if piece := reader.feed(_said(delta)):
+                    yield piece
+                last = delta
+                if reader.ended:
+                    break
+        if last.usage is not None and not ids:
+            spend(last.usage.completion_tokens - counted)
+            counted = last.usage.completion_tokens
+        async for piece in self._ending(reader, ids, last, pen):
+            yield piece
+        exact = self.side is not None and bool(ids) and not reader.rest and reader.ended != "closed"
+        if exact and reader.ended is None and last.finish_reason == "stop":
+            exact = False  # the id that ended the answer is among them
+        ending = _ending_of(reader, last)
+        yield Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else ())
+
+    async def ask(
+        self, context: Context, question: str, prefill: str, seconds: float, spend: Spend
+    ) -> tuple[str, dict[str, float]]:
+        """The first token of the answer to `question`, and the ten likeliest with their log-probabilities."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True, top_logprobs=10)
+        request = await context.ask(question, prefill, sampling)
+        text = ""
+        tops: dict[str, float] = {}
+        async with aclosing(self.deltas(request, seconds)) as deltas:
+            async for delta in deltas:
+                text += delta.text
+                spend(_arrived(delta))
+                for entry in delta.logprobs[:1]:
+                    tops = tops or {top.text: top.logprob for top in (entry, *entry.top)}
+        return text, tops
+
+    async def deltas(
+        self, request: GenerateRequest, seconds: float, watch: Watch | None = None
+    ) -> AsyncGenerator[Delta]:
+        """The backend's answer, of which `seconds` are waited for it; closing it cancels the backend's work."""
+        watch, answer = watch or Watch(), self.backend.generate(request)
+        async with _closing(answer):
+            while True:
+                try:
+                    delta = await watch.within(seconds, anext(answer))
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise UpstreamTimeoutError(f"the {self.role} model took more than {seconds:g} seconds") from None
+                yield delta
+
+    async def _ending(self, reader: StepReader, ids: Sequence[int], last: Delta, pen: Pen) -> AsyncIterator[str]:
+        """The end of the step that the backend did not send: a stop string is not part of its text."""
+        if reader.ended is None and last.finish_reason == "stop":
+            if self.side is not None and ids:
+                whole = await self.side.detokenize(ids)
+                if any(mark in whole for mark in reader.marks):  # else the answer's own end stopped it
+                    yield reader.feed(_behind(whole, reader.heard))
+            elif not reader.across and (reader.heard.strip() or pen.within):
+                # Without ids nobody knows whether a blank line or the answer's end stopped it. If it was the end, the
+                # next step will be blank.
+                yield reader.feed(BOUNDARY)
+        yield reader.finish()
+
+    async def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> str:
+        if self.template is not None:
+            return self.template.render(messages, tools, template_arguments)
+        assert self.side is not None
+        return await self.side.render(messages, tools, template_arguments)
+
+
+def failing(error: Exception) -> bool:
+    """Whether `error` means that a model cannot be used, rather than that our code is wrong."""
+    return isinstance(error, (AgentSpecError, OSError))
+
+
+def _shown(request: GenerateRequest) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    """What a chat template sees beside the messages, wherever it stands in the request: tools, and its arguments."""
+    arguments = request.template_arguments or request.extra.get("chat_template_kwargs") or NONE
+    return request.tools or cast(Any, request.extra.get("tools")) or (), cast(Any, arguments)
+
+
+def _bare(request: GenerateRequest) -> GenerateRequest:
+    """`request` without what only chat requests have, for a prompt that is rendered already."""
+    kept = {name: value for name, value in request.extra.items() if name not in ("tools", "chat_template_kwargs")}
+    return replace(request, tools=(), template_arguments={}, extra=kept)
+
+
+def _said(delta: Delta) -> str:
+    """The text of a delta, also where an endpoint puts what it takes for thinking beside the content."""
+    thought = delta.extra.get("reasoning_content") or delta.extra.get("reasoning")
+    return (thought if isinstance(thought, str) else "") + delta.text
+
+
+def _arrived(delta: Delta) -> int:
+    """Tokens of a delta; of one without ids the piece counts as one until the usage is known."""
+    return len(delta.token_ids) or (1 if _said(delta) else 0)
+
+
+def _ending_of(reader: StepReader, last: Delta) -> Ending:
+    return reader.ended or ("stop" if last.finish_reason == "stop" else "length")
+
+
+def _behind(whole: str, known: str) -> str:
+    """What `whole` says after `known`. A blank at its beginning may have been lost in decoding."""
+    for begun in (known, known.lstrip(" ")):
+        if whole.startswith(begun):
+            return whole[len(begun) :]
+    return ""
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _closing(iterator: AsyncIterator[Any]) -> Any:
+    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()

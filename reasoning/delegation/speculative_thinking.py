@@ -1,0 +1,146 @@
+"""Speculative Thinking (Yang et al. 2025, arXiv 2504.12329): a small model thinks, and hands over where it doubts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from agentspec.reasoning.delegation.events import Event, Proposed, Triggered
+from agentspec.reasoning.delegation.model_role import failing
+from agentspec.reasoning.delegation.prompts import OVERLOAD_TEXT
+from agentspec.reasoning.delegation.steps import BOUNDARY, Step
+from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.settings import SpeculativeThinkingSettings
+
+WARM_UP = 256  # tokens before the base model's share of them says anything
+MORE_DOUBTS, MORE_TOKENS = 5, 25
+
+_POSITIVE = re.compile(r"\b(?:yeah|yes|final answer|confident)\b", re.I)
+_NEGATIVE = re.compile(r"\b(?:wait|alternatively|hold on|another|verify)\b", re.I)
+_VERIFY = re.compile(r"\b(?:verify|think again|recap|check)\b", re.I)
+
+
+@dataclass(slots=True)
+class Overload:
+    """The third trigger: after `limit` doubts the base model checks for `tokens` tokens, each time later and longer."""
+
+    settings: SpeculativeThinkingSettings
+    doubts: int = 0
+    times: int = 0
+
+    @property
+    def due(self) -> bool:
+        limit = self.settings.overload + MORE_DOUBTS * self.times
+        return self.doubts >= min(limit, self.settings.overload_most)
+
+    def take(self) -> int:
+        """The tokens of the check that is due now."""
+        tokens = self.settings.rescue_tokens + MORE_TOKENS * self.times
+        self.doubts, self.times = 0, self.times + 1
+        return min(tokens, self.settings.rescue_most)
+
+
+async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinkingSettings) -> AsyncGenerator[Event]:
+    """At every blank line: too many doubts so far, a mood in the next words, a verification begun?
+
+    The words that were looked at are kept unless the base model replaces them. Without its small model the base model
+    thinks on alone.
+    """
+    overload = Overload(settings)
+    if not settings.small_reasons and settings.begin_tokens:
+        yield Triggered("begin")
+        async with aclosing(hand_over(thinking, settings.begin_tokens)) as events:
+            async for event in events:
+                yield event
+        async with aclosing(finish(thinking)) as events:
+            async for event in events:
+                yield event
+    while thinking.over is None:
+        if not thinking.has("small"):
+            async with aclosing(thinking.write("base")) as events:
+                async for event in events:
+                    yield event
+            continue
+        if overload.due and may_hand_over(thinking, settings, settings.rescue_tokens):
+            yield Triggered("overload", f"{overload.doubts} doubts")
+            lead = Step(f"{OVERLOAD_TEXT}\n", "base", "length")
+            async with aclosing(thinking.keep(lead)) as events:
+                async for event in events:
+                    yield event
+            async with aclosing(hand_over(thinking, overload.take())) as events:
+                async for event in events:
+                    yield event
+            async with aclosing(finish(thinking)) as events:
+                async for event in events:
+                    yield event
+            continue
+        async with aclosing(paragraph(thinking, settings, overload)) as events:
+            async for event in events:
+                yield event
+
+
+async def paragraph(
+    thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload
+) -> AsyncGenerator[Event]:
+    """One paragraph: the first words by whom the mood of the small model's names, the rest by the small model."""
+    try:
+        peek = await thinking.draft(thinking.context("small"), thinking.ration("small", settings.peek_tokens))
+    except Exception as error:
+        if not failing(error):
+            raise
+        yield thinking.give_up("small", error)
+        return
+    yield Proposed(peek)
+    mood = classify(peek.text)
+    overload.doubts += mood < 0
+    fires = mood != 0 or not settings.small_reasons or peek.blank
+    if fires and may_hand_over(thinking, settings, settings.peek_tokens):
+        yield Triggered("reflection", {1: "affirmation", -1: "doubt"}.get(mood, "paragraph"))
+        first = thinking.write("base", thinking.ration("base", settings.peek_tokens), rejected=peek)
+    else:
+        first = thinking.keep(peek)
+    async with aclosing(first) as events:
+        async for event in events:
+            yield event
+    verifies = _VERIFY.search(thinking.steps[-1].text) is not None
+    if thinking.over is None and verifies and may_hand_over(thinking, settings, settings.verify_tokens):
+        yield Triggered("verification")
+        async with aclosing(hand_over(thinking, settings.verify_tokens)) as events:
+            async for event in events:
+                yield event
+    async with aclosing(finish(thinking)) as events:
+        async for event in events:
+            yield event
+
+
+async def finish(thinking: Thinking) -> AsyncGenerator[Event]:
+    """The small model writes to the paragraph's end, unless that is here. What it said before it failed stays."""
+    if thinking.over is not None or thinking.steps[-1].text.endswith(BOUNDARY) or not thinking.has("small"):
+        return
+    try:
+        async with aclosing(thinking.write("small")) as events:
+            async for event in events:
+                yield event
+    except Exception as error:
+        if not failing(error):
+            raise
+        yield thinking.give_up("small", error)
+
+
+def hand_over(thinking: Thinking, tokens: int) -> AsyncGenerator[Event]:
+    """The base model writes `tokens` tokens, over blank lines too."""
+    return thinking.write("base", thinking.ration("base", tokens, across=True))
+
+
+def may_hand_over(thinking: Thinking, settings: SpeculativeThinkingSettings, tokens: int) -> bool:
+    """Whether `tokens` more by the base model keep its share of all tokens within the setting."""
+    kept = thinking.counts.kept
+    return kept["base"] + tokens <= settings.max_base_share * max(WARM_UP, thinking.counts.all_kept + tokens)
+
+
+def classify(text: str) -> int:
+    """1 for words that affirm, -1 for words that doubt or for as many of both, 0 for neither."""
+    positive, negative = len(_POSITIVE.findall(text)), len(_NEGATIVE.findall(text))
+    return (positive > negative) - (negative >= positive > 0 or negative > positive)

@@ -1,0 +1,133 @@
+"""Traces: what a strategy decided, one file an answer, in a folder of the operator's. Off unless set.
+
+They hold prompts and thinking, so the folder is its owner's alone, a request that asks for nothing to be stored leaves
+none, and only the newest are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.reasoning.delegation.events import Event, Said
+from agentspec.reasoning.delegation.trace_settings import TraceSettings
+from agentspec.reasoning.settings import StrategySettings
+from agentspec.types import GenerateRequest
+
+SUFFIX = ".jsonl"
+logger = logging.getLogger(__name__)
+
+
+def open_folder(settings: TraceSettings) -> TraceFolder | None:
+    """The folder, made if need be; None if no traces are kept. Raises `ConfigurationError` if it cannot be made."""
+    if settings.path is None:
+        return None
+    folder = settings.path.expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"traces.path {str(folder)!r}: {error.strerror}") from None
+    return TraceFolder(folder, settings.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFolder:
+    """The traces of one folder, by their ids."""
+
+    path: Path
+    keep: int = 200
+
+    def ids(self) -> list[str]:
+        """Newest first."""
+        files = sorted(self.path.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime, reverse=True)
+        return [file.stem for file in files]
+
+    def read(self, trace: str) -> list[dict[str, Any]]:
+        """The records of a trace: a head, an entry for each event, and the answer. Raises `InvalidRequestError`."""
+        return [json.loads(line) for line in self._file(trace).read_text(encoding="utf-8").split("\n") if line]
+
+    def delete(self, trace: str) -> None:
+        """Raises `InvalidRequestError` for one that is not there."""
+        self._file(trace).unlink()
+
+    def write(self, trace: str, records: list[dict[str, Any]]) -> None:
+        """Keep a trace and let the oldest go. A full disk costs the trace, never an answer."""
+        try:
+            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            opened = os.open(self.path / f"{trace}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(opened, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            for old in self.ids()[self.keep :]:
+                (self.path / f"{old}{SUFFIX}").unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("a trace was not kept: %s", error.strerror)
+
+    def _file(self, trace: str) -> Path:
+        file = self.path / f"{trace}{SUFFIX}"
+        if trace != Path(trace).name or not file.is_file():
+            raise InvalidRequestError(f"no trace {trace!r} in {self.path}", param="id")
+        return file
+
+
+@dataclass(slots=True)
+class Tracer:
+    """Collects one answer's events and writes them at its end, however it ends."""
+
+    folder: TraceFolder | None
+    id: str
+    model: str
+    settings: StrategySettings
+    request: GenerateRequest
+    _records: list[dict[str, Any]] = field(default_factory=list)
+    _answer: list[str] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter)
+    _closed: bool = False
+
+    @property
+    def kept(self) -> bool:
+        return self.folder is not None
+
+    def add(self, event: Event) -> None:
+        if self.folder is None or isinstance(event, Said):
+            return
+        seconds = round(time.perf_counter() - self._began, 6)
+        self._records.append({"event": type(event).__name__.lower(), "at": seconds, **_plain(event)})
+
+    def say(self, text: str) -> None:
+        if self.folder is not None:
+            self._answer.append(text)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.folder is None or self._closed:
+            return
+        self._closed = True
+        self.folder.write(self.id, list(self._whole()))
+
+    def _whole(self) -> Iterator[dict[str, Any]]:
+        yield {
+            "event": "head",
+            "trace": self.id,
+            "model": self.model,
+            "strategy": getattr(self.settings, "strategy", ""),
+            "knobs": self.settings.knobs,
+            "messages": [dict(message) for message in self.request.messages or ()],
+        }
+        yield from self._records
+        seconds = round(time.perf_counter() - self._began, 6)
+        yield {"event": "answer", "at": seconds, "text": "".join(self._answer)}
+
+
+def _plain(event: Event) -> dict[str, Any]:
+    record = asdict(event)
+    for name in ("step", "rejected"):
+        if name in record:
+            record[name].pop("token_ids")
+    return record

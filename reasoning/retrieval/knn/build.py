@@ -1,0 +1,118 @@
+"""From a corpus to a KNN-LM datastore (Khandelwal et al. 2020, section 2): every text read once by the model."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+from agentspec.backends.base import HiddenStates
+from agentspec.errors import ConfigurationError
+from agentspec.reasoning.retrieval.knn.store import Manifest, StoreWriter
+
+BATCH_TOKENS = 1024  # in one forward: more are no faster on a CPU
+WINDOW = 1024  # tokens that a state looks back on at most; longer texts are read in pieces
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a build is: documents and entries that are safe, of `total` documents."""
+
+    documents: int
+    entries: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Files of JSON lines with `text` and perhaps `title`, which then begins the text; gzip-compressed if named so."""
+
+    files: tuple[Path, ...]
+
+    def digest(self) -> str:
+        """A hash of all that is in the files."""
+        hashed = hashlib.sha256()
+        for file in self.files:
+            with file.open("rb") as stream:
+                hashed.update(hashlib.file_digest(stream, "sha256").digest())
+        return hashed.hexdigest()
+
+    def count(self) -> int:
+        return sum(1 for _ in self._lines())
+
+    def texts(self) -> Iterator[str]:
+        """The documents in order. Raises `ConfigurationError` naming the line that is none."""
+        for file, number, line in self._lines():
+            try:
+                record = json.loads(line)
+                text, title = record["text"], record.get("title")
+                yield f"{title}\n{text}" if title else str(text)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                wanted = '{"text": "..."} or {"id": "...", "title": "...", "text": "..."}'
+                raise ConfigurationError(f"{file}, line {number}: not a document, {wanted}: {error!r}") from error
+
+    def _lines(self) -> Iterator[tuple[Path, int, str]]:
+        with ExitStack() as stack:
+            for file in self.files:
+                lines = stack.enter_context(open_lines(file))
+                yield from ((file, number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+async def build(
+    corpus: Corpus,
+    folder: Path,
+    backend: HiddenStates,
+    model: str,
+    encode: Encode,
+    progress: Callable[[Progress], None],
+) -> Manifest:
+    """Read what is not in `folder` yet and finish the datastore there. A build that is cut off loses one batch.
+
+    Raises `ConfigurationError` for a folder with something else in it and for lines that are no documents.
+    """
+    fresh = Manifest(model, backend.fingerprint, corpus.digest())
+    total = corpus.count()
+    with StoreWriter(folder, fresh) as writer:
+        progress(Progress(writer.manifest.documents, writer.manifest.entries, total))
+        if writer.manifest.complete:
+            return writer.manifest
+        rest = islice(corpus.texts(), writer.manifest.documents, None)
+        for documents, pieces in _batches(rest, encode):
+            states = await backend.hidden_states([piece[:-1] for piece in pieces]) if pieces else []
+            writer.append(states, [piece[1:] for piece in pieces], documents)
+            progress(Progress(writer.manifest.documents, writer.manifest.entries, total))
+        return writer.finish()
+
+
+def _batches(texts: Iterator[str], encode: Encode) -> Iterator[tuple[int, list[list[int]]]]:
+    """Texts in tokens, as many as fill a forward: the number of whole documents, and the pieces they were cut into."""
+    documents, pieces = 0, list[list[int]]()
+    for text in texts:
+        documents += 1
+        pieces += _windows(encode(text))
+        if sum(map(len, pieces)) >= BATCH_TOKENS:
+            yield documents, pieces
+            documents, pieces = 0, []
+    if documents:
+        yield documents, pieces
+
+
+def _windows(tokens: Sequence[int]) -> list[list[int]]:
+    """Pieces of `WINDOW` states each, which share the token between them; those without a next token are left out."""
+    pieces = (list(tokens[start : start + WINDOW + 1]) for start in range(0, len(tokens), WINDOW))
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def open_lines(file: Path) -> IO[str]:
+    """A text file to read, gzip-compressed if it is named so."""
+    if file.suffix == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8")
+    return file.open(encoding="utf-8")

@@ -1,0 +1,153 @@
+"""One request's rounds: the query behind so many tokens of answer, and the tokens that follow from a document."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+from agentspec.backends.base import Backend, TextSide, text_side
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.reasoning.retrieval.knowledge.base import Document
+from agentspec.reasoning.retrieval.prompt import Prompt
+from agentspec.reasoning.retrieval.settings import RetrievalSettings
+from agentspec.reasoning.retrieval.transcript import REPLACEMENT, Piece, Transcript
+from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, SamplingParams, TokenLogprob
+
+# What holds for an answer as a whole, of which a round knows only its own tokens.
+WHOLE_ANSWER = ("n", "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "structured_outputs")
+REFUSED = (*WHOLE_ANSWER, "prompt_logprobs")
+_DEFAULTS = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Generates rounds, each a function of the answer so far and of the document alone: whoever asks again gets the
+    same tokens, as far as the backend's depend on its prompt, its sampling and its seed alone."""
+
+    backend: Backend
+    side: TextSide
+    request: GenerateRequest
+    settings: RetrievalSettings
+    prompt: Prompt
+    limit: int
+    seed: int | None
+
+    @classmethod
+    async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> Speaker:
+        """Raises `InvalidRequestError` for what rounds cannot honour, `ContextLengthError` for a question that is too
+        long by itself, and `ConfigurationError` for a backend that takes no token ids."""
+        side = text_side(backend)
+        if side is None:
+            raise ConfigurationError(
+                f"retrieval needs a model whose prompts can be token ids, which {request.model!r} does not take:"
+                " a local model, or vLLM"
+            )
+        _check(request)
+        length = backend.capabilities.context_length
+        prompt = await Prompt.of(request, side, settings.document_tokens, length)
+        wanted, room = request.sampling.max_tokens, prompt.room()
+        prompt.require(1 if wanted is None else wanted)
+        limit = wanted or min(settings.max_tokens, settings.max_tokens if room is None else room)
+        return cls(backend, side, request, settings, prompt, limit, _seed(request.sampling))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return self.request.sampling.stop
+
+    async def begin(self) -> Transcript:
+        return await Transcript.behind(self.prompt.tail, self.side)
+
+    async def query(self, said: Transcript) -> str:
+        """The text of the last tokens of question and answer. Half a character at its edges is left out."""
+        tokens = (*self.prompt.asked, *said.token_ids)[-self.settings.query_tokens :]
+        return (await self.side.detokenize(tokens)).strip(REPLACEMENT)
+
+    async def speak(self, said: Transcript, document: Document | None) -> Transcript:
+        """The answer with one more round. Raises what the backend raises; cancelling it cancels the backend's work."""
+        tokens = min(self.settings.round_tokens, self.limit - len(said.token_ids))
+        request = replace(
+            self.request,
+            messages=None,
+            text=None,
+            token_ids=await self.prompt.with_document(document, said.token_ids, tokens),
+            sampling=self._sampling(len(said.token_ids), tokens),
+            labels=self._labels(document),
+            split_reasoning=False,
+        )
+        return await said.extended(await _generate(self.backend, request), self.side, self.limit, self.stops)
+
+    def _sampling(self, position: int, tokens: int) -> SamplingParams:
+        """Every round draws from a seed of its own, for backends whose draws begin anew with each request."""
+        seed = None if self.seed is None else _mixed(self.seed, position)
+        return replace(self.request.sampling, max_tokens=tokens, seed=seed)
+
+    def _labels(self, document: Document | None) -> Labels:
+        """A session for each document: prompts with one document extend each other."""
+        labels = self.request.labels
+        if labels.session is None or document is None:
+            return labels
+        return replace(labels, session=f"{labels.session}/{document.id}")
+
+
+async def _generate(backend: Backend, request: GenerateRequest) -> Piece:
+    ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    text = ""
+    finish: FinishReason = "stop"
+    answer = backend.generate(request)
+    async with _closing(answer):
+        async for delta in answer:
+            ids += delta.token_ids
+            logprobs += delta.logprobs
+            text, finish = text + _said(delta), delta.finish_reason or finish
+    return Piece(tuple(ids), text, finish, tuple(logprobs))
+
+
+def _said(delta: Delta) -> str:
+    thought = delta.extra.get("reasoning_content")
+    return (thought if isinstance(thought, str) else "") + delta.text
+
+
+def _closing(iterator: AsyncIterator[Any]) -> Any:
+    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()
+
+
+def _seed(sampling: SamplingParams) -> int | None:
+    """The request's seed, or one for this answer: rounds that are spoken again have to draw the same."""
+    if sampling.seed is not None or sampling.temperature == 0:
+        return sampling.seed
+    return secrets.randbits(31)
+
+
+def _mixed(seed: int, position: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{position}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1  # endpoints differ in how large a seed they take
+
+
+def _check(request: GenerateRequest) -> None:
+    """Raises `InvalidRequestError` for what would silently mean something else from round to round."""
+    for name in REFUSED:
+        if _given(getattr(request.sampling, name), getattr(_DEFAULTS, name)) or _asked(request.extra, name):
+            raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
+    if request.tools or _asked(request.extra, "tools") or _asked(request.extra, "functions"):
+        raise InvalidRequestError("a model with retrieval calls no tools", param="tools")
+    if _asked(request.extra, "response_format"):
+        raise InvalidRequestError("a model with retrieval answers without response_format", param="response_format")
+    defaults = {field.name: field.default for field in fields(GenerateRequest)}
+    for name in ("continue_final", "start_answer", "return_prompt", "prediction"):
+        if getattr(request, name) != defaults[name]:
+            raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
+    if request.template_arguments:
+        raise InvalidRequestError("a model with retrieval takes no template arguments", param="chat_template_kwargs")
+
+
+def _given(value: Any, default: Any) -> bool:
+    return bool(value != default)
+
+
+def _asked(extra: Mapping[str, Any], name: str) -> bool:
+    return extra.get(name) not in (None, [], (), {}, getattr(_DEFAULTS, name, None))

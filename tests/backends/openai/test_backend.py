@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from agentspec.backends.base import Backend
+from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.protocol.sse import MAX_EVENT_BYTES
+from agentspec.types import Delta, GenerateRequest, Labels, Usage
+
+pytestmark = pytest.mark.anyio
+REQUEST = GenerateRequest(model="m", messages=[{"role": "user", "content": "hi"}])
+EVENTS: list[dict[str, Any]] = [
+    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], "usage": None},
+    {"choices": [{"index": 0, "delta": {"content": "Hal"}, "finish_reason": None}]},
+    {"choices": [{"index": 0, "delta": {"content": "lo é"}, "finish_reason": None}]},
+    {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
+]
+
+
+class Chunks(httpx.AsyncByteStream):
+    """A body in pieces; an exception among them is raised, a number is slept. Notes whether it was closed."""
+
+    def __init__(self, pieces: Sequence[bytes | Exception | float]) -> None:
+        self._pieces = pieces
+        self.closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            if isinstance(piece, Exception):
+                raise piece
+            if isinstance(piece, bytes):
+                yield piece
+            else:
+                await anyio.sleep(piece)
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def events(*values: dict[str, Any], done: bool = True) -> list[bytes]:
+    lines = [b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n" for value in values]
+    return [*lines, b"data: [DONE]\n\n"] if done else lines
+
+
+def backend(
+    body: Sequence[bytes | Exception | float] | Chunks,
+    *,
+    status: int = 200,
+    content_type: str = "text/event-stream",
+    headers: dict[str, str] | None = None,
+    seen: Callable[[httpx.Request], None] = lambda request: None,
+) -> OpenAIBackend:
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen(request)
+        stream = body if isinstance(body, Chunks) else Chunks(body)
+        return httpx.Response(status, headers={"content-type": content_type, **(headers or {})}, stream=stream)
+
+    settings = OpenAISettings(base_url="http://upstream.test/v1", model="own")  # type: ignore[arg-type]
+    return OpenAIBackend(settings, transport=httpx.MockTransport(answer))
+
+
+async def collect(upstream: OpenAIBackend, request: GenerateRequest = REQUEST) -> list[Delta]:
+    async with aclosing(upstream.generate(request)) as deltas:
+        return [delta async for delta in deltas]
+
+
+async def test_a_stream_becomes_deltas() -> None:
+    seen: list[httpx.Request] = []
+    upstream = backend(events(*EVENTS), seen=seen.append)
+    deltas = await collect(upstream, GenerateRequest(model="m", text="x", labels=Labels(step="plan")))
+    assert isinstance(upstream, Backend)
+    assert "".join(delta.text for delta in deltas) == "Hallo é"
+    assert [delta.finish_reason for delta in deltas] == [None, None, None, "stop"]
+    assert deltas[-1].usage == Usage(3, 2)
+    assert seen[-1].headers["x-agentspec-step"] == "plan" and json.loads(seen[-1].content)["model"] == "m"
+
+
+async def test_the_same_deltas_for_one_byte_chunks() -> None:
+    wire = b"".join(events(*EVENTS))
+    expected = await collect(backend([wire]))
+    assert await collect(backend([wire[i : i + 1] for i in range(len(wire))])) == expected
+
+
+async def test_the_settings_model_stands_in_for_none() -> None:
+    seen: list[httpx.Request] = []
+    await collect(backend(events(*EVENTS), seen=seen.append), GenerateRequest(model="", text="x"))
+    assert json.loads(seen[-1].content)["model"] == "own"
+
+
+async def test_an_upstream_that_does_not_stream() -> None:
+    whole = {"choices": [{"message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}], "usage": {}}
+    deltas = await collect(backend([json.dumps(whole).encode()], content_type="application/json"))
+    assert deltas == [Delta(text="hi", finish_reason="stop")]
+
+
+async def test_tool_calls_and_reasoning_ride_on_extra() -> None:
+    call = {"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "c"}], "reasoning_content": "r"}}]}
+    end = {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}
+    deltas = await collect(backend(events(call, end)))
+    assert deltas[0].extra == {"tool_calls": [{"index": 0, "id": "c"}], "reasoning_content": "r"}
+    assert deltas[1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
+async def test_an_error_answer_is_kept_whole(status: int) -> None:
+    body = b'{"error": {"message": "no such luck"}}'
+    upstream = backend([body], status=status, content_type="application/json", headers={"Retry-After": "7"})
+    with pytest.raises(UpstreamStatusError, match="no such luck") as caught:
+        await collect(upstream)
+    assert (caught.value.status, caught.value.upstream_body) == (status, body)
+    assert caught.value.headers["retry-after"] == "7"
+    with pytest.raises(UpstreamStatusError):
+        await upstream.models()
+
+
+@pytest.mark.parametrize("cut", range(4))
+async def test_a_stream_cut_before_its_finish_is_an_error(cut: int) -> None:
+    with pytest.raises(UpstreamError):
+        await collect(backend(events(*EVENTS[:cut], done=False)))
+    with pytest.raises(UpstreamError):
+        await collect(backend([*events(*EVENTS[:cut], done=False), httpx.ReadError("reset")]))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([b"data: {not json}\n\n"], "not JSON"),
+        ([b"data: [1]\n\n"], "wrong shape"),
+        ([b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'], "out of memory"),
+        ([b"data: " + b"x" * MAX_EVENT_BYTES], f"more than {MAX_EVENT_BYTES} bytes"),
+        ([b"data: " + b"[" * 100_000 + b"\n\n"], "not JSON"),
+    ],
+)
+async def test_malformed_streams(pieces: list[bytes], message: str) -> None:
+    with pytest.raises(UpstreamError, match=message):
+        await collect(backend(pieces))
+
+
+async def test_closing_the_iterator_closes_the_connection() -> None:
+    body = Chunks([*events(EVENTS[1], done=False), 60.0])
+    deltas = backend(body).generate(REQUEST)
+    assert (await anext(deltas)).text == "Hal"
+    await deltas.aclose()
+    assert body.closed
+
+
+async def test_cancelling_closes_the_connection() -> None:
+    body = Chunks([60.0])
+    with anyio.move_on_after(0.05):
+        await collect(backend(body))
+    assert body.closed
+
+
+async def test_a_stalled_upstream_times_out() -> None:
+    with pytest.raises(UpstreamTimeoutError):
+        await collect(backend([*events(EVENTS[1], done=False), httpx.ReadTimeout("stalled")]))
+
+
+async def test_forward_passes_bytes_and_errors_alike() -> None:
+    for status in (200, 422):
+        upstream = backend([b"raw", b" bytes"], status=status, content_type="text/plain")
+        async with upstream.forward("POST", "/embeddings", headers={}, body=b"x") as response:
+            assert response.status == status and not response.is_stream
+            assert [piece async for piece in response.aiter_raw()] == [b"raw", b" bytes"]
+
+
+async def test_models() -> None:
+    listed = {"data": [{"id": "a"}, {"id": 3}, "b"]}
+    upstream = backend([json.dumps(listed).encode()], content_type="application/json")
+    assert await upstream.models() == [{"id": "a"}]
+    with pytest.raises(UpstreamError, match="without a list"):
+        await backend([b"{}"], content_type="application/json").models()
+    await upstream.aclose()
+
+
+def test_repr_names_the_upstream() -> None:
+    assert "http://upstream.test/v1" in repr(backend([]))
+    assert backend([]).capabilities.logprobs

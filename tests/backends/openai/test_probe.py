@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.backends.base import text_side
+from agentspec.backends.http import Endpoint
+from agentspec.backends.openai import OpenAIBackend, ProbeReport
+from agentspec.backends.openai.tokenization import ServerTextSide
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import UpstreamError
+
+pytestmark = pytest.mark.anyio
+SETTINGS = OpenAISettings(base_url="http://upstream.test/v1")  # type: ignore[arg-type]
+
+
+def answer(body: Any, status: int = 200, content_type: str = "application/json") -> httpx.Response:
+    content = body if isinstance(body, str) else json.dumps(body)
+    stream = httpx.ByteStream(content.encode())
+    return httpx.Response(status, headers={"content-type": content_type}, stream=stream)
+
+
+class Upstream:
+    """An endpoint with the abilities it is given; like many real ones it ignores fields that it does not know."""
+
+    def __init__(self, *abilities: str, models: tuple[str, ...] = ("one", "two"), status: int = 200) -> None:
+        self._abilities = abilities
+        self._models = models
+        self._status = status
+        self.bodies: list[dict[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/models"):
+            return answer({"data": [{"id": name} for name in self._models]})
+        if self._status != 200:
+            return answer({"error": {"message": "broken"}}, self._status)
+        body = json.loads(request.content)
+        if request.url.path in ("/tokenize", "/detokenize"):
+            return self._tokenizer(request.url.path, body)
+        self.bodies.append(body)
+        continued = "continue" in self._abilities and body.get("continue_final_message")
+        usage = {"prompt_tokens": 8 if continued else 12, "completion_tokens": 1}
+        if body.get("stream"):
+            shown = {"choices": [], "usage": usage if "usage" in self._abilities else None}
+            content = f"data: {json.dumps(shown)}\n\ndata: [DONE]\n\n"
+            return answer(content, content_type="text/event-stream")
+        choice: dict[str, Any] = {"message": {"content": "x"}, "finish_reason": "length"}
+        if "ids" in self._abilities and body.get("return_token_ids"):
+            choice["token_ids"] = [1]
+        if "logprobs" in self._abilities and body.get("logprobs"):
+            choice["logprobs"] = {"content": [{"token": "x", "logprob": 0.0}]}
+        return answer({"choices": [choice], "usage": usage})
+
+    def _tokenizer(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """As vLLM's: a token a character, and a chat template that puts the role before the content."""
+        if "tokenizer" not in self._abilities:
+            return answer({"error": {"message": "not found"}}, 404)
+        if path == "/detokenize":
+            return answer({"prompt": "".join(map(chr, body["tokens"]))})
+        text = "".join(f"<{message['role']}>{message['content']}" for message in body.get("messages", ()))
+        return answer({"tokens": [*map(ord, text + "<assistant>" if text else body["prompt"])]})
+
+
+def backend(upstream: Any, model: str | None = None) -> OpenAIBackend:
+    settings = OpenAISettings(base_url="http://upstream.test/v1", model=model)  # type: ignore[arg-type]
+    return OpenAIBackend(settings, transport=httpx.MockTransport(upstream))
+
+
+@pytest.mark.parametrize(
+    ("ability", "field"),
+    [
+        ("usage", "streaming_usage"),
+        ("ids", "token_ids"),
+        ("continue", "continue_final"),
+        ("logprobs", "logprobs"),
+        ("tokenizer", "tokenizes"),
+    ],
+)
+async def test_each_ability_is_found_by_itself(ability: str, field: str) -> None:
+    report = await backend(Upstream(ability)).probe()
+    assert report == ProbeReport(reachable=True, models=("one", "two"), answers=True, **{field: True})
+
+
+async def test_requests_are_one_token_and_capabilities_follow() -> None:
+    upstream = Upstream("ids", "continue", "usage", "logprobs")
+    probed = backend(upstream)
+    await probed.probe()
+    assert {body["max_tokens"] for body in upstream.bodies} == {1}
+    assert {body["model"] for body in upstream.bodies} == {"one"}
+    assert probed.capabilities.token_ids and probed.capabilities.continue_final
+
+
+async def test_an_ability_that_takes_its_time_at_first_is_found() -> None:
+    able = Upstream("logprobs", "ids")
+    waited: list[str] = []
+
+    def slow(request: httpx.Request) -> httpx.Response:
+        field = next((name for name in ("logprobs", "return_token_ids") if name.encode() in request.content), None)
+        if field is not None and waited.count(field) < (1 if field == "logprobs" else 2):
+            waited.append(field)
+            raise httpx.ReadTimeout("preparing")
+        return able(request)
+
+    report = await OpenAIBackend(SETTINGS, transport=httpx.MockTransport(slow)).probe(1.0)
+    assert report.logprobs and not report.token_ids and report.answers
+
+
+async def test_the_settings_model_is_probed() -> None:
+    upstream = Upstream()
+    await backend(upstream, "chosen").probe()
+    assert {body["model"] for body in upstream.bodies} == {"chosen"}
+
+
+async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
+    probed = backend(Upstream("ids", "tokenizer"))
+    assert text_side(probed) is None
+    await probed.probe()
+    side = text_side(probed)
+    assert side is not None and await side.tokenize("ab") == [97, 98] and await side.detokenize([98]) == "b"
+    assert await side.render([{"role": "user", "content": "hi"}]) == "<user>hi<assistant>"
+    without_ids = backend(Upstream("tokenizer"))
+    await without_ids.probe()
+    assert text_side(without_ids) is None
+
+
+async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> None:
+    asked: list[Any] = []
+
+    def tokenizer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return answer({"tokens": [1]} if request.url.path.endswith("/tokenize") else {"prompt": "p"})
+
+    side = ServerTextSide(Endpoint(SETTINGS, transport=httpx.MockTransport(tokenizer)), "m")
+    tool = {"type": "function", "function": {"name": "add"}}
+    assert await side.render([{"role": "user", "content": "hi"}], [tool], {"enable_thinking": False}) == "p"
+    assert asked[0]["tools"] == [tool] and asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    await side.render([{"role": "user", "content": "hi"}])
+    assert "tools" not in asked[2] and "chat_template_kwargs" not in asked[2]
+
+
+async def test_a_tokenizer_of_another_form_is_an_upstream_error() -> None:
+    side = ServerTextSide(Endpoint(SETTINGS, transport=httpx.MockTransport(lambda request: answer({"x": 1}))), "m")
+    for asked in (side.tokenize("a"), side.detokenize([1])):
+        with pytest.raises(UpstreamError, match="form that is not known"):
+            await asked
+
+
+async def test_an_upstream_that_refuses() -> None:
+    report = await backend(Upstream(status=400)).probe()
+    assert report.reachable and not report.answers and report.models == ("one", "two")
+    assert "broken" in (report.error or "")
+
+
+async def test_an_upstream_without_models() -> None:
+    report = await backend(Upstream(models=())).probe()
+    assert report.reachable and "lists no model" in (report.error or "")
+
+
+async def test_nobody_there() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    report = await backend(refuse).probe()
+    assert not report.reachable and "ConnectError" in (report.error or "")
+
+
+async def test_a_wrong_key_is_reachable() -> None:
+    report = await backend(lambda request: answer({}, 401)).probe()
+    assert report.reachable and not report.answers and "401" in (report.error or "")
+
+
+async def test_something_else_answers() -> None:
+    report = await backend(lambda request: answer("<html>")).probe()
+    assert not report.reachable and "not JSON" in (report.error or "")

@@ -1,0 +1,122 @@
+"""A small model's rows follow the committed text, and its drafts are its own draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.backends.torch.drafters.draft_model import BEHIND, CHUNK, ModelDrafter
+from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
+from agentspec.types import SamplingParams, Source
+
+GREEDY = CoupledSampler(SamplingParams(temperature=0), 0)
+PROMPT = [72, 101, 108, 108, 111]
+
+
+def never(seconds: float, context: int) -> float:
+    return 0.0
+
+
+def trunk(draft: Any) -> list[int]:
+    """The first child at every depth: the model's own draws."""
+    tokens, node = [], -1
+    while node in draft.parents.tolist():
+        node = draft.parents.tolist().index(node)
+        tokens.append(int(draft.tokens[node]))
+    return tokens
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=3)])
+def test_the_trunk_is_what_the_model_alone_would_say(lab: Any, sampling: SamplingParams) -> None:
+    drafter = ModelDrafter(lab.target, CoupledSampler(sampling, 3), never)
+    draft = drafter.propose(PROMPT, 12)
+    said = trunk(draft)
+    assert len(said) >= 2 and said == lab.oracle(PROMPT, sampling, max_tokens=len(said), stop_ids=())
+    assert len(draft) <= 12 and set(draft.source.tolist()) == {Source.MODEL}
+    pairs = list(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs), "siblings must be distinct"
+    assert all(p < 0 or draft.probabilities[n] <= draft.probabilities[p] for n, (p, _) in enumerate(pairs))
+
+
+def test_rows_are_rewound_to_what_was_committed(lab: Any) -> None:
+    """After drafts accepted whole, in part and not at all, the next draft is that of a drafter that starts afresh."""
+    drafter, text = ModelDrafter(lab.target, GREEDY, never), list(PROMPT)
+    for accepted in (0, 1, 3, 100, 2, 0):
+        said = trunk(drafter.propose(text, 8))
+        text += [*said[:accepted], 65]
+        fresh = ModelDrafter(lab.target, GREEDY, never).propose(text, 8)
+        again = drafter.propose(text, 8)
+        assert again.tokens.tolist() == fresh.tokens.tolist() and again.parents.tolist() == fresh.parents.tolist()
+        assert drafter._rows.length == len(drafter._known)
+
+
+def test_another_text_is_read_anew(lab: Any) -> None:
+    drafter = ModelDrafter(lab.target, GREEDY, never)
+    drafter.propose([1, 2, 3, 4], 5)
+    other = drafter.propose([1, 9, 9], 5)
+    assert other.tokens.tolist() == ModelDrafter(lab.target, GREEDY, never).propose([1, 9, 9], 5).tokens.tolist()
+
+
+def test_a_trunk_ends_where_another_token_is_not_worth_its_time(lab: Any) -> None:
+    alone = ModelDrafter(lab.target, GREEDY, lambda seconds, context: 2.0, width=1).propose(PROMPT, 9)
+    assert len(alone) == 1
+    asked: list[tuple[float, int]] = []
+
+    def least(seconds: float, context: int) -> float:
+        asked.append((seconds, context))
+        return 0.3
+
+    draft = ModelDrafter(lab.target, GREEDY, least, width=1).propose(PROMPT, 9)
+    assert all(chance >= 0.3 for chance in draft.probabilities[:-1])
+    assert [context for _, context in asked] == [len(PROMPT) + 1 + i for i in range(len(draft))]
+    assert all(seconds > 0 for seconds, _ in asked)
+
+
+@pytest.mark.parametrize("budget", range(1, 8))
+def test_a_draft_keeps_to_its_budget(lab: Any, budget: int) -> None:
+    assert 1 <= len(ModelDrafter(lab.target, GREEDY, never).propose(PROMPT, budget)) <= budget
+
+
+def test_a_long_prompt_is_read_in_chunks_without_a_draft(lab: Any) -> None:
+    text = [i % 200 for i in range(CHUNK + BEHIND + 1)]
+    drafter = ModelDrafter(lab.target, GREEDY, never)
+    assert drafter.propose(text, 4) is None and drafter._rows.length == CHUNK
+    assert drafter.propose(text, 4) is None and drafter._rows.length == len(text)
+    draft = drafter.propose([*text, 7], 4)
+    want = ModelDrafter(lab.target, GREEDY, never)
+    while (fresh := want.propose([*text, 7], 4)) is None:
+        pass
+    assert draft.tokens.tolist() == fresh.tokens.tolist()
+
+
+def test_beyond_its_context_or_budget_nothing_is_drafted(lab: Any) -> None:
+    drafter = ModelDrafter(lab.target, GREEDY, never)
+    assert drafter.propose([1] * (lab.target.context_length - 3), 4) is None
+    assert drafter.propose(PROMPT, 0) is None
+
+
+def test_a_token_behind_its_own_table_ends_its_drafts(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of one tokenizer may have tables of different length; on a GPU a missing row would end the process."""
+    drafter = ModelDrafter(lab.target, GREEDY, never)
+    monkeypatch.setattr(lab.target, "vocab_size", 200)
+    assert drafter.propose([*PROMPT, 200], 5) is None
+    assert drafter.propose([*PROMPT, 200, 65], 5) is None
+    assert drafter.propose([*PROMPT, 199], 5) is not None
+
+
+def test_closing_frees_the_rows(lab: Any) -> None:
+    drafter = ModelDrafter(lab.target, GREEDY, never)
+    drafter.propose(PROMPT, 4)
+    assert drafter._rows.nbytes > 0
+    drafter.close()
+    drafter.close()
+    assert drafter._rows.nbytes == 0
+
+
+def test_logits_that_are_no_numbers_end(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = ModelDrafter(lab.target, GREEDY, never)
+    monkeypatch.setattr(lab.target, "forward", lambda rows, chain: torch.full((1, 259), float("nan")))
+    monkeypatch.setattr(drafter._rows, "commit", lambda chain, path: None)
+    assert len(drafter.propose(PROMPT, 6)) <= 6

@@ -1,0 +1,178 @@
+"""Every drafter through the engine's own loop: the oracle's answers, and over many seeds the target's distribution."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentspec.backends.torch.drafters import Drafting
+from agentspec.backends.torch.drafters.draft_model import ModelDrafter
+from agentspec.backends.torch.drafters.factory import SmallModel
+from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.speculation.cost_model import CostModel
+from agentspec.types import SamplingParams
+
+PROMPT = [72, 101, 108, 108, 111, 32, 72, 101, 108, 108, 111, 32, 72, 101]
+SAMPLINGS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.2, seed=6),
+    SamplingParams(temperature=1.5, top_k=20, seed=7),
+)
+
+
+def near(module: Any, noise: float) -> Any:
+    """A model that mostly agrees with `module`."""
+    torch.manual_seed(1)
+    other = copy.deepcopy(module)
+    for weight in other.parameters():
+        weight.data += noise * weight.std() * torch.randn_like(weight) if weight.dim() > 1 else 0.0
+    return other
+
+
+class SlowTarget(CostModel):
+    """A target beside which any small model is fast, whatever is measured."""
+
+    def observe(self, tokens: int, context: int, seconds: float, batch: int = 1) -> None:
+        pass
+
+    def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
+        return 1.0
+
+
+@pytest.fixture
+def slow(eager_governor: Any) -> Any:
+    return eager_governor(cost=SlowTarget())
+
+
+def broken(logits: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(logits, float("nan"))
+
+
+@pytest.fixture(scope="module")
+def small_models(lab: Any, lab_class: Any, tiny_model: Any) -> dict[str, SmallModel]:
+    close = lab_class(near(lab.reference, 0.05)).target
+    ascii_only = near(lab.reference, 0.05)
+    ascii_only.lm_head.weight.data[128:] = 0
+    codecs = (lab.codec, Codec(lab.loaded.tokenizer))
+    return {
+        "close": SmallModel("close", close),
+        "itself": SmallModel("itself", lab_class(copy.deepcopy(lab.reference)).target),
+        "another family": SmallModel("gemma", lab_class(tiny_model("gemma3")).target),
+        "through text": SmallModel("bridged", lab_class(ascii_only).target, codecs),
+    }
+
+
+@pytest.fixture(params=["suffix", "prediction", "ngram", "all", "close", "itself", "another family", "through text"])
+def drafting(request: pytest.FixtureRequest, small_models: dict[str, SmallModel]) -> Drafting:
+    name = request.param
+    if name in small_models:
+        return Drafting(("model",), small_models[name])
+    return Drafting(("suffix", "prediction", "ngram", "model") if name == "all" else (name,), small_models["close"])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_drafter_gives_the_oracles_answer(
+    lab: Any, tree_of: Any, drafting: Drafting, sampling: Any, slow: Any
+) -> None:
+    if drafting.small is not None and drafting.small.codecs is not None:  # which needs answers that are text
+        sampling = replace(sampling, logit_bias=dict.fromkeys(range(128, 259), -100.0))
+    want = lab.oracle(PROMPT, sampling, max_tokens=30, stop_ids=())
+    whole = [*PROMPT, *want]
+
+    def cache(text: list[int], budget: int) -> Any:
+        rest = [whole[len(text)], 65] if len(text) < len(whole) else [65, 66]
+        return tree_of(rest, [-1, 0])
+
+    got = lab.run(
+        PROMPT, sampling, cache, max_tokens=30, stop_ids=(), drafting=drafting, governor=slow,
+        prediction=[*want[:9], 1, *want[9:]],
+    )  # fmt: skip
+    lab.require_same(PROMPT, sampling, got.tokens, want)
+    assert not lab.divergences and got.speculation.drafted > 0
+
+
+@pytest.mark.parametrize("seeds", [400])
+def test_over_many_seeds_answers_have_the_targets_distribution(
+    lab: Any, drafting: Drafting, seeds: int, slow: Any
+) -> None:
+    """Two tokens, four candidates each: the joint frequencies are the probabilities, by Pearson's test at 1e-4."""
+    plain = SamplingParams(temperature=1.0, top_k=4, seed=0)
+    counted: Counter[tuple[int, ...]] = Counter()
+    for seed in range(seeds):
+        sampling = SamplingParams(temperature=1.0, top_k=4, seed=seed)
+        got = lab.run(PROMPT, sampling, max_tokens=4, stop_ids=(), drafting=drafting, prediction=[1, 2], governor=slow)
+        counted[tuple(got.tokens[:2])] += 1
+    expected = {
+        (a, b): seeds * p * q
+        for a, p in top(lab.logits(PROMPT), plain.top_k)
+        for b, q in top(lab.logits([*PROMPT, a]), plain.top_k)
+    }
+    assert set(counted) <= set(expected)
+    rare = [key for key, value in expected.items() if value < 5]
+    cells = [(counted[key], value) for key, value in expected.items() if value >= 5]
+    cells += [(sum(counted[key] for key in rare), sum(expected[key] for key in rare))] if rare else []
+    statistic = sum((seen - value) ** 2 / max(value, 1e-9) for seen, value in cells)
+    assert statistic < chi_square_bound(len(cells) - 1)
+
+
+def top(logits: np.ndarray, count: int) -> list[tuple[int, float]]:
+    best = np.argsort(-logits)[:count]
+    weights = np.exp(logits[best] - logits[best].max())
+    return [(int(token), float(p)) for token, p in zip(best, weights / weights.sum(), strict=True)]
+
+
+def chi_square_bound(freedom: int) -> float:
+    """The 1 - 1e-4 quantile, by Wilson and Hilferty's approximation."""
+    freedom = max(freedom, 1)
+    return float(freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3)
+
+
+def test_a_close_model_saves_steps_and_itself_more(lab: Any, small_models: dict[str, SmallModel], slow: Any) -> None:
+    """Coupled draws: at temperature 1 too, the target accepts what an equal model drew."""
+    sampling, steps = SamplingParams(temperature=1.0, seed=11), {}
+    for name in ("close", "itself"):
+        drafting = Drafting(("model",), small_models[name])
+        outcome = lab.run(PROMPT, sampling, max_tokens=40, stop_ids=(), drafting=drafting, governor=slow)
+        steps[name] = outcome.speculation.steps
+    assert steps["itself"] <= steps["close"] < 40
+    assert steps["itself"] < 25
+
+
+def test_a_draft_model_that_computes_nonsense_changes_nothing(
+    lab: Any, small_models: dict[str, SmallModel], monkeypatch: pytest.MonkeyPatch, slow: Any
+) -> None:
+    model, sampling = small_models["close"].model, SAMPLINGS[1]
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *args: broken(forward(*args)))
+    drafting = Drafting(("model", "ngram"), small_models["close"])
+    got = lab.run(PROMPT, sampling, max_tokens=20, stop_ids=(), drafting=drafting, governor=slow)
+    lab.require_same(PROMPT, sampling, got.tokens, lab.oracle(PROMPT, sampling, max_tokens=20, stop_ids=()))
+
+
+def test_a_draft_model_without_memory_changes_nothing(
+    lab: Any, small_models: dict[str, SmallModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(small_models["close"].model, "forward", fail)
+    drafting = Drafting(("model",), small_models["close"])
+    got = lab.run(PROMPT, SAMPLINGS[0], max_tokens=20, stop_ids=(), drafting=drafting)
+    assert got.tokens == lab.oracle(PROMPT, SAMPLINGS[0], max_tokens=20, stop_ids=())
+
+
+def test_the_end_of_an_answer_frees_the_draft_models_rows(
+    lab: Any, small_models: dict[str, SmallModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[ModelDrafter] = []
+    monkeypatch.setattr(ModelDrafter, "close", lambda self: closed.append(self))
+    outcome = lab.run(PROMPT, SAMPLINGS[0], max_tokens=5, drafting=Drafting(("model",), small_models["close"]))
+    outcome.generation.close(clean=True)
+    assert len(closed) == 1

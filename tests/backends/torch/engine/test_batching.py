@@ -1,0 +1,241 @@
+"""Answers made together are the answers made alone: ragged trees, chunked prompts, preemption, every family."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.engine import step
+from agentspec.backends.torch.engine.sequence import Generation
+from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.speculation.governor import CHUNKS, Governor
+from agentspec.types import SamplingParams
+
+TOLERANCE = 2e-4
+PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100, 257, 40, 41, 258]
+SAMPLINGS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.3, top_p=0.9, seed=11),
+    SamplingParams(temperature=0.9, top_k=40, frequency_penalty=0.7, repetition_penalty=1.2, seed=17),
+)
+
+
+def path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    return [] if node < 0 else [*path(tokens, parents, parents[node]), tokens[node]]
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int], bool]:
+    """Committed tokens, a chain, a tree behind it, and whether logits are wanted."""
+    token = st.integers(0, 258)
+    before, chain = draw(st.lists(token, max_size=12)), draw(st.lists(token, min_size=1, max_size=7))
+    tokens = draw(st.lists(token, max_size=6))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
+    wanted = draw(st.booleans())
+    return before, chain, tokens if wanted else [], parents if wanted else [], wanted
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_packed_logits_are_those_of_each_path_alone(family: Any, data: st.DataObject) -> None:
+    parts = data.draw(st.lists(sequences(), min_size=1, max_size=5))
+    pieces = []
+    for before, chain, tokens, parents, wanted in parts:
+        rows = family.target.new_rows(data.draw(st.integers(1, 40)))
+        if before:
+            family.target.prefill(rows, before)
+        pieces.append(Piece(rows, chain, tokens, parents, wanted))
+    outputs = family.target.forward_batch(pieces)
+    for (before, chain, tokens, parents, wanted), logits in zip(parts, outputs, strict=True):
+        assert logits.shape == ((1 + len(tokens)) * wanted, 259) and logits.dtype == torch.float32
+        for row, got in enumerate(logits):
+            want = family.logits([*before, *chain, *path(tokens, parents, row - 1)])
+            assert np.abs(got.numpy() - want).max() < TOLERANCE
+
+
+def winding(whole: Sequence[int], tree_of: Any, rng: np.random.Generator) -> Any:
+    """Random trees through which the right path winds, now and then; now and then none."""
+    return lambda text, budget: tree_of.winding(whole[len(text) :], rng, int(rng.integers(0, 12)))
+
+
+def asks_of(lab: Any, ask_of: Any, tree_of: Any, count: int, **options: Any) -> tuple[list[Any], list[list[int]]]:
+    """So many requests, all different, and the oracle's answers."""
+    asks, wants = [], []
+    for index in range(count):
+        prompt = [*PROMPT[: 3 + index % 9], index]
+        sampling, length = SAMPLINGS[index % len(SAMPLINGS)], 8 + 3 * (index % 5)
+        want = lab.oracle(prompt, sampling, max_tokens=length)
+        script = winding([*prompt, *want], tree_of, np.random.default_rng(index)) if index % 3 else None
+        asks.append(ask_of(prompt, sampling, script, max_tokens=length, **options))
+        wants.append(want)
+    return asks, wants
+
+
+def require_all(lab: Any, asks: Sequence[Any], outcomes: Sequence[Any], wants: Sequence[list[int]]) -> None:
+    for ask, outcome, want in zip(asks, outcomes, wants, strict=True):
+        lab.require_same(ask.prompt, ask.sampling, outcome.tokens, want)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 16])
+def test_a_batch_gives_the_answers_of_one_at_a_time(family: Any, ask_of: Any, tree_of: Any, count: int) -> None:
+    asks, wants = asks_of(family, ask_of, tree_of, count)
+    outcomes = family.run_batch(asks)
+    require_all(family, asks, outcomes, wants)
+    assert not family.divergences
+    assert [outcome.usage.completion_tokens for outcome in outcomes] == [len(want) for want in wants]
+
+
+def test_forwards_are_shared(lab: Any, ask_of: Any, tree_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    forward = TargetModel.forward_batch
+
+    def counted(target: TargetModel, pieces: Sequence[Piece]) -> Any:
+        sizes.append(len(pieces))
+        return forward(target, pieces)
+
+    monkeypatch.setattr(TargetModel, "forward_batch", counted)
+    asks, _ = asks_of(lab, ask_of, tree_of, 8)
+    outcomes = lab.run_batch(asks)
+    assert sizes[0] == 8 and len(sizes) == max(outcome.rounds for outcome in outcomes)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(
+    lab: Any, ask_of: Any, tree_of: Any, data: st.DataObject
+) -> None:
+    """Before any step some answers rest, some are cancelled, and some give up all or some of their rows."""
+    asks, wants = asks_of(lab, ask_of, tree_of, data.draw(st.integers(2, 6)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    cancelled: list[Generation] = []
+
+    def between(active: list[Generation]) -> None:
+        for generation in list(active):
+            chance = rng.random()
+            if chance < 0.1 and isinstance(generation.rows, SequenceCache):
+                generation.rows.truncate(int(rng.integers(0, generation.rows.length + 1)))
+            elif chance < 0.2:
+                generation.rows = lab.target.new_rows(1)
+            elif chance < 0.23 and len(active) > 1:
+                active.remove(generation)
+                cancelled.append(generation)
+        rng.shuffle(active)  # type: ignore[arg-type]
+
+    outcomes = lab.run_batch(asks, between=between)
+    for ask, outcome, want in zip(asks, outcomes, wants, strict=True):
+        whole = outcome.generation not in cancelled
+        lab.require_same(ask.prompt, ask.sampling, outcome.tokens, want if whole else want[: len(outcome.tokens)])
+
+
+def test_the_real_governor_changes_no_answer_in_a_batch(family: Any, ask_of: Any, tree_of: Any) -> None:
+    asks, wants = asks_of(family, ask_of, tree_of, 6, request={"latency_target_ms_per_token": 0.01})
+    require_all(family, asks, family.run_batch(asks, governor=Governor()), wants)
+
+
+def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> None:
+    """A slow machine: prompts are read in the smallest chunks, and the answer that runs gains a token in every step."""
+    governor = Governor()
+    governor.cost.calibrate([(1, 0, 0.01), (48, 0, 0.48)])
+    governor.cost.observe = lambda *args: None  # type: ignore[method-assign]
+    shared = step.Shared(lab.target, lab.codec, governor=governor)
+    asks = [ask_of(PROMPT, SAMPLINGS[1], max_tokens=20, stop_ids=()), ask_of(PROMPT * 20, SAMPLINGS[1], max_tokens=1)]
+    short, long = (ask.begin(shared, None) for ask in asks)
+    with torch.inference_mode():
+        step.play([short], shared)
+        for chunk in range(1, 10):
+            step.play([short, long], shared)
+            assert (len(short.tokens), long.rows.length) == (len(PROMPT) + 1 + chunk, CHUNKS[-1] * chunk)
+        step.play([short, long], shared)
+    assert long.finish == "length"
+    for ask, generation in zip(asks, (short, long), strict=True):
+        answer = generation.tokens[len(ask.prompt) :]
+        want = lab.oracle(ask.prompt, ask.sampling, max_tokens=len(answer), stop_ids=())
+        lab.require_same(ask.prompt, ask.sampling, answer, want)
+
+
+def test_a_forward_that_fails_is_the_fault_of_whoever_fails_alone(
+    lab: Any, ask_of: Any, tree_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence that no forward can compute: the others' answers are whole, and memory is freed first, that of the
+    forward that failed included.
+    """
+    asks, wants = asks_of(lab, ask_of, tree_of, 4)
+    forward, freed, computed = TargetModel.forward_batch, list[bool](), list[weakref.ref[torch.Tensor]]()
+    forgotten = lambda: all(tensor() is None for tensor in computed)  # noqa: E731
+    shared = step.Shared(lab.target, lab.codec, relieve=lambda: freed.append(forgotten()))
+    generations = [ask.begin(shared, None) for ask in asks]
+
+    def breaking(target: TargetModel, pieces: Sequence[Piece]) -> Any:
+        assert forgotten()
+        if any(piece.rows is generations[2].rows for piece in pieces):
+            held = forward(target, pieces)[0]  # rows are written all the same
+            computed.append(weakref.ref(held))
+            raise RuntimeError("out of something")
+        return forward(target, pieces)
+
+    monkeypatch.setattr(TargetModel, "forward_batch", breaking)
+    outcomes: dict[Generation, list[int]] = {generation: [] for generation in generations}
+    failed: list[Generation] = []
+    with torch.inference_mode():
+        while active := [g for g in generations if g.finish is None and g not in failed]:
+            for generation, outcome in step.play(active, shared):
+                if isinstance(outcome, Exception):
+                    failed.append(generation)
+                elif outcome is not None:
+                    outcomes[generation] += outcome.token_ids
+    assert failed == [generations[2]] and freed == [True]
+    for index in (0, 1, 3):
+        lab.require_same(asks[index].prompt, asks[index].sampling, outcomes[generations[index]], wants[index])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_that_cannot_be_packed_goes_one_at_a_time(
+    tiny_model: Any, lab_class: Any, ask_of: Any, tree_of: Any, attention: str
+) -> None:
+    lab = lab_class(tiny_model("gemma3"))
+    lab.target.module.set_attn_implementation(attention)
+    lab.target = TargetModel(lab.target.module, rewindable=True)
+    assert not lab.target.batched
+    asks, wants = asks_of(lab, ask_of, tree_of, 3)
+    require_all(lab, asks, lab.run_batch(asks), wants)
+
+
+def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model: Any, lab: Any) -> None:
+    module = tiny_model("llama")
+    module.set_attn_implementation(lab.target.attention)
+    assert TargetModel(module, rewindable=True).batched
+    module.config.rope_parameters = {**module.config.rope_parameters, "rope_type": "longrope"}
+    assert not TargetModel(module, rewindable=True).batched
+    module.config.rope_parameters = {"full_attention": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}
+    assert not TargetModel(module, rewindable=True).batched
+
+
+@pytest.mark.parametrize(
+    ("sampling", "count"),
+    [
+        (SamplingParams(temperature=0), 1000),
+        (SamplingParams(temperature=0.3, top_p=0.9, seed=1), 300),
+        (SamplingParams(temperature=1.0, top_p=0.9, seed=2), 300),
+    ],
+)
+def test_a_thousand_prompts(lab: Any, ask_of: Any, tree_of: Any, sampling: SamplingParams, count: int) -> None:
+    """All of them identical to the oracle, in batches of 16, end tokens and padding tokens in the prompts included."""
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 259, size=int(rng.integers(1, 20))).tolist() for _ in range(count)]
+    for start in range(0, count, 16):
+        wants = [lab.oracle(prompt, sampling, max_tokens=4) for prompt in prompts[start : start + 16]]
+        asks = [
+            ask_of(prompt, sampling, winding([*prompt, *want], tree_of, rng), max_tokens=4)
+            for prompt, want in zip(prompts[start : start + 16], wants, strict=True)
+        ]
+        assert [outcome.tokens for outcome in lab.run_batch(asks)] == wants

@@ -1,0 +1,202 @@
+"""A generation's place in the token cache: recorded, kept back, or lost without harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentspec.backends.torch.engine.cache_session import HELD, Memory
+from agentspec.cache import SuffixCache
+from agentspec.types import GenerateRequest, Labels, Namespace
+
+SPACE = Namespace("t", "model")
+PROMPT = list(range(100, 120))
+ANSWER = list(range(200, 240))
+
+
+@pytest.fixture
+def cache() -> Iterator[SuffixCache]:
+    with SuffixCache.open() as cache:
+        yield cache
+
+
+def opened(cache: SuffixCache | None, prompt: list[int] = PROMPT, *, store: bool = True, **labels: Any) -> Memory:
+    request = GenerateRequest("m", token_ids=prompt, labels=Labels(**labels), store=store)
+    return Memory.open(cache, request, prompt, SPACE)
+
+
+def drafted(memory: Memory, start: list[int]) -> list[int]:
+    memory.extend(start)
+    draft = memory.draft(8)
+    memory.close(clean=False)
+    return [] if draft is None else draft.tokens.tolist()
+
+
+def test_a_clean_end_is_shared(cache: SuffixCache) -> None:
+    memory = opened(cache)
+    memory.extend(ANSWER)
+    memory.close(clean=True)
+    assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6])[:2] == ANSWER[6:8]
+
+
+@pytest.mark.parametrize(("store", "clean"), [(False, True), (True, False)])
+def test_what_is_not_to_be_stored_or_was_cut_is_not_shared(cache: SuffixCache, store: bool, clean: bool) -> None:
+    memory = opened(cache, store=store)
+    memory.extend(ANSWER)
+    memory.close(clean=clean)
+    assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6]) == []
+
+
+def test_without_a_cache_nothing_happens() -> None:
+    assert drafted(opened(None), ANSWER) == []
+
+
+def test_closing_twice_is_fine(cache: SuffixCache) -> None:
+    memory = opened(cache)
+    memory.close(clean=True)
+    memory.close(clean=False)
+    memory.extend([1])
+    assert memory.draft(3) is None
+
+
+def test_a_cache_that_fails_costs_only_speed(cache: SuffixCache, caplog: pytest.LogCaptureFixture) -> None:
+    before, drafting, extending = opened(cache), opened(cache), opened(cache)
+    cache.close()
+    assert drafting.draft(4) is None
+    extending.extend([1, 2])
+    before.close(clean=True)
+    after = opened(cache)
+    assert after.draft(4) is None
+    assert "without the token cache" in caplog.text
+
+
+class Failing:
+    """A cache request whose disk is gone."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*args: Any, **options: Any) -> None:
+            self.calls.append(name)
+            raise OSError("the disk is gone")
+
+        return fail
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_an_error_of_any_kind_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture, clean: bool) -> None:
+    closing, extending, drafting = Failing(), Failing(), Failing()
+    Memory(closing).close(clean=clean)
+    Memory(extending).extend([1] * HELD)
+    assert Memory(drafting).draft(3) is None
+    assert closing.calls == ["close" if clean else "abandon"]
+    assert (extending.calls, drafting.calls) == (["extend", "abandon"], ["draft", "abandon"])
+    assert caplog.text.count("the disk is gone") == 5
+
+
+def test_an_error_of_learning_late_is_logged_once_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+    request = Failing()
+    memory = Memory(request, late=True)  # type: ignore[arg-type]
+    for _ in range(3):
+        memory.extend([1])
+        memory.learn()
+        assert memory.draft(3) is None
+    assert request.calls == ["extend", "abandon"] and caplog.text.count("going on without the token cache") == 1
+
+
+class Recording:
+    """A cache request that lists what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int]]] = []
+
+    def draft(self, max_tokens: int, min_probability: float, *, behind: Any) -> None:
+        self.calls.append(("draft", behind.tolist()))
+
+    def extend(self, tokens: Any) -> None:
+        self.calls.append(("extend", tokens.tolist()))
+
+    def close(self) -> None:
+        self.calls.append(("close", []))
+
+
+def test_rounds_without_a_draft_are_learned_together() -> None:
+    request = Recording()
+    memory = Memory(request)
+    memory.extend([1])
+    memory.extend([2, 3])
+    memory.draft(4)
+    memory.extend([4, 5])
+    memory.extend([6])
+    memory.close(clean=True)
+    assert request.calls == [
+        ("extend", [1, 2, 3]),
+        ("draft", []),
+        ("extend", [4, 5]),
+        ("extend", [6]),
+        ("close", []),
+    ]
+
+
+def test_no_more_than_a_few_tokens_wait() -> None:
+    request = Recording()
+    memory = Memory(request)
+    for token in range(2 * HELD):
+        memory.extend([token])
+    assert [len(tokens) for _, tokens in request.calls] == [HELD, HELD]
+
+
+def test_what_is_learned_late_is_drafted_behind_until_then() -> None:
+    request = Recording()
+    memory = Memory(request, late=True)
+    memory.draft(4)
+    memory.learn()
+    memory.extend([1])
+    memory.draft(4)
+    memory.learn()
+    memory.extend([2])
+    memory.extend([3, 4] * HELD)
+    memory.draft(4)
+    memory.close(clean=True)
+    assert request.calls == [
+        ("draft", []),
+        ("draft", [1]),
+        ("extend", [1]),
+        ("draft", [2, *[3, 4] * HELD]),
+        ("extend", [2, *[3, 4] * HELD]),
+        ("close", []),
+    ]
+
+
+def test_what_is_learned_at_once_waits_for_no_forward() -> None:
+    request = Recording()
+    memory = Memory(request)
+    memory.extend([1])
+    memory.learn()
+    assert request.calls == []
+    memory.draft(4)
+    memory.extend([2])
+    assert request.calls == [("extend", [1]), ("draft", []), ("extend", [2])]
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_late_or_not_the_cache_ends_with_the_same(clean: bool) -> None:
+    """Drafts of a text that was said before, what is counted of them, and what others see in the end."""
+    seen = []
+    for late in (False, True):
+        with SuffixCache.open() as cache:
+            for _ in range(2):
+                request = GenerateRequest("m", token_ids=PROMPT)
+                memory, drafts = Memory.open(cache, request, PROMPT, SPACE, late=late), list[list[int]]()
+                for start in range(0, len(ANSWER), 4):
+                    draft = memory.draft(3)
+                    drafts.append([] if draft is None else draft.tokens.tolist())
+                    memory.learn()
+                    memory.extend(ANSWER[start : start + 4])
+                memory.close(clean=clean)
+            seen.append((drafts, replace(cache.stats(), memory_bytes=0)))
+    assert seen[0] == seen[1] and (seen[0][1].accepted >= 24) == clean

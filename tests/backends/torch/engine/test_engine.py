@@ -1,0 +1,435 @@
+"""The engine's thread: turns, places, cancellation, errors, shutdown."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.engine.engine import Engine, is_out_of_memory
+from agentspec.backends.torch.engine.kv_budget import RowBudget
+from agentspec.backends.torch.engine.prefix_cache import PrefixStore
+from agentspec.backends.torch.engine.sequence import Job, Shared
+from agentspec.cache import SuffixCache
+from agentspec.errors import ContextLengthError, EngineError, OverloadedError, ShuttingDownError
+from agentspec.speculation.governor import CHUNKS
+from agentspec.types import Delta, GenerateRequest, Labels, Namespace, SamplingParams
+
+PROMPT = list(range(20, 40))
+WAIT = 30.0
+
+
+class Client:
+    """Submits one job and receives what is delivered."""
+
+    def __init__(
+        self, engine: Engine, prompt: list[int] = PROMPT, *, max_tokens: int = 8, seed: int = 0, **params: Any
+    ):
+        self.items: queue.Queue[Delta | Exception] = queue.Queue()
+        self.engine = engine
+        sampling = SamplingParams(temperature=1.0, seed=seed)
+        request = GenerateRequest("m", token_ids=prompt, sampling=sampling, **params)
+        self.job = Job(request, prompt, max_tokens, frozenset(), None, self.items.put)
+
+    def submit(self) -> Client:
+        self.engine.submit(self.job)
+        return self
+
+    def result(self) -> tuple[list[int], Delta]:
+        tokens: list[int] = []
+        while True:
+            item = self.items.get(timeout=WAIT)
+            if isinstance(item, Exception):
+                raise item
+            tokens += item.token_ids
+            if item.finish_reason:
+                return tokens, item
+
+
+@pytest.fixture
+def engine_of(lab: Any) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(memory: Callable[[Job], Memory] = lambda job: Memory(None), **settings: Any) -> Engine:
+        engines.append(Engine(Shared(lab.target, lab.codec), TorchSettings(**settings), memory))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.002)
+
+
+class Gate(Memory):
+    """A place in a cache that holds the engine's thread until it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def extend(self, tokens: Any) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT)
+
+
+class Broken(Memory):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(None)
+        self.error = error
+
+    def extend(self, tokens: Any) -> None:
+        raise self.error
+
+
+def test_twenty_requests_at_once_get_their_own_answers(lab: Any, engine_of: Any) -> None:
+    engine = engine_of(max_active=4)
+    prompts = [[*PROMPT[: 5 + n % 7], n] for n in range(20)]
+    clients = [Client(engine, prompt, seed=n).submit() for n, prompt in enumerate(prompts)]
+    for n, client in enumerate(clients):
+        want = lab.oracle(prompts[n], SamplingParams(temperature=1.0, seed=n), max_tokens=8, stop_ids=())
+        assert client.result()[0] == want
+    assert (engine.shared.counters.requests, engine.active, engine.queued) == (20, 0, 0)
+
+
+def test_active_requests_take_turns(engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=2)
+    first, second = Client(engine, max_tokens=20).submit(), Client(engine, max_tokens=20).submit()
+    assert gate.reached.wait(WAIT)
+    wait_until(lambda: engine.queued <= 1)
+    gate.opened.set()
+    first.result()
+    assert second.items.qsize() >= 15
+
+
+def test_a_full_queue_says_when_to_come_back(engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=1, max_queue=2)
+    clients = [Client(engine).submit() for _ in range(3)]
+    assert gate.reached.wait(WAIT)
+    with pytest.raises(OverloadedError) as caught:
+        Client(engine).submit()
+    assert caught.value.retry_after >= 1
+    gate.opened.set()
+    for client in clients:
+        client.result()
+    Client(engine).submit().result()
+
+
+def test_cancelling_frees_a_waiting_and_an_active_place_at_once(engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=1, max_queue=1)
+    active, waiting = Client(engine).submit(), Client(engine).submit()
+    assert gate.reached.wait(WAIT)
+    engine.cancel(waiting.job)
+    next_one = Client(engine).submit()  # would be refused if the place were still taken
+    engine.cancel(active.job)
+    after_next = Client(engine).submit()
+    gate.opened.set()
+    assert len(next_one.result()[0]) == len(after_next.result()[0]) == 8
+    assert waiting.items.empty()
+    assert engine.shared.counters.cancelled == 2
+
+
+def test_cancelling_in_the_middle_of_a_prompt_or_an_answer_stops_the_work(lab: Any, engine_of: Any) -> None:
+    engine = engine_of(max_active=2)
+    long = Client(engine, [5] * (2 * CHUNKS[0] - 100), max_tokens=90).submit()
+    engine.cancel(long.job)
+    answering = Client(engine, max_tokens=400).submit()
+    answering.items.get(timeout=WAIT)
+    engine.cancel(answering.job)
+    engine.cancel(answering.job)
+    wait_until(lambda: engine.active == 0)
+    assert engine.shared.counters.tokens < 300
+    assert len(engine.prefixes) == 0  # what was cut is not kept
+    want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=8, stop_ids=())
+    assert Client(engine).submit().result()[0] == want
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), MemoryError(), torch.OutOfMemoryError("cuda")])
+def test_an_error_in_one_request_is_that_requests_alone(
+    engine_of: Any, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    memories = iter([Memory(None), Broken(error), Memory(None)])
+    engine = engine_of(lambda job: next(memories), max_active=3)
+    clients = [Client(engine, max_tokens=12).submit() for _ in range(3)]
+    with pytest.raises(EngineError) as caught:
+        clients[1].result()
+    assert caught.value.__cause__ is error
+    assert ("out of memory" in str(caught.value)) is is_out_of_memory(error)
+    told = str(caught.value) + caplog.text
+    assert "broken" not in told and f"{type(error).__name__} at " in told and "test_engine.py" in told
+    assert len(clients[0].result()[0]) == len(clients[2].result()[0]) == 12
+    assert engine.shared.counters.failed == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(), torch.AcceleratorError("a device-side assert")])
+def test_the_end_of_the_thread_or_its_device_leaves_nobody_waiting(engine_of: Any, error: BaseException) -> None:
+    engine = engine_of(lambda job: Broken(error), max_active=1)
+    clients = [Client(engine) for _ in range(2)]
+    with engine._lock:  # both are there before the first turn
+        for client in clients:
+            client.submit()
+    for client in clients:
+        with pytest.raises(EngineError, match=type(error).__name__):
+            client.result()
+    with pytest.raises(ShuttingDownError):
+        Client(engine).submit()
+
+
+def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:
+    calls: list[Job] = []
+
+    def open_memory(job: Job) -> Memory:
+        calls.append(job)
+        if len(calls) == 1:
+            raise OSError("disk")
+        return Memory(None)
+
+    engine = engine_of(open_memory)
+    with pytest.raises(EngineError, match=r"failed on this request$"):
+        Client(engine).submit().result()
+    assert len(Client(engine).submit().result()[0]) == 8
+
+
+def test_answers_are_the_same_where_the_cache_learns_beside_the_forwards(lab: Any, engine_of: Any) -> None:
+    """Said before, they are drafted when they are asked for again, greedy and sampled, alone and together."""
+    samplings = [SamplingParams(temperature=min(seed, 1.0), seed=seed) for seed in range(4)]
+    wants = [lab.oracle(PROMPT, sampling, max_tokens=40, stop_ids=()) for sampling in samplings]
+    with SuffixCache.open() as cache:
+        engine = engine_of(lambda job: late_memory(cache, job), max_active=4)
+        for together in (False, False, True):
+            clients = list[Client]()
+            for sampling in samplings:
+                clients.append(Client(engine, max_tokens=40, labels=Labels(session=f"{together}")))
+                clients[-1].job.request = replace(clients[-1].job.request, sampling=sampling)
+                clients[-1].submit()
+                assert together or clients[-1].result()[0] == wants[len(clients) - 1]
+            assert not together or [client.result()[0] for client in clients] == wants
+        assert cache.stats().accepted > 100 and cache.stats().tokens == 3 * 4 * 40
+
+
+def late_memory(cache: SuffixCache, job: Job) -> Memory:
+    return Memory.open(cache, job.request, job.prompt, Namespace("t", "model"), late=True)
+
+
+def test_what_a_cancelled_answer_said_stays_partial_where_the_cache_learns_late(engine_of: Any) -> None:
+    with SuffixCache.open() as cache:
+        engine = engine_of(lambda job: late_memory(cache, job))
+        client = Client(engine, max_tokens=400).submit()
+        said = [token for _ in range(5) for token in client.items.get(timeout=WAIT).token_ids]
+        engine.cancel(client.job)
+        wait_until(lambda: engine.active == 0)
+        assert (cache.stats().partial, cache.stats().tokens) == (1, 0) and len(said) >= 5
+
+
+def test_a_cache_that_breaks_beside_a_forward_costs_only_speed(
+    lab: Any, engine_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=30, stop_ids=())
+    with SuffixCache.open() as cache:
+        broken = Breaking(cache.request(PROMPT))
+        engine = engine_of(lambda job: Memory(broken, late=True))  # type: ignore[arg-type]
+        assert Client(engine, max_tokens=30).submit().result()[0] == want
+        assert broken.told == 3 and caplog.text.count("the disk is gone") == 1
+
+
+class Breaking:
+    """A cache request whose database goes away the third time that it is told something."""
+
+    def __init__(self, request: Any) -> None:
+        self._request, self.told = request, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    def extend(self, tokens: Any) -> None:
+        self.told += 1
+        if self.told > 2:
+            raise OSError("the disk is gone")
+        self._request.extend(tokens)
+
+
+def test_closing_ends_everything_and_refuses_more(engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=1)
+    clients = [Client(engine, max_tokens=400).submit() for _ in range(3)]
+    assert gate.reached.wait(WAIT)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    gate.opened.set()
+    for client in clients:
+        with pytest.raises(ShuttingDownError):
+            client.result()
+    closer.join(WAIT)
+    engine.close()
+    with pytest.raises(ShuttingDownError):
+        Client(engine).submit()
+    wait_until(lambda: not any(thread.name == "agentspec-cpu" for thread in threading.enumerate()))
+
+
+def test_the_next_prompt_of_a_conversation_is_not_computed_again(lab: Any, engine_of: Any) -> None:
+    engine = engine_of()
+    first, last = Client(engine, max_tokens=10).submit().result()
+    assert last.usage.cached_tokens == 0
+    prompt = [*PROMPT, *first, 1, 2, 3]
+    second, last = Client(engine, prompt, max_tokens=10).submit().result()
+    assert last.usage.cached_tokens == len(PROMPT) + 9  # the last token of an answer has no row yet
+    assert second == lab.oracle(prompt, SamplingParams(temperature=1.0, seed=0), max_tokens=10, stop_ids=())
+    _, last = Client(engine, prompt, tenant="other").submit().result()
+    assert last.usage.cached_tokens == 0
+    assert engine.shared.counters.reused_tokens == len(PROMPT) + 9
+
+
+def test_a_request_that_cannot_begin_gives_its_place_in_the_cache_back(engine_of: Any) -> None:
+    closed: list[bool] = []
+
+    class Watched(Memory):
+        def close(self, *, clean: bool) -> None:
+            closed.append(clean)
+
+    client = Client(engine_of(lambda job: Watched(None)))
+    beyond = SamplingParams(logit_bias={10**6: 1.0})  # which the backend would have refused
+    client.job.request = GenerateRequest("m", token_ids=PROMPT, sampling=beyond)
+    with pytest.raises(EngineError):
+        client.submit().result()
+    assert closed == [False]
+
+
+def test_an_answer_not_to_be_stored_leaves_no_rows(engine_of: Any) -> None:
+    engine = engine_of()
+    Client(engine, store=False).submit().result()
+    assert len(engine.prefixes) == 0
+
+
+def test_without_prefix_bytes_nothing_is_kept(engine_of: Any) -> None:
+    engine = engine_of(prefix_bytes=0)
+    Client(engine).submit().result()
+    assert engine.prefixes.nbytes == 0
+
+
+def test_rows_that_find_no_room_are_let_go(engine_of: Any) -> None:
+    engine = engine_of()
+    Client(engine).submit().result()
+
+    class Full(PrefixStore):
+        def keep(self, tenant: str, tokens: Any, rows: Any) -> None:
+            raise torch.OutOfMemoryError("full")
+
+    engine.prefixes = Full(1 << 20)
+    assert len(Client(engine).submit().result()[0]) == 8
+    assert len(Client(engine).submit().result()[0]) == 8
+
+
+ROW_BYTES = 256  # of the tiny model
+
+
+def test_answers_that_do_not_fit_together_are_put_back_and_go_on_where_they_stood(lab: Any, engine_of: Any) -> None:
+    """Room for two that begin, not for two that grow; who came first keeps its place."""
+    engine = engine_of(kv_bytes=ROW_BYTES * 400, max_active=4, prefix_bytes=0)
+    prompts = [[*PROMPT[: 8 + n], n] for n in range(3)]
+    clients = [Client(engine, prompt, seed=n, max_tokens=180 + n) for n, prompt in enumerate(prompts)]
+    engine.rows = Tight(engine.rows.limit, engine.rows.row_bytes)
+    for client in clients:
+        client.submit()
+    for n, client in enumerate(clients):
+        sampling = SamplingParams(temperature=1.0, seed=n)
+        lab.require_same(prompts[n], sampling, client.result()[0], lab.oracle(
+            prompts[n], sampling, max_tokens=180 + n, stop_ids=()
+        ))  # fmt: skip
+    assert engine.shared.counters.preempted >= 1
+    assert engine.kv_rows == 0
+
+
+class Tight(RowBudget):
+    """Begins with little, so that answers meet while they grow."""
+
+    def first(self, job: Job, tokens: int | None = None) -> int:
+        return (tokens or len(job.prompt)) + 20
+
+
+def test_reserved_rows_stay_within_the_limit(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    engine = engine_of(kv_bytes=ROW_BYTES * 400, max_active=8)
+    forward = type(engine.shared.target).forward_batch
+
+    def watched(target: Any, pieces: Any) -> Any:
+        seen.append(sum(piece.rows.capacity for piece in pieces))
+        return forward(target, pieces)
+
+    monkeypatch.setattr(type(engine.shared.target), "forward_batch", watched)
+    for client in [Client(engine, [n, *PROMPT], max_tokens=40 + n).submit() for n in range(8)]:
+        client.result()
+    assert max(seen) <= 400 and len(seen) > 0
+    with pytest.raises(ContextLengthError):
+        Client(engine, PROMPT, max_tokens=4000).submit()
+
+
+def test_a_lower_priority_is_served_first_and_takes_the_place_of_a_higher_one(lab: Any, engine_of: Any) -> None:
+    gate = Gate()
+    engine = engine_of(lambda job: gate, max_active=1)
+    slow = Client(engine, max_tokens=60, priority=5).submit()
+    assert gate.reached.wait(WAIT)
+    waiting = Client(engine, [1, *PROMPT], max_tokens=60, priority=5).submit()
+    urgent = Client(engine, [2, *PROMPT], max_tokens=4, priority=-1).submit()
+    gate.opened.set()
+    urgent.result()
+    assert engine.shared.counters.preempted == 1 and waiting.items.empty()
+    tokens, last = slow.result()
+    assert tokens == lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=60, stop_ids=())
+    assert last.usage.cached_tokens == 0  # its own rows came back from the prefix store
+    waiting.result()
+
+
+def test_what_was_put_back_can_be_cancelled(engine_of: Any) -> None:
+    closed: list[bool] = []
+    gate = Gate()
+    gate.close = lambda *, clean: closed.append(clean)  # type: ignore[method-assign]
+    engine = engine_of(lambda job: gate if job.request.priority else Memory(None), max_active=1)
+    slow = Client(engine, max_tokens=400, priority=5).submit()
+    assert gate.reached.wait(WAIT)
+    urgent = Client(engine, [2, *PROMPT], max_tokens=200, priority=0).submit()
+    gate.opened.set()
+    urgent.items.get(timeout=WAIT)
+    engine.cancel(slow.job)
+    urgent.result()
+    wait_until(lambda: not engine.ready)
+    assert closed == [False] and (engine.active, engine.queued) == (0, 0)
+
+
+def test_two_engines_compute_in_one_thread_and_take_turns(lab: Any, engine_of: Any) -> None:
+    engines = [engine_of(), engine_of()]
+    names: set[str] = set()
+
+    class Told(Memory):
+        def extend(self, tokens: Any) -> None:
+            names.add(f"{threading.current_thread().name}-{threading.get_ident()}")
+
+    for engine in engines:
+        engine._open_memory = lambda job: Told(None)
+    clients = [Client(engine, max_tokens=40).submit() for engine in engines for _ in range(2)]
+    want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=40, stop_ids=())
+    assert [client.result()[0] for client in clients] == [want] * 4
+    assert len(names) == 1
+    engines[0].close()
+    assert Client(engines[1], max_tokens=40).submit().result()[0] == want
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("shape")) and not is_out_of_memory(ValueError())

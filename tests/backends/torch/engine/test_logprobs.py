@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.backends.torch.engine.logprobs import CHUNK, PromptScorer, token_logprobs
+
+
+def test_token_and_alternatives_have_natural_log_probabilities() -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.6, 0.3]]))
+    (entry,) = token_logprobs(logits, [0], 2, lambda token: f"<{token}>")
+    assert (entry.token_id, entry.text) == (0, "<0>")
+    assert entry.logprob == pytest.approx(math.log(0.1))
+    assert [(other.token_id, other.text) for other in entry.top] == [(1, "<1>"), (2, "<2>")]
+    assert [other.logprob for other in entry.top] == pytest.approx([math.log(0.6), math.log(0.3)])
+
+
+def test_more_alternatives_than_tokens() -> None:
+    assert len(token_logprobs(torch.zeros(1, 3), [1], 20, str)[0].top) == 3
+
+
+@pytest.mark.parametrize("top", [0, 1, 7])
+def test_rows_together_have_the_values_of_each_alone_and_come_in_one_transfer(waits: Any, top: int) -> None:
+    """To the last bit, ties and tokens that cannot be among them."""
+    logits, tokens = (torch.randn(9, 500) * 8).round() / 2, list(range(0, 450, 50))
+    logits[3, 150] = logits[4, 7] = -torch.inf
+    with waits(seen := Counter[str]()):
+        entries = token_logprobs(logits, tokens, top, str)
+    assert seen == {"cpu": 1}
+    for row, token, entry in zip(logits, tokens, entries, strict=True):
+        scores = row.log_softmax(-1)
+        best = scores.topk(top)
+        assert (entry.token_id, entry.text, entry.logprob) == (token, str(token), float(scores[token]))
+        assert entry.rank == int((row > row[token]).sum()) + 1
+        assert [one.token_id for one in entry.top] == best.indices.tolist()
+        assert [one.logprob for one in entry.top] == best.values.tolist()
+        assert [one.rank for one in entry.top] == list(range(1, top + 1))
+
+
+@pytest.mark.parametrize("length", [1, 2, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 7])
+def test_a_prompt_is_scored_as_the_model_alone_scores_it(lab: Any, length: int) -> None:
+    prompt = [(7 * position * position + 3) % 256 for position in range(length)]
+    scorer = PromptScorer(lab.target, prompt, 3, lab.codec.spell)
+    entries = scorer.finish()
+    assert scorer.done and len(entries) == length - 1
+    for place in {1, 2, CHUNK, CHUNK + 1, length - 2, length - 1} & set(range(1, length)):
+        entry, scores = entries[place - 1], torch.tensor(lab.logits(prompt[:place])).log_softmax(-1)
+        own = float(scores[prompt[place]])
+        assert entry.token_id == prompt[place] and entry.logprob == pytest.approx(own, abs=1e-3)
+        assert entry.rank == int((scores > own).sum()) + 1
+        assert [one.token_id for one in entry.top] == scores.topk(3).indices.tolist()
+        assert [one.rank for one in entry.top] == [1, 2, 3]

@@ -1,0 +1,115 @@
+"""Rows of earlier calls: the longest prefix of one tenant, within bytes, the oldest out first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixStore
+from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.types import SamplingParams
+
+
+def rows_of(tokens: list[int]) -> SequenceCache:
+    cache = SequenceCache(len(tokens))
+    values = torch.tensor(tokens, dtype=torch.float32).view(1, 1, -1, 1)
+    cache.update(values, values, 0)
+    cache.commit(len(tokens), ())
+    return cache
+
+
+def content(cache: SequenceCache) -> list[int]:
+    keys, _ = cache.update(torch.empty(1, 1, 0, 1), torch.empty(1, 1, 0, 1), 0)
+    return [int(v) for v in keys.flatten().tolist()]
+
+
+BYTES = 8  # of one row: a key and a value in float32
+TEXT = st.lists(st.integers(0, 1), min_size=6, max_size=24)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from("ab"), TEXT), max_size=8), TEXT)
+def test_finds_the_longest_prefix_of_the_tenant(kept: list[tuple[str, list[int]]], wanted: list[int]) -> None:
+    store = PrefixStore(1 << 20)
+    for tenant, tokens in kept:
+        store.keep(tenant, tokens, rows_of(tokens))
+    best = max(
+        (shared(tokens, wanted) for tenant, tokens in kept if tenant == "a" and len(tokens) >= SHORTEST), default=0
+    )
+    found = store.find("a", wanted, 100)
+    if best < SHORTEST:
+        assert found is None
+    else:
+        assert content(found) == wanted[:best] and found.capacity == 100
+
+
+def shared(left: list[int], right: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+@given(st.lists(TEXT, max_size=12), st.integers(0, 600))
+def test_stays_within_its_bytes(texts: list[list[int]], limit: int) -> None:
+    store = PrefixStore(limit)
+    for tokens in texts:
+        store.keep("t", tokens, rows_of(tokens))
+        assert store.nbytes <= limit
+    store.clear()
+    assert (store.nbytes, len(store)) == (0, 0)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    store = PrefixStore(2 * 10 * BYTES)
+    one, two, three = ([value] * 10 for value in (1, 2, 3))
+    store.keep("t", one, rows_of(one))
+    store.keep("t", two, rows_of(two))
+    assert store.find("t", one, 10)
+    store.keep("t", three, rows_of(three))
+    assert store.find("t", one, 10) and store.find("t", three, 10)
+    assert store.find("t", two, 10) is None
+
+
+def test_an_extension_replaces_what_it_extends_and_a_prefix_adds_nothing() -> None:
+    store = PrefixStore(1 << 20)
+    short, long = list(range(10)), list(range(20))
+    store.keep("t", short, rows_of(short))
+    store.keep("t", long, rows_of(long))
+    assert len(store) == 1
+    store.keep("t", short, rows_of(short))
+    store.keep("u", short, rows_of(short))
+    assert len(store) == 2
+
+
+def test_what_is_handed_out_can_be_written_to() -> None:
+    store = PrefixStore(1 << 20)
+    tokens = list(range(10))
+    store.keep("t", tokens, rows_of(tokens))
+    first = store.find("t", tokens, 20)
+    first.update(torch.full((1, 1, 2, 1), 99.0), torch.full((1, 1, 2, 1), 99.0), 0)
+    first.truncate(3)
+    assert content(store.find("t", tokens, 20)) == tokens
+
+
+@pytest.mark.parametrize("edit", ["extended", "branched", "shortened", "same"])
+def test_answers_are_the_same_with_reused_rows(family: Any, edit: str) -> None:
+    """A second call over a grown, edited, cut or equal history, with the first call's rows and without."""
+    sampling = SamplingParams(temperature=0.8, seed=21)
+    first = list(range(20, 50))
+    call = family.run(first, sampling, lambda text, budget: None)
+    history = call.generation.tokens
+    prompt = {
+        "extended": [*history, 1, 2, 3],
+        "branched": [*history[:35], 9, 9, 9],
+        "shortened": history[:25],
+        "same": first,
+    }[edit]
+    store = PrefixStore(1 << 20)
+    store.keep("t", history[: call.generation.rows.length], call.generation.rows)
+    rows = store.find("t", prompt[:-1], len(prompt))
+    assert rows.length == min(shared(history, prompt), len(prompt) - 1, len(history) - 1)
+    again = family.run(prompt, sampling, lambda text, budget: None, rows=rows)
+    assert again.usage.cached_tokens >= 24
+    family.require_same(prompt, sampling, again.tokens, family.oracle(prompt, sampling))

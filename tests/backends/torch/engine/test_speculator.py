@@ -1,0 +1,135 @@
+"""Drafts made safe: only ids the model has, within the budget, whole paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.drafters import Drafter, make_draft
+from agentspec.backends.torch.engine.speculator import NOTHING, Bill, Proposal, Proposer, subtree, trunk_first, usable
+from agentspec.backends.torch.engine.stats import Counters
+from agentspec.speculation.governor import Governor, best_nodes
+from agentspec.types import Draft
+
+
+@given(st.lists(st.tuples(st.integers(-3, 12), st.floats(0, 1)), max_size=20), st.integers(0, 20), st.data())
+def test_what_is_left_is_legal_closed_and_within_budget(
+    nodes: list[tuple[int, float]], budget: int, data: st.DataObject
+) -> None:
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(nodes))]
+    tokens = [token for token, _ in nodes]
+    draft = make_draft(tokens, parents, [p for _, p in nodes], [0] * len(nodes), [1] * len(nodes))
+    kept = usable(draft, 10, budget)
+    assert len(kept.tokens) <= budget
+    assert all(0 <= token < 10 for token in kept.tokens)
+    assert all(-1 <= parent < node for node, parent in enumerate(kept.parents))
+    legal = legal_paths(tokens, parents)
+    assert legal_paths(kept.tokens, kept.parents) <= legal
+    if budget >= len(nodes):
+        assert len(kept.tokens) == sum(node_is_legal(tokens, parents, node) for node in range(len(tokens)))
+
+
+def node_is_legal(tokens: Sequence[int], parents: Sequence[int], node: int) -> bool:
+    return node < 0 or (0 <= tokens[node] < 10 and node_is_legal(tokens, parents, parents[node]))
+
+
+def legal_paths(tokens: Sequence[int], parents: Sequence[int]) -> set[tuple[int, ...]]:
+    def path(node: int) -> tuple[int, ...]:
+        return () if node < 0 else (*path(parents[node]), tokens[node])
+
+    return {path(node) for node in range(len(tokens)) if node_is_legal(tokens, parents, node)}
+
+
+class Scripted(Drafter):
+    def __init__(self, draft: Draft | None) -> None:
+        self.draft, self.calls = draft, 0
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        self.calls += 1
+        return self.draft
+
+
+def proposer(draft: Draft | None, **costs: Any) -> tuple[Proposer, Scripted, Counters]:
+    drafter, counters, governor = Scripted(draft), Counters(), Governor()
+    governor.cost.calibrate([(1, 0, 1.0), (48, 0, 1.2)])
+    return Proposer(drafter, governor, counters, 100), drafter, counters
+
+
+def chain(tokens: list[int], chance: float, source: int = 0) -> Draft:
+    count = len(tokens)
+    return make_draft(tokens, range(-1, count - 1), [chance] * count, [1] * count, [source] * count)
+
+
+BILL = Bill(plain=1.0, drafts=0.05, token=1.0)
+
+
+def test_what_is_proposed_carries_what_it_is_worth() -> None:
+    subject, _, _ = proposer(chain([1, 2, 3], 0.9))
+    draft = subject.propose([5, 6], 10)
+    assert draft.tokens == [1, 2, 3] and draft.asked and draft.seconds > 0
+    assert draft.worth == [pytest.approx(0.9)] * 3
+    assert list(proposer(None)[0].propose([5, 6], 10).tokens) == []
+
+
+def test_nobody_is_asked_without_a_budget_or_a_drafter() -> None:
+    subject, drafter, counters = proposer(chain([1], 0.9))
+    assert subject.propose([5], 0) is NOTHING and drafter.calls == 0
+    none = Proposer(None, Governor(), counters, 100)
+    assert none.propose([5], 9) is NOTHING and none.speculation is None
+
+
+def test_totals_are_counted_by_source() -> None:
+    subject, _, counters = proposer(chain([1, 2, 3], 0.9, source=2))
+    for _ in range(2):
+        subject.learn(subject.propose([5, 6], 10), [0, 1], BILL)
+    assert (counters.drafted, counters.accepted, counters.steps) == ({2: 6}, {2: 4}, 2)
+    assert counters.draft_sizes == {3: 2}
+    total = subject.speculation
+    assert (total.drafted, total.accepted, total.steps) == (6, 4, 2)
+    assert 3 < total.estimated_seconds_saved < 4
+
+
+def test_asking_that_takes_long_and_never_pays_is_done_ever_less_often_and_again_when_it_might() -> None:
+    subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
+    slow = Bill(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
+    for _ in range(60):
+        subject.learn(subject.propose([5, 6], 10), [], slow)
+    assert drafter.calls < 20
+    before = drafter.calls
+    for _ in range(60):
+        subject.learn(draft := subject.propose([5, 6], 10), [0, 1, 2] if draft.tokens else [], BILL)
+    assert drafter.calls > before + 30
+
+
+def test_verifying_in_vain_lowers_what_drafts_are_worth_and_stops_no_asking() -> None:
+    subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
+    first = subject.propose([5, 6], 10)
+    for _ in range(20):
+        subject.learn(draft := subject.propose([5, 6], 10), [], BILL)
+    assert drafter.calls == 21
+    assert sum(draft.worth) < 0.3 * sum(first.worth)
+
+
+@given(st.data())
+def test_the_likeliest_path_comes_first(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 12))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(count)]
+    worth: list[float] = []
+    for parent in parents:
+        worth.append((worth[parent] if parent >= 0 else 1.0) * data.draw(st.sampled_from([0.9, 0.5, 0.1])))
+    whole = Proposal(range(count), parents, worth, [0] * count, worth)
+    kept = best_nodes(worth, data.draw(st.integers(0, count)))
+    order = trunk_first(whole, kept)
+    assert sorted(order) == sorted(kept)
+    path, node = list[int](), -1
+    while children := [child for child in kept if parents[child] == node]:
+        node = max(children, key=lambda child: (worth[child], -child))
+        path.append(node)
+    assert order[: len(path)] == path
+    part = subtree(whole, order)
+    assert all(parent < node for node, parent in enumerate(part.parents))
+    assert [part.tokens[parent] if parent >= 0 else -1 for parent in part.parents] == [parents[n] for n in order]

@@ -1,0 +1,154 @@
+"""A step as a whole: what is drawn ahead of the commits, in how many transfers, and whose fault a failure is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentspec.backends.torch.engine import step
+from agentspec.backends.torch.engine.sequence import Generation
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.sampling.constraints import Rules
+from agentspec.backends.torch.sampling.grammar import Grammars
+from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.types import SamplingParams
+
+PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100, 257, 40, 41, 258]
+SAMPLED = SamplingParams(temperature=0.9, seed=4)
+NUCLEUS = replace(SAMPLED, top_p=0.9)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0),
+    "sampled": SAMPLED,
+    "nucleus": NUCLEUS,
+    "top k, min p": replace(SAMPLED, top_k=9, top_p=0.8, min_p=0.02),
+    "penalised": replace(NUCLEUS, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3),
+    "greedy, penalised": SamplingParams(temperature=0, frequency_penalty=0.5, logit_bias={70: 2.0}),
+    "stop strings": replace(SAMPLED, stop=("e", "\n", "a")),
+    "shortest length": replace(NUCLEUS, min_tokens=7, logit_bias={256: 6.0}),
+    "shortest length, no truncation": replace(SAMPLED, min_tokens=7, logit_bias={256: 6.0}),
+    "log-probabilities": replace(SAMPLED, logprobs=True, top_logprobs=4),
+    "greedy, log-probabilities": SamplingParams(temperature=0, logprobs=True),
+    "form": replace(SAMPLED, max_tokens=30),
+    "form, nucleus": replace(NUCLEUS, seed=9),
+    "greedy form": SamplingParams(temperature=0),
+}
+
+
+@pytest.fixture(scope="module")
+def form(byte_tokens: Any) -> Rules:
+    source = 'start: "{" /[a-p]{3,9}/ ":" /[0-9]{2,5}/ "}"'
+    return Rules(Grammars(byte_tokens, 259, [256]).compile(source, param="p"), bad_words=((97, 97),))
+
+
+def asks_of(lab: Any, ask_of: Any, tree_of: Any, form: Rules) -> list[Any]:
+    """Each kind of request as two choices, with drafts that are right now and then; some read their prompts longer."""
+    asks = []
+    for number, (name, sampling) in enumerate(SAMPLINGS.items()):
+        for choice in range(2):
+            prompt = PROMPT[: 4 + number] * (1 + number % 3)
+            rules = replace(form if "form" in name else Rules(), choice=choice)
+            plain = lab.run(prompt, sampling, rules=rules, max_tokens=18)
+            script = winding([*prompt, *plain.tokens], tree_of, number)
+            asks.append(ask_of(prompt, sampling, script, rules=rules, max_tokens=18))
+    return asks
+
+
+def winding(whole: Sequence[int], tree_of: Any, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    return lambda text, budget: tree_of.winding(whole[len(text) :], rng, int(rng.integers(0, 12)))
+
+
+@pytest.mark.parametrize("together", [1, 5, 28])
+def test_answers_are_the_same_drawn_ahead(
+    lab: Any, ask_of: Any, tree_of: Any, form: Rules, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wants = [lab.run_batch([ask])[0] for ask in asks_of(lab, ask_of, tree_of, form)]
+    asks = asks_of(lab, ask_of, tree_of, form)
+    monkeypatch.setattr(lab, "draws_ahead", True)
+    for start in range(0, len(asks), together):
+        for got, want in zip(lab.run_batch(asks[start : start + together]), wants[start:], strict=False):
+            assert (got.tokens, got.text, got.finish) == (want.tokens, want.text, want.finish)
+            assert [(one.token_id, one.rank, one.text) for one in got.logprobs] == [
+                (one.token_id, one.rank, one.text) for one in want.logprobs
+            ]
+            for one, other in zip(got.logprobs, want.logprobs, strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert [best.token_id for best in one.top] == [best.token_id for best in other.top]
+
+
+def begun(lab: Any, asks: Sequence[Any], governor: Any) -> tuple[list[Generation], step.Shared]:
+    shared = step.Shared(lab.target, lab.codec, governor=governor(), draws_ahead=True)
+    return [ask.begin(shared, None) for ask in asks], shared
+
+
+def test_a_step_waits_once_for_its_draws_and_once_for_an_answers_log_probabilities(
+    lab: Any, ask_of: Any, tree_of: Any, eager_governor: Any, waits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samplings = [sampling for name, sampling in SAMPLINGS.items() if "form" not in name and not sampling.min_tokens]
+    asks = [ask_of(PROMPT, each, winding(PROMPT * 4, tree_of, 3), max_tokens=12, stop_ids=()) for each in samplings]
+    generations, shared = begun(lab, asks, eager_governor)
+    scored, forward, seen = sum(each.logprobs for each in samplings), TargetModel.forward_batch, Counter[str]()
+
+    def computed(target: TargetModel, pieces: Any) -> Any:
+        logits = forward(target, pieces)
+        seen.clear()
+        return logits
+
+    monkeypatch.setattr(TargetModel, "forward_batch", computed)
+    with torch.inference_mode(), waits(seen):
+        for _ in range(3):
+            step.play(generations, shared)
+            assert seen == {"tolist": 1, "cpu": scored}
+            assert not any(generation.finish for generation in generations), "ended too early to be counted"
+
+
+def outcomes_of(generations: Sequence[Generation], shared: step.Shared) -> list[list[int] | Exception]:
+    """What each answer came to: its tokens or its error."""
+    told: dict[Generation, list[int] | Exception] = {generation: [] for generation in generations}
+    with torch.inference_mode():
+        while active := [each for each in generations if each.finish is None and isinstance(told[each], list)]:
+            for generation, outcome in step.play(active, shared):
+                said = told[generation]
+                assert isinstance(said, list)
+                if outcome is not None:
+                    told[generation] = outcome if isinstance(outcome, Exception) else [*said, *outcome.token_ids]
+    return list(told.values())
+
+
+def test_what_goes_wrong_in_one_answers_draw_is_its_own_error(
+    lab: Any, ask_of: Any, eager_governor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = [ask_of(PROMPT[:size], NUCLEUS, max_tokens=8) for size in (5, 7, 9)]
+    wants = [lab.run_batch([ask])[0].tokens for ask in asks]
+    generations, shared = begun(lab, asks, eager_governor)
+    begin = Sampler.begin
+
+    def failing(sampler: Sampler, *args: Any) -> None:
+        if sampler is generations[1].sampler and generations[1].unread == 1 and len(generations[1].tokens) > 9:
+            raise RuntimeError("no room to sort")
+        begin(sampler, *args)
+
+    monkeypatch.setattr(Sampler, "begin", failing)
+    first, second, third = outcomes_of(generations, shared)
+    assert [first, third] == [wants[0], wants[2]]
+    assert isinstance(second, RuntimeError)
+
+
+def test_if_the_draws_cannot_be_fetched_together_each_answer_fetches_its_own(
+    lab: Any, ask_of: Any, eager_governor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = [ask_of(PROMPT[:size], NUCLEUS, max_tokens=8) for size in (5, 7, 9)]
+    wants = [lab.run_batch([ask])[0].tokens for ask in asks]
+    generations, shared = begun(lab, asks, eager_governor)
+
+    def failing(samplers: Sequence[Sampler]) -> None:
+        raise RuntimeError("no room for them side by side")
+
+    monkeypatch.setattr(step, "fetch", failing)
+    assert outcomes_of(generations, shared) == wants

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from typing import Any
+
+from agentspec.backends.torch.model.calibrate import FAR, PASSES, SEQUENCES, SIZES, measure_batches, measure_costs
+from agentspec.backends.torch.model.target import TargetModel
+
+
+def test_every_size_is_timed_and_a_long_context_too(lab: Any) -> None:
+    samples = measure_costs(lab.target, 60.0)
+    assert {tokens for tokens, context, _ in samples if context == 0} == set(SIZES)
+    far = min(FAR, lab.target.context_length - max(SIZES))
+    assert {tokens for tokens, context, _ in samples if context == far} == {1, 16}
+    assert all(seconds > 0 for _, _, seconds in samples)
+
+
+def test_time_is_limited_but_something_is_always_measured(lab: Any) -> None:
+    assert 1 <= len(measure_costs(lab.target, 0.0)) <= 2
+
+
+def test_a_model_that_cannot_be_rewound_is_not_timed(lab: Any) -> None:
+    assert measure_costs(TargetModel(lab.target.module, rewindable=False)) == []
+
+
+def test_several_sequences_in_one_forward_are_timed(lab: Any) -> None:
+    samples = measure_batches(lab.target)
+    assert sorted(count for count, _ in samples) == sorted([*SEQUENCES] * PASSES)
+    assert all(seconds > 0 for _, seconds in samples)
+    assert measure_batches(TargetModel(lab.target.module, rewindable=False)) == []

@@ -1,0 +1,313 @@
+"""Recorded forwards compute what launched ones do. Here a tape stands in for CUDA graphs, with their limits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.loader import load, prepare
+from agentspec.backends.torch.model import cuda_graphs
+from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.cuda_graphs import Graphs, NotRecordable, record_graphs
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.cache import SuffixCache
+from agentspec.types import GenerateRequest, SamplingParams
+
+SIZES = (1, 2, 5, 12, 30)
+TOLERANCE = 2e-4
+GROUPED = ("gemma3", "gpt2", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3")
+READS = ("aten.item", "aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
+
+
+class Tape(TorchDispatchMode):
+    """The operations between `begin` and `end`; `replay` does them again and leaves each result where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def begin(self) -> None:
+        self.__enter__()
+
+    def end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def replay(self) -> None:
+        for operation, args, kwargs, outputs in self._operations:
+            again = operation(*args, **kwargs)
+            for old, new in zip(tree_leaves(outputs), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(READS):
+            raise RuntimeError(f"{func} waits for a value, which cannot be recorded")
+        outputs = func(*args, **(kwargs or {}))
+        self._operations.append((func, args, kwargs or {}, outputs))
+        return outputs
+
+
+class TapeRecorder:
+    """Makes tapes; `tapes` are all there are."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+
+    def segment(self) -> Tape:
+        self.tapes.append(Tape())
+        return self.tapes[-1]
+
+    def require_free(self, work: Callable[[], object]) -> None:
+        work()
+
+
+@pytest.fixture(scope="module", params=GROUPED)
+def recorded(request: pytest.FixtureRequest, lab_of: Any) -> tuple[TargetModel, TargetModel]:
+    """A family's model as it is launched, and a twin that replays what was recorded."""
+    target = lab_of(request.param).target
+    twin = TargetModel(target.module, rewindable=True)
+    assert record_graphs(twin, TapeRecorder(), SIZES)
+    return target, twin
+
+
+def rows_of(target: TargetModel, tokens: Sequence[int]) -> Any:
+    rows = target.new_rows(1)
+    if tokens:
+        target.prefill(rows, tokens)
+    return rows
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_replayed_logits_are_launched_ones(recorded: tuple[TargetModel, TargetModel], data: st.DataObject) -> None:
+    token = st.integers(0, 258)
+    parts = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        before = data.draw(st.lists(token, max_size=12))
+        chain = data.draw(st.lists(token, min_size=1, max_size=5))
+        tokens = data.draw(st.lists(token, max_size=5))
+        parts.append((before, chain, tokens, [data.draw(st.integers(-1, node - 1)) for node in range(len(tokens))]))
+    wanted = [data.draw(st.booleans()) for _ in parts]
+    outputs = []
+    for target in recorded:
+        rows = [rows_of(target, before) for before, *_ in parts]
+        pieces = [Piece(r, c, t, p, wanted=w) for r, (_, c, t, p), w in zip(rows, parts, wanted, strict=True)]
+        outputs.append(target.forward_batch(pieces))
+    for launched, replayed in zip(*outputs, strict=True):
+        assert launched.shape == replayed.shape and replayed.dtype == torch.float32
+        assert launched.numel() == 0 or (launched - replayed).abs().max() < TOLERANCE
+
+
+def test_rows_after_a_replay_are_those_of_a_launch(recorded: tuple[TargetModel, TargetModel]) -> None:
+    _, target = recorded
+    assert target.graphs is not None
+    before, rows = target.graphs.replays, target.new_rows(1)
+    target.forward(rows, [1, 2, 3], [9, 4, 5, 8, 6], [-1, -1, 1, 0, 2])
+    rows.commit(3, [1, 2, 4])
+    first = target.forward(rows, [7])
+    assert target.graphs.replays == before + 2
+    again = rows_of(recorded[0], [1, 2, 3, 4, 5, 6])
+    assert (first - recorded[0].forward(again, [7])).abs().max() < TOLERANCE
+    later = first.clone()
+    target.forward(rows, [8])
+    assert torch.equal(first, later)  # what was returned does not change with the next replay
+
+
+def test_what_is_larger_than_any_recording_is_launched(recorded: tuple[TargetModel, TargetModel]) -> None:
+    launched, target = recorded
+    assert target.graphs is not None
+    before = target.graphs.replays
+    logits = target.forward(target.new_rows(1), range(31))
+    assert target.graphs.replays == before
+    assert (logits - launched.forward(launched.new_rows(1), range(31))).abs().max() < TOLERANCE
+
+
+def battery(lab: Any, ask_of: Any, tree_of: Any) -> None:
+    """Whole answers over recorded forwards, alone and together; raises when one of them is wrong."""
+    samplings = (SamplingParams(temperature=0), SamplingParams(temperature=1.2, top_p=0.9, seed=3))
+    asks, wants = [], []
+    for index, sampling in enumerate((*samplings, *samplings)):
+        prompt = [5, 3, 8, 9, *range(7 * index)]
+        want = lab.oracle(prompt, sampling, max_tokens=8 + index, stop_ids=())
+
+        def script(text: list[int], budget: int, whole: Sequence[int] = (*prompt, *want)) -> Any:
+            rest = whole[len(text) : len(text) + 4]
+            return tree_of([(token + 1) % 256 for token in rest[:1]] + [*rest], [-1, -1, 1, 2, 3][: len(rest) + 1])
+
+        asks.append(ask_of(prompt, sampling, script if index % 2 else None, max_tokens=8 + index, stop_ids=()))
+        wants.append(want)
+    for chosen in ([0, 1, 2, 3], [1], [3]):
+        outcomes = lab.run_batch([asks[number] for number in chosen])
+        for number, outcome in zip(chosen, outcomes, strict=True):
+            lab.require_same(asks[number].prompt, asks[number].sampling, outcome.tokens, wants[number])
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def lab(request: pytest.FixtureRequest, lab_class: Any, tiny_model: Any) -> Any:
+    return lab_class(tiny_model(request.param))
+
+
+def test_answers_are_those_of_the_oracle(lab: Any, ask_of: Any, tree_of: Any) -> None:
+    assert record_graphs(lab.target, TapeRecorder(), SIZES)
+    battery(lab, ask_of, tree_of)
+    assert lab.target.graphs.replays > 20
+
+
+# line to change, changed line, where the changed thing goes
+MUTATIONS: dict[str, tuple[str, str, tuple[Any, str]]] = {
+    "positions as they were recorded": (
+        "padded[:, :tokens] = ids, cache.positions",
+        "padded[0, :tokens] = ids",
+        (cuda_graphs.Recording, "replay"),
+    ),
+    "tokens as they were recorded": (
+        "padded[:, :tokens] = ids, cache.positions",
+        "padded[1, :tokens] = cache.positions",
+        (cuda_graphs.Recording, "replay"),
+    ),
+    "attention of the recording": ("self.result[:, :tokens] =", "_ =", (cuda_graphs.Gap, "fill")),
+    "the padding attends": ("gap.fill(cache, tokens)", "gap.fill(cache, self.size)", (cuda_graphs.Recording, "replay")),
+    "the last segment left out": ("self._segments[-1].replay()", "pass", (cuda_graphs.Recording, "replay")),
+    "a size too small": ("bisect_left(self.sizes, len(ids))", "0", (cuda_graphs.Graphs, "replay")),
+    "one layer's rows for all": (
+        "self.value[:, :, :tokens], self.layer)",
+        "self.value[:, :, :tokens], 0)",
+        (cuda_graphs.Gap, "fill"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_guard_is_caught(lab: Any, ask_of: Any, tree_of: Any, name: str, mutate: Any) -> None:
+    assert record_graphs(lab.target, TapeRecorder(), SIZES)
+    old, new, (owner, attribute) = MUTATIONS[name]
+    mutate(cuda_graphs, old, new, owner, attribute)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
+        battery(lab, ask_of, tree_of)
+
+
+class Odd(torch.nn.Module):
+    """The head of a model, with something odd in front of it."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.weight, self._head = head.weight, [head]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._head[0](x)
+        return out
+
+
+class Reads(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.0 * float(x.sum())
+
+
+class Knows(Odd):
+    """Its result depends on what Python knew when it was recorded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + float(recording())
+
+
+def recording() -> bool:
+    return isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Tape)
+
+
+@pytest.mark.parametrize(("head", "said"), [(Reads, "cannot be recorded"), (Knows, "is off by")])
+def test_a_model_that_cannot_be_recorded_is_launched(
+    tiny_model: Any, byte_tokens: Any, head: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = prepare(tiny_model("llama"), byte_tokens, name="odd", fingerprint="odd").target
+    target.module.set_output_embeddings(head(target.module.get_output_embeddings()))
+    with caplog.at_level(logging.WARNING):
+        assert not record_graphs(target, TapeRecorder(), SIZES)
+    assert target.graphs is None and said in caplog.text
+    assert target.forward(target.new_rows(1), [1, 2]).isfinite().all()
+    assert not recording()
+
+
+class Refuses(TapeRecorder):
+    def require_free(self, work: Callable[[], object]) -> None:
+        raise NotRecordable("the host waits 3 times for the device in the middle")
+
+
+class Breaks(TapeRecorder):
+    """Cannot begin its third segment, as where memory is short."""
+
+    def segment(self) -> Tape:
+        tape = super().segment()
+        if len(self.tapes) == 3:
+            tape.begin = lambda: (_ for _ in ()).throw(MemoryError("no room"))  # type: ignore[method-assign]
+        return tape
+
+
+@pytest.mark.parametrize(("recorder", "said"), [(Refuses(), "waits 3 times"), (Breaks(), "MemoryError")])
+def test_a_recording_that_breaks_off_leaves_nothing_behind(
+    tiny_model: Any, byte_tokens: Any, recorder: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = prepare(tiny_model("llama"), byte_tokens, name="tiny", fingerprint="f").target
+    with caplog.at_level(logging.WARNING):
+        assert not record_graphs(target, recorder, SIZES)
+    assert target.graphs is None and said in caplog.text and not recording()
+    assert len(recorder.tapes) == (0 if isinstance(recorder, Refuses) else 3)
+
+
+def test_nothing_is_recorded_without_a_cuda_device(tiny_model: Any, byte_tokens: Any) -> None:
+    target = prepare(tiny_model("llama"), byte_tokens, name="tiny", fingerprint="f").target
+    assert not record_graphs(target) and target.graphs is None
+    alone = prepare(tiny_model("gemma2"), byte_tokens, name="tiny", fingerprint="f").target
+    assert not record_graphs(alone, TapeRecorder(), SIZES)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_setting_decides(saved_model: Any, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
+    asked: list[TargetModel] = []
+    monkeypatch.setattr("agentspec.backends.torch.loader.record_graphs", asked.append)
+    loaded = load(TorchSettings(model=str(saved_model), cuda_graphs=wanted))
+    assert asked == [loaded.target] * wanted
+
+
+@pytest.mark.anyio
+async def test_a_backend_replays_and_says_so(tiny_model: Any, byte_tokens: Any) -> None:
+    answers = []
+    for recorder in (None, TapeRecorder()):
+        loaded = prepare(tiny_model("qwen3"), byte_tokens, name="tiny", fingerprint="f")
+        record_graphs(loaded.target, recorder, SIZES)
+        with SuffixCache.open() as cache:
+            backend = TorchBackend(loaded, TorchSettings(), cache=cache)
+            request = GenerateRequest(
+                "tiny", token_ids=[1, 2, 3] * 5, sampling=SamplingParams(temperature=0.7, seed=1, max_tokens=30)
+            )
+            answers.append([t for _ in range(2) async for delta in backend.generate(request) for t in delta.token_ids])
+            stats = backend.stats()
+            await backend.aclose()
+        assert (stats.graph_sizes, stats.graph_replays > 0) == ((SIZES, True) if recorder else ((), False))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: recording real CUDA graphs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_graphs_compute_the_same(tiny_model: Any, byte_tokens: Any, dtype: torch.dtype) -> None:
+    module = tiny_model("llama").to("cuda", dtype)
+    target = prepare(module, byte_tokens, name="tiny", fingerprint="f").target
+    assert record_graphs(target) and isinstance(target.graphs, Graphs)
+    for size in (1, 3, 40, 128):
+        assert target.forward(target.new_rows(1), [1] * size).isfinite().all()
+    assert target.graphs.replays >= 4

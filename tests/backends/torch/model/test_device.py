@@ -1,0 +1,68 @@
+"""Devices and number formats: what `auto` means, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from agentspec.backends.torch.model.device import choose_device, choose_dtype, to_device, waits_are_dear
+from agentspec.errors import ConfigurationError
+
+CPU = torch.device("cpu")
+
+
+def test_auto_means_float32_on_a_cpu() -> None:
+    assert choose_dtype("auto", choose_device("cpu")) == torch.float32
+    assert choose_dtype("bfloat16", CPU) == torch.bfloat16
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(("native", "want"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_auto_takes_what_a_device_computes_natively(
+    monkeypatch: pytest.MonkeyPatch, native: bool, want: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    assert choose_dtype("auto", torch.device("cuda")) == want
+    assert choose_dtype("auto", torch.device("mps")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["no-such", "cuda:99", "meta"])
+def test_devices_that_cannot_be_used_are_configuration_errors(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name) as caught:
+        choose_device(name)
+    assert caught.value.param == "device"
+
+
+@pytest.mark.parametrize(("name", "advice"), [("int8", "must be auto or one of"), ("float16", "bfloat16 to halve")])
+def test_formats_that_cannot_be_used_are_configuration_errors(name: str, advice: str) -> None:
+    with pytest.raises(ConfigurationError, match=advice) as caught:
+        choose_dtype(name, CPU)
+    assert caught.value.param == "dtype"
+
+
+def test_waiting_is_cheap_where_the_host_computes_itself() -> None:
+    assert not waits_are_dear(CPU)
+    assert waits_are_dear(torch.device("cuda")) and waits_are_dear(torch.device("mps"))
+
+
+def test_host_values_reach_the_cpu_as_they_are() -> None:
+    tensor = torch.arange(3)
+    assert to_device(tensor, CPU) is tensor
+    assert to_device(np.array([True, False]), CPU).tolist() == [True, False]
+
+
+def test_copies_to_a_cuda_device_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of pinned memory, which is what lets the copy run beside the host."""
+    calls = list[object]()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (calls.append("pinned"), tensor)[1])
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **options: (calls.append(options), tensor)[1])
+    to_device(torch.arange(3), torch.device("cuda"))
+    assert calls == ["pinned", {"non_blocking": True}]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_values_reach_a_cuda_device() -> None:
+    values = torch.arange(1000)
+    assert to_device(values, torch.device("cuda")).tolist() == values.tolist()

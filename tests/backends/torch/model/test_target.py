@@ -1,0 +1,71 @@
+"""One forward over rows, chain and tree equals a forward per path, for every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from agentspec.backends.torch.model.target import layer_windows
+
+TOLERANCE = 2e-4
+
+
+def path(tokens: list[int], parents: list[int], node: int) -> list[int]:
+    return [] if node < 0 else [*path(tokens, parents, parents[node]), tokens[node]]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_tree_logits_are_path_logits(family: Any, data: st.DataObject) -> None:
+    token = st.integers(0, 258)
+    before = data.draw(st.lists(token, max_size=12))
+    chain = data.draw(st.lists(token, min_size=1, max_size=9))
+    tokens = data.draw(st.lists(token, max_size=9))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
+    rows = family.target.new_rows(1)
+    if before:
+        family.target.prefill(rows, before)
+    logits = family.target.forward(rows, chain, tokens, parents)
+    assert logits.shape == (1 + len(tokens), 259) and logits.dtype == torch.float32
+    for node in range(-1, len(tokens)):
+        want = family.logits([*before, *chain, *path(tokens, parents, node)])
+        assert np.abs(logits[node + 1].numpy() - want).max() < TOLERANCE
+
+
+def test_rows_after_a_commit_are_as_if_computed_in_a_row(family: Any) -> None:
+    rows = family.target.new_rows(1)
+    family.target.forward(rows, [1, 2, 3], [9, 4, 5, 8, 6], [-1, -1, 1, 0, 2])
+    rows.commit(3, [1, 2, 4])
+    logits = family.target.forward(rows, [7])
+    assert np.abs(logits[0].numpy() - family.logits([1, 2, 3, 4, 5, 6, 7])).max() < TOLERANCE
+
+
+def test_prefill_in_chunks_is_prefill_at_once(family: Any) -> None:
+    ids = list(range(40))
+    for size in (1, 3, 7, 40):
+        rows = family.target.new_rows(1)
+        for start in range(0, 39, size):
+            family.target.prefill(rows, ids[start : min(start + size, 39)])
+        assert rows.length == 39
+        assert np.abs(family.target.forward(rows, ids[39:])[0].numpy() - family.logits(ids)).max() < TOLERANCE
+
+
+def test_layer_windows_by_kind() -> None:
+    assert layer_windows(LlamaConfig()) == {"full_attention": None}
+    config = LlamaConfig(sliding_window=5)
+    assert layer_windows(config) == {"sliding_attention": 5}
+    config.layer_types = ["full_attention", "sliding_attention"]
+    assert layer_windows(config) == {"full_attention": None, "sliding_attention": 5}
+    config.layer_types = ["full_attention", "linear_attention"]
+    assert layer_windows(config) is None
+
+
+def test_every_family_runs_on_the_fastest_kernel_that_computes_it(family: Any) -> None:
+    own = family.target.module.config.model_type in ("gemma2", "gpt_oss")  # soft caps, sinks
+    assert family.target.attention == ("eager" if own else "agentspec_grouped")
+    assert family.target.rewindable

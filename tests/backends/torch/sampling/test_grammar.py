@@ -1,0 +1,110 @@
+"""A grammar's state: masks, rolling along a tree, what is forced, and what a wrong grammar is answered."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.sampling.grammar import Constraint, Grammars, lark_string
+from agentspec.errors import InvalidRequestError
+
+END = 256
+
+
+@pytest.fixture(scope="module")
+def grammars(byte_tokens: Any) -> Grammars:
+    return Grammars(byte_tokens, 259, [END])
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_the_mask_is_what_a_regular_expression_says(grammars: Grammars, byte_tokens: Any) -> None:
+    constraint, said = grammars.compile("start: /[ab]{1,2}c?/", param="p").start(), ""
+    for character in "abc":
+        mask = constraint.mask()
+        for other in "abcd":
+            token = ids(byte_tokens, other)[0]
+            longer = [said + other + rest for rest in ("", "a", "b", "c", "ac", "bc")]
+            assert bool(mask[token]) == constraint.allows(token) == any(re.fullmatch("[ab]{1,2}c?", t) for t in longer)
+        assert bool(mask[END]) == constraint.allows(END) == (re.fullmatch("[ab]{1,2}c?", said) is not None)
+        constraint.advance(ids(byte_tokens, character)[0])
+        said += character
+    assert np.flatnonzero(constraint.mask().numpy()).tolist() == [END] == constraint.forced()
+
+
+def brute_force(grammar: Any, tokens: list[int], parents: list[int]) -> list[int]:
+    """The nodes whose whole path a fresh state follows."""
+    admitted = []
+    for node in range(len(tokens)):
+        path, at = [], node
+        while at >= 0:
+            path, at = [tokens[at], *path], parents[at]
+        state: Constraint = grammar.start()
+        fits = True
+        for token in path:
+            fits = fits and 0 <= token < 259 and state.allows(token)
+            if fits:
+                state.advance(token)
+        ended = END in path[:-1]
+        if fits and not ended:
+            admitted.append(node)
+    return admitted
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_tree_is_cut_to_what_each_path_alone_is_allowed(grammars: Grammars, byte_tokens: Any, data: Any) -> None:
+    grammar = grammars.compile('start: /a*/ ("b" /[ab]/)* "c"?', param="p")
+    alphabet = [*ids(byte_tokens, "abcd"), END, -1, 10**6]
+    tokens = data.draw(st.lists(st.sampled_from(alphabet), max_size=14))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
+    state = grammar.start()
+    assert state.admitted(tokens, parents) == brute_force(grammar, tokens, parents)
+    assert state.admitted(tokens, parents) == brute_force(grammar, tokens, parents)  # the state did not move
+
+
+@pytest.mark.parametrize(
+    "source", ["start: /[a-z/", "start: nothing", '{"grammars": [{"json_schema": {"type": "x"}}]}']
+)
+def test_a_wrong_grammar_is_the_callers_mistake(grammars: Grammars, source: str) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError) as caught:
+            grammars.compile(source, param="structured_outputs")
+        assert caught.value.param == "structured_outputs"
+
+
+def test_the_same_grammar_is_compiled_once(grammars: Grammars) -> None:
+    assert grammars.compile('start: "a"', param="p") is grammars.compile('start: "a"', param="p")
+
+
+def test_a_model_without_an_end_or_a_fast_tokenizer_cannot_be_constrained(byte_tokens: Any) -> None:
+    for tokenizer, ends in ((byte_tokens, []), (object(), [END])):
+        with pytest.raises(InvalidRequestError, match="cannot be constrained"):
+            Grammars(tokenizer, 259, ends).compile('start: "a"', param="p")
+
+
+def test_literals_and_special_tokens_are_written_as_a_grammar_wants_them(grammars: Grammars, byte_tokens: Any) -> None:
+    for text in ('"', "\\", 'a"b\\n', "line\nline\r", "é😀", "<|end|>x"):
+        state = grammars.compile(f"start: {lark_string(text)}", param="p").start()
+        for byte in text.encode():
+            token = byte_tokens.convert_tokens_to_ids(sorted_symbol(byte))
+            assert state.allows(token), text
+            state.advance(token)
+        assert state.allows(END)
+    state = grammars.compile(f"start: {grammars.symbol('<|user|>')} {grammars.symbol('<x>')}", param="p").start()
+    assert np.flatnonzero(state.mask().numpy()).tolist() == [257]
+
+
+def sorted_symbol(byte: int) -> str:
+    """The symbol that stands for a byte in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = list(itertools.filterfalse(printable.__contains__, range(256)))
+    return chr(byte) if byte in printable else chr(256 + others.index(byte))

@@ -1,0 +1,218 @@
+"""Sampling: the law of the draws, the truncations, the history, and what the noise depends on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.sampling.acceptance import walk
+from agentspec.backends.torch.sampling.constraints import Rules
+from agentspec.backends.torch.sampling.grammar import Grammars
+from agentspec.backends.torch.sampling.sampler import Sampler, fetch, gumbel_noise, lineages, position_key
+from agentspec.types import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def draw(sampler: Sampler, logits: Any) -> int:
+    sampler.begin(torch.as_tensor(logits, dtype=torch.float32)[None])
+    return sampler.choose(0)
+
+
+def sampler(vocab: int, prompt: Any = (), **params: Any) -> Sampler:
+    return Sampler(SamplingParams(**params), vocab, list(prompt), CPU)
+
+
+def frequencies(logits: Any, draws: int, **params: Any) -> np.ndarray:
+    """How often each token is drawn over consecutive positions of one answer."""
+    subject, counts = sampler(len(logits), seed=1234, **params), np.zeros(len(logits))
+    for _ in range(draws):
+        token = draw(subject, logits)
+        counts[token] += 1
+        subject.observe(token)
+    return counts
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax(temperature: float) -> None:
+    logits, draws = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0]), 20_000
+    weights = np.exp(logits / temperature)
+    expected = weights / weights.sum()
+    counts = frequencies(logits, draws, temperature=temperature)
+    assert np.abs(counts / draws - expected).sum() / 2 < 0.01
+    chi2 = ((counts - draws * expected) ** 2 / (draws * expected)).sum()
+    assert chi2 < 25.7  # 1e-4 quantile of chi square with 5 degrees of freedom
+
+
+def test_noise_is_standard_gumbel_and_independent_between_ids_positions_and_seeds() -> None:
+    ids = torch.arange(200_000)
+    noise = gumbel_noise(position_key(1, 0, 0), ids).double().numpy()
+    assert abs(noise.mean() - 0.5772156649) < 0.01
+    assert abs(noise.var() - math.pi**2 / 6) < 0.03
+    probabilities = np.exp(-np.exp(-np.sort(noise)))  # uniform if Gumbel
+    assert np.abs(probabilities - (np.arange(len(ids)) + 0.5) / len(ids)).max() < 0.005
+    for other in (position_key(1, 0, 1), position_key(2, 0, 0), position_key(1, 1, 0)):
+        assert abs(np.corrcoef(noise, gumbel_noise(other, ids).double().numpy())[0, 1]) < 0.01
+    assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.01
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 200_000), min_size=1, max_size=20, unique=True))
+def test_noise_of_a_token_does_not_depend_on_which_others_survive(key: int, ids: list[int]) -> None:
+    together = gumbel_noise(key, torch.tensor(ids))
+    alone = torch.cat([gumbel_noise(key, torch.tensor([i])) for i in ids])
+    assert torch.allclose(together, alone, rtol=1e-6)
+
+
+def test_greedy_takes_the_lowest_id_of_equals() -> None:
+    assert draw(sampler(5, temperature=0), [1.0, 3.0, 3.0, 2.0, 3.0]) == 1
+    assert draw(sampler(5, temperature=0, logit_bias={3: 1.0}), [1.0, 3.0, 3.0, 2.0, 3.0]) == 1
+    assert draw(sampler(3, temperature=1e-8, seed=0), [1.0, 3.0, 2.0]) == 1
+
+
+def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
+    logits = np.zeros(1000)
+    first, again, other = ([draw(sampler(1000, prompt=[0] * n, seed=s), logits) for n in range(20)] for s in (7, 7, 8))
+    assert first == again != other
+
+
+def test_without_a_seed_every_answer_gets_its_own() -> None:
+    assert sampler(4).seed != sampler(4).seed
+
+
+def test_penalties_count_the_answer_and_repetition_the_prompt_too() -> None:
+    subject = sampler(
+        4, prompt=[0], temperature=0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0
+    )
+    subject.observe(1)
+    subject.observe(1)
+    scores = subject._penalties(torch.tensor([[2.0, 4.0, 1.0, -1.0]]), [()])
+    assert scores[0].tolist() == pytest.approx([1.0, 2.0 - 0.5 - 0.5, 1.0, -1.0])
+    subject.observe(3)
+    assert subject._penalties(torch.tensor([[2.0, 4.0, 1.0, -1.0]]), [()])[0, 3] == pytest.approx(-2.0 - 0.75)
+
+
+def test_bias_is_added_before_everything_else() -> None:
+    counts = frequencies([0.0, 0.0, 0.0], 200, temperature=1.0, logit_bias={2: 100.0})
+    assert counts.tolist() == [0, 0, 200]
+
+
+def test_the_tokens_that_lead_to_each_row_of_a_tree() -> None:
+    assert lineages([7, 8, 9, 7], [-1, 0, -1, 2]) == [(), (7,), (7, 8), (9,), (9, 7)]
+
+
+@st.composite
+def requests(draw: st.DrawFn, vocab: int) -> dict[str, Any]:
+    """Sampling options, most of them off most of the time."""
+
+    def rarely(usual: Any, *others: Any) -> Any:
+        return draw(st.sampled_from([usual, usual, *others]))
+
+    return {
+        "temperature": draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
+        "min_p": rarely(0.0, 0.05, 0.5, 1.0),
+        "top_k": rarely(0, 1, 3, 50, 2000),
+        "top_p": rarely(1.0, 0.999, 0.9, 0.5, 0.01),
+        "presence_penalty": rarely(0.0, 0.7),
+        "frequency_penalty": rarely(0.0, 0.4, -0.5),
+        "repetition_penalty": rarely(1.0, 1.3, 0.8),
+        "logit_bias": rarely({}, {1: 2.0, vocab - 1: -1.0}),
+        "seed": draw(st.integers(0, 2**63 - 1)),
+    }  # fmt: skip
+
+
+@st.composite
+def trees(draw: st.DrawFn, vocab: int) -> tuple[list[int], list[int]]:
+    """Tokens, some of them the same along a path, and parents."""
+    size = draw(st.integers(0, 9))
+    token = st.one_of(st.integers(0, 2), st.integers(0, vocab - 1))
+    return [draw(token) for _ in range(size)], [draw(st.integers(-1, node - 1)) for node in range(size)]
+
+
+@pytest.mark.parametrize("vocab", [3, 7, 4096])
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_drawing_ahead_draws_what_is_drawn_row_by_row(vocab: int, data: st.DataObject) -> None:
+    """Whatever node a walk comes to; scores are coarse, so that many are equal."""
+    params, (tokens, parents) = data.draw(requests(vocab)), data.draw(trees(vocab))
+    prompt, said = data.draw(st.lists(st.integers(0, vocab - 1), max_size=4)), data.draw(st.integers(0, 2))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    logits = torch.tensor(rng.integers(-12, 12, (1 + len(tokens), vocab)) / 4, dtype=torch.float32)
+    ahead = Sampler(SamplingParams(**params), vocab, prompt, CPU, ahead=True)
+    for token in [vocab // 2] * said:
+        ahead.observe(token)
+    ahead.begin(logits, tokens, parents)
+    fetch([ahead])
+    for row, path in enumerate(lineages(tokens, parents)):
+        alone = Sampler(SamplingParams(**params), vocab, prompt, CPU, ahead=False)
+        for token in [*[vocab // 2] * said, *path]:
+            alone.observe(token)
+        alone.begin(logits[row][None])
+        assert ahead._drawn is not None and ahead._drawn[row] == alone.choose(0)
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 2}, {"presence_penalty": 1.5}, {"temperature": 0}])
+@pytest.mark.parametrize("seed", range(20))
+def test_drawing_ahead_under_limits_draws_what_is_drawn_under_them_row_by_row(
+    byte_tokens: Any, params: dict[str, Any], seed: int
+) -> None:
+    """A grammar, a bad word, an end that may not come yet; some of the tokens drawn freely are allowed, others not."""
+    grammar = Grammars(byte_tokens, 259, [256]).compile("start: /[a-m]{4,9}/", param="p")
+    letters = [byte_tokens.encode(letter)[0] for letter in "abcd"]
+    sampling = SamplingParams(**{"temperature": 1.0, "seed": seed, **params}, min_tokens=5)
+    logits = torch.randn(9, 259, generator=torch.Generator().manual_seed(seed))
+    logits[:, letters] += 4
+    drafts = [letters[row % 4] for row in range(8)]
+
+    def answer(ahead: bool) -> list[int]:
+        limits = Rules(grammar, ((letters[0], letters[1]),)).limits(sampling.min_tokens, [256], 259)
+        subject, said = Sampler(sampling, 259, [1], CPU, limits=limits, ahead=ahead), list[int]()
+
+        def emit(token: int, row: int) -> bool:
+            subject.observe(token)
+            said.append(token)
+            return token == 256
+
+        while len(said) < 12 and said[-1:] != [256]:
+            subject.begin(logits, drafts, range(-1, 7))
+            walk(drafts, range(-1, 7), subject.choose, emit)
+        return said
+
+    assert answer(ahead=True) == answer(ahead=False)
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}, {"min_p": 0.1, "top_k": 5},
+    {"temperature": 0.0, "frequency_penalty": 0.5}, {"repetition_penalty": 1.2}, {"logit_bias": {3: 1.0}},
+]  # fmt: skip
+
+
+def test_a_round_of_many_answers_waits_once_for_the_device(waits: Any) -> None:
+    subjects = [Sampler(SamplingParams(**params, seed=1), 64, [1, 2], CPU, ahead=True) for params in MIXED]
+    logits, tokens, parents = torch.randn(8, 64), [3, 4, 5, 3, 4, 5, 3], [-1, 0, 1, -1, 3, -1, 5]
+    with waits(seen := Counter[str]()):
+        for subject in subjects:
+            subject.begin(logits, tokens, parents)
+        fetch(subjects)
+        for subject in subjects:
+            walk(tokens, parents, subject.choose, lambda token, row, s=subject: s.observe(token))
+    assert seen == {"tolist": 1}
+
+
+@pytest.mark.parametrize(("params", "want"), [({"temperature": 0.0}, 1), ({}, 8), ({"top_p": 0.9}, 16)])
+def test_a_round_on_the_cpu_processes_a_row_when_it_is_drawn_from(
+    waits: Any, params: dict[str, Any], want: int
+) -> None:
+    """Best tokens excepted, which come together. In a truncated row the survivors are looked for first."""
+    subject = sampler(64, seed=1, **params)
+    with waits(seen := Counter[str]()):
+        subject.begin(torch.randn(8, 64))
+        for row in range(8):
+            subject.observe(subject.choose(row))
+    assert sum(seen.values()) == want

@@ -1,0 +1,72 @@
+"""What min_p, top_k and top_p keep, the same whether the host may look at values on the way or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.sampling.top_k_top_p import truncated, truncates
+from agentspec.types import SamplingParams
+
+
+def kept(scores: torch.Tensor, **params: Any) -> list[int]:
+    """The surviving ids of one row."""
+    patient, hasty = (truncated(scores[None], SamplingParams(**params), patient=patient) for patient in (True, False))
+    assert torch.equal(patient, hasty)
+    left = patient[0] > -torch.inf
+    assert torch.equal(patient[0][left], scores[left])
+    return left.nonzero()[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-5, 5, width=32), min_size=3, max_size=40), st.data())
+def test_truncation_keeps_what_it_says(scores: list[float], data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, 45))
+    top_p = data.draw(st.floats(0.05, 0.99))
+    values = torch.tensor(scores)
+    assert set(kept(values, top_k=top_k)) == {i for i, s in enumerate(scores) if sum(o > s for o in scores) < top_k}
+    left = kept(values, top_p=top_p)
+    assert values.softmax(0)[left].sum() >= top_p - 1e-5
+    lowest = values[left].min()
+    assert (values.softmax(0)[values > lowest]).sum() < top_p + 1e-5
+
+
+def test_a_nucleus_wider_than_the_first_sort_is_found() -> None:
+    assert 4480 <= len(kept(torch.linspace(0, 0.001, 5000), top_p=0.9)) <= 4520
+
+
+def test_min_p_is_relative_to_the_best() -> None:
+    assert kept(torch.log(torch.tensor([0.6, 0.3, 0.07, 0.03])), min_p=0.11) == [0, 1, 2]
+
+
+def test_top_p_counts_within_top_k() -> None:
+    assert kept(torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1])), top_k=2, top_p=0.55) == [0]  # 0.4 of 0.7 is enough
+
+
+def test_top_p_counts_all_that_equal_the_last_of_top_k() -> None:
+    """0.4 is less than half of what survives top_k: 0.4 and three times 0.2."""
+    scores = torch.log(torch.tensor([0.2, 0.4, 0.2, 0.2]))
+    assert kept(scores, top_k=2) == [0, 1, 2, 3] == kept(scores, top_k=2, top_p=0.5)
+    assert kept(scores, top_k=2, top_p=0.35) == [1]
+
+
+def test_top_k_may_be_more_than_min_p_leaves() -> None:
+    assert kept(torch.log(torch.tensor([0.6, 0.3, 0.07, 0.03])), min_p=0.11, top_k=3, top_p=0.95) == [0, 1, 2]
+    assert kept(torch.log(torch.tensor([0.6, 0.3, 0.07, 0.03])), min_p=0.4, top_k=3, top_p=0.95) == [0, 1]
+
+
+@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"top_k": 9}, {"top_p": 0.9}])
+def test_rows_do_not_touch_each_other(params: dict[str, Any]) -> None:
+    rows, sampling = torch.randn(6, 50) * torch.arange(1, 7)[:, None], SamplingParams(**params)
+    together = truncated(rows, sampling, patient=False)
+    for row, alone in zip(together, rows, strict=True):
+        assert torch.equal(row, truncated(alone[None], sampling, patient=False)[0])
+
+
+def test_what_leaves_everything_is_no_truncation() -> None:
+    assert not truncates(SamplingParams(top_k=50), 50) and truncates(SamplingParams(top_k=49), 50)
+    assert truncates(SamplingParams(min_p=0.1), 50) and truncates(SamplingParams(top_p=0.9), 50)

@@ -1,0 +1,91 @@
+"""The check that users run: it passes on an exact engine and finds one that is not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.engine import sequence
+from agentspec.backends.torch.exactness import COLD, TOGETHER, WARM, Divergence, Question, verify
+from agentspec.cache import SuffixCache
+from agentspec.types import SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 7, 7, 7], [5, 6, 5, 6, 5]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+SAMPLED = SamplingParams(temperature=0.7, max_tokens=24, seed=3)
+QUESTIONS = [Question(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
+
+
+@pytest.fixture
+async def backend(lab: Any) -> AsyncIterator[TorchBackend]:
+    with SuffixCache.open() as cache:
+        backend = TorchBackend(lab.loaded, TorchSettings(), cache)
+        yield backend
+        await backend.aclose()
+
+
+async def test_an_exact_engine_passes(backend: TorchBackend) -> None:
+    said: list[str] = []
+    found = await verify(backend, QUESTIONS, said.append)
+    assert found.exact and not found.divergences
+    assert [found.identical(way) for way in (COLD, WARM, TOGETHER)] == [len(QUESTIONS)] * 3
+    assert len(said) == 4
+    assert backend.stats().accepted_by_source, "nothing was drafted, so nothing was checked"
+
+
+async def test_drafts_taken_on_trust_are_found(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trust(
+        tokens: Sequence[int], parents: Sequence[int], choose: Callable[[int], int], emit: Callable[[int, int], bool]
+    ) -> list[int]:
+        path = []
+        for node, token in enumerate(tokens):
+            if parents[node] != node - 1:
+                break
+            if emit(token, node):
+                return path
+            path.append(node)
+        emit(choose(len(path)), len(path))
+        return path
+
+    monkeypatch.setattr(sequence, "walk", trust)
+    found = await verify(backend, QUESTIONS, lambda line: None)
+    assert not found.exact
+    worst = next(each for each in found.divergences if not each.is_tie)
+    off, on = found.answers["off"][worst.question], found.answers[worst.way][worst.question]
+    assert off[: worst.position] == on[: worst.position]
+    if worst.off >= 0 and worst.on >= 0:
+        assert (off[worst.position], on[worst.position]) == (worst.off, worst.on)
+        assert worst.gap_apart == pytest.approx(worst.gap_together, abs=1e-4)
+        assert worst.gap_apart > 0, "without drafts the better token was taken"
+
+
+@pytest.mark.parametrize(
+    ("apart", "together", "tie"),
+    [(2e-4, -3e-4, True), (0.1, 0.1, False), (0.1, 5e-4, True), (float("inf"), 0.2, False)],
+)
+def test_what_a_near_tie_is(apart: float, together: float, tie: bool) -> None:
+    assert Divergence(COLD, 0, 3, 1, 2, apart, together, 1e-3).is_tie == tie
+
+
+@pytest.mark.model
+async def test_twenty_prompts_of_the_default_model() -> None:
+    from agentspec.benchmarks.prompt_sets import load_prompts
+
+    with SuffixCache.open() as cache:
+        backend = TorchBackend.load(TorchSettings(model="smollm2-135m"), cache=cache)
+        prompts = [*load_prompts("edit_short")[:12], *load_prompts("control")[:8]]
+        encoded = [backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+        ways = (SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temperature=0.8, max_tokens=12, seed=1))
+        questions = [Question(prompt, ways[number % 2]) for number, prompt in enumerate(encoded)]
+        found = await verify(backend, questions, lambda line: None)
+        await backend.aclose()
+    print(f"{len(found.divergences)} divergences:", *found.divergences, sep="\n")
+    assert backend.target.dtype == torch.float32
+    assert found.exact

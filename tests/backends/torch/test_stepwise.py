@@ -1,0 +1,178 @@
+"""Hidden states are what the head reads, and an answer made by steps is the engine's own, rewound or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentspec.backends.base import HiddenStates, State, StepByStep, Steps
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.head_input import HeadInput
+from agentspec.errors import ContextLengthError, EngineError, InvalidRequestError, ShuttingDownError
+from agentspec.types import GenerateRequest, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+TEXTS = ([72, 101, 108], [1], [5, 6, 7, 8, 9, 10, 11, 12])
+TOLERANCE = 2e-4
+
+
+@pytest.fixture
+async def backend(saved_model: Path) -> AsyncIterator[TorchBackend]:
+    backend = TorchBackend.load(TorchSettings(model=str(saved_model), max_draft_tokens=0))
+    yield backend
+    await backend.aclose()
+
+
+def asked(**sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": 12, "temperature": 0} | sampling)
+    return GenerateRequest("", text="Hello you", sampling=params)
+
+
+@torch.inference_mode()
+def test_states_are_what_the_head_turns_into_logits(family: Any) -> None:
+    target = family.target
+    states = target.states_batch([Piece(target.new_rows(1), text) for text in TEXTS])
+    for text, rows in zip(TEXTS, states, strict=True):
+        assert rows.shape[0] == len(text) and rows.dtype == torch.float32
+        with HeadInput(target.module) as head:
+            logits = target.forward(target.new_rows(1), text)
+        assert torch.allclose(head.states[-1], rows[-1], atol=TOLERANCE)
+        again = target.module.get_output_embeddings()(rows[-1:].to(target.dtype))
+        if getattr(target.module.config, "final_logit_softcapping", None) is None:
+            assert torch.allclose(again.float()[0], logits[0], atol=TOLERANCE)
+
+
+async def test_hidden_states_are_those_of_the_model(backend: TorchBackend, saved_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    module: Any = AutoModelForCausalLM.from_pretrained(saved_model)
+    for text, states in zip(TEXTS, await backend.hidden_states(TEXTS), strict=True):
+        with torch.no_grad():
+            own = module(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
+        assert np.allclose(states, own.numpy(), atol=TOLERANCE)
+    assert await backend.hidden_states([]) == []
+    assert isinstance(backend, HiddenStates) and isinstance(backend, StepByStep)
+
+
+async def test_texts_that_do_not_fit_are_refused(backend: TorchBackend) -> None:
+    with pytest.raises(ContextLengthError):
+        await backend.hidden_states([[1] * (backend.context_length + 1)])
+    with pytest.raises(InvalidRequestError):
+        await backend.hidden_states([[10**6]])
+
+
+def drawn(steps: Steps) -> tuple[int, bool, State]:
+    state = steps.advance()
+    token = steps.draw(state.logits)
+    return token, steps.add(token), state
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 4}, {"frequency_penalty": 1.5}])
+async def test_steps_make_the_answer_that_the_engine_makes(backend: TorchBackend, sampling: dict[str, Any]) -> None:
+    expected = [token async for delta in backend.generate(asked(**sampling)) for token in delta.token_ids]
+    session = await backend.open_steps(asked(**sampling))
+    tokens, text, finish = list[int](), "", None
+    while finish is None:
+        token, over, _ = await session.run(drawn)
+        tokens.append(token)
+        delta = session.tell([token])
+        text, finish = text + delta.text, delta.finish_reason
+        assert over == (finish is not None)
+    assert tokens == expected and text == backend.decode(tokens)
+    assert delta.usage is not None and delta.usage.completion_tokens == len(tokens)
+
+
+async def test_what_is_rewound_comes_again_bit_for_bit(backend: TorchBackend) -> None:
+    session = await backend.open_steps(asked(temperature=1.0, seed=2, max_tokens=40))
+    begun = await session.run(lambda steps: len(steps.tokens))
+    first = [await session.run(drawn) for _ in range(10)]
+
+    def astray(steps: Steps) -> None:
+        steps.rewind(begun + 3)
+        for token in (7, 9):
+            steps.add(token)
+            steps.advance()
+        steps.rewind(begun + 3)
+
+    await session.run(astray)
+    again = [await session.run(drawn) for _ in range(7)]
+    assert [token for token, _, _ in again] == [token for token, _, _ in first[3:]]
+    for (_, _, one), (_, _, other) in zip(first[3:], again, strict=True):
+        assert one.logits.tobytes() == other.logits.tobytes() and one.hidden.tobytes() == other.hidden.tobytes()
+
+
+async def test_tokens_added_again_are_not_computed_again(
+    backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await backend.open_steps(asked(max_tokens=40))
+    begun = await session.run(lambda steps: len(steps.tokens))
+    tokens = [(await session.run(drawn))[0] for _ in range(6)]
+    forwards = list[int]()
+    run = backend.target._run
+    monkeypatch.setattr(
+        backend.target, "_run", lambda pieces, wanted: (forwards.append(len(pieces[0])), run(pieces, wanted))[1]
+    )
+
+    def verify(steps: Steps) -> None:
+        steps.rewind(begun)
+        for token in tokens:
+            steps.add(token)
+        steps.advance()
+
+    await session.run(verify)
+    assert forwards == [1]
+
+
+async def test_stop_strings_and_ends_cut_what_is_told(backend: TorchBackend) -> None:
+    session = await backend.open_steps(asked(stop=("lo",)))
+    delta = session.tell(backend.encode("Hello world"))
+    assert (delta.text, delta.finish_reason) == ("Hel", "stop")
+    assert backend.decode(delta.token_ids) == "Hello"
+
+
+async def test_the_prompt_is_told_once_where_asked_for(backend: TorchBackend) -> None:
+    session = await backend.open_steps(replace(asked(), return_prompt=True))
+    told = [session.tell([token]).prompt for token in (72, 101)]
+    assert told[0] is not None and told[0].token_ids == tuple(backend.encode("Hello you"))
+    assert told[0].text == "Hello you" and told[1] is None
+
+
+async def test_failures_are_the_callers_alone(backend: TorchBackend) -> None:
+    session = await backend.open_steps(asked())
+    with pytest.raises(EngineError):
+        await session.run(lambda steps: 1 // 0)
+    assert (await session.run(drawn))[0] >= 0
+
+
+async def test_a_closed_backend_takes_no_steps(backend: TorchBackend) -> None:
+    session = await backend.open_steps(asked())
+    await backend.aclose()
+    with pytest.raises(ShuttingDownError):
+        await session.run(drawn)
+
+
+@pytest.mark.parametrize("sampling", [{"n": 2}, {"logprobs": True}, {"prompt_logprobs": 0}])
+async def test_only_one_plain_answer_is_made_by_steps(backend: TorchBackend, sampling: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        await backend.open_steps(asked(**sampling))
+
+
+async def test_closing_fails_what_waits(backend: TorchBackend) -> None:
+    session = await backend.open_steps(asked())
+    await session.run(drawn)
+    tasks = [asyncio.create_task(session.run(drawn)) for _ in range(50)]
+    await asyncio.sleep(0)
+    await backend.aclose()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(result, ShuttingDownError) for result in results)
+    assert all(isinstance(result, (tuple, ShuttingDownError)) for result in results)

@@ -1,0 +1,173 @@
+"""From a request to the rules and the reading of its answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentspec.backends.torch.text.structured_output import Form, Forms
+from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.errors import InvalidRequestError
+from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
+
+END = 256
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("one", "two")
+)
+THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{# <think></think> #}"
+
+
+@pytest.fixture(scope="module")
+def forms(byte_tokens: Any) -> Forms:
+    return Forms(Codec(byte_tokens), 259, frozenset({END}))
+
+
+@pytest.fixture(scope="module")
+def thinking(tokenizer_of: Any) -> Forms:
+    return Forms(Codec(tokenizer_of(THINKING)), 259, frozenset({END}))
+
+
+def ask(form: StructuredOutputs | None = None, **fields: Any) -> GenerateRequest:
+    sampling = fields.pop("sampling", SamplingParams(structured_outputs=form))
+    return GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=sampling, **fields)
+
+
+def allows(form: Form, tokenizer: Any, text: str) -> bool:
+    assert form.grammar is not None
+    state = form.grammar.start()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if not state.allows(token):
+            return False
+        state.advance(token)
+    return state.allows(END)
+
+
+def called(name: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+
+
+def test_a_plain_request_has_no_rules(forms: Forms) -> None:
+    form = forms.of(ask(), "x")
+    assert form.grammar is None and form.reading.format is None and form.shown == frozenset()
+    assert forms.of(ask(tools=TOOLS), "x").grammar is None
+    assert forms.of(ask(tools=TOOLS), "x").reading.format is not None
+    assert forms.of(ask(tools=TOOLS, tool_choice="none"), "x").reading.format is None
+    assert [rules.choice for rules in form.rules(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"tool_choice": "required"}, [called("one"), called("one") + "\n" + called("two")], ["x", ""]),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            [called("two")],
+            [called("one") + "\n" + called("two")],
+        ),
+        ({"tool_choice": "two"}, [called("two")], [called("one"), called("two") + "\n" + called("two")]),
+        ({"form": StructuredOutputs(choice=("x", "y\n\""))}, [called("one"), "x", 'y\n"'], ["", "z"]),
+        ({"form": StructuredOutputs(choice=("x",)), "tool_choice": "none"}, ["x"], [called("one")]),
+        ({"form": StructuredOutputs(choice=("x",)), "tool_choice": "one"}, [called("one")], ["x"]),
+    ],
+)  # fmt: skip
+def test_calls_and_forms(forms: Forms, byte_tokens: Any, fields: dict[str, Any], right: Any, wrong: Any) -> None:
+    form = forms.of(ask(tools=TOOLS, **fields), "x")
+    assert [allows(form, byte_tokens, text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
+
+
+STRICT = tuple({**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS)
+FREE = ["", "some <text> {}", called("one"), "so " + called("one") + "\nand " + called("two") + " ok"]
+BOUND = ["<tool_call>", "a <tool_call>b", called("three"), called("one") + called("three")]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_calls_of_strict_tools_keep_to_them_in_any_text(tokenizer_of: Any, marked: bool) -> None:
+    tokenizer = tokenizer_of("{{ tools }}<tool_call>")
+    if marked:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    forms = Forms(Codec(tokenizer), len(tokenizer), frozenset({END}))
+    assert forms.of(ask(tools=TOOLS), "x").grammar is None
+    form = forms.of(ask(tools=STRICT), "x")
+    assert [allows(form, tokenizer, text) for text in FREE] == [True] * 4
+    assert [allows(form, tokenizer, text) for text in BOUND] == [False] * 4
+    one = forms.of(ask(tools=STRICT, parallel_tool_calls=False), "x")
+    assert allows(one, tokenizer, FREE[2]) and (not marked or not allows(one, tokenizer, FREE[3]))
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        (StructuredOutputs(regex="a/b+"), "a/bb", "a/"),
+        (StructuredOutputs(regex='"\\\\d|/'), '"\\d', '"1'),
+        (StructuredOutputs(json_object=True), '{"a": 1}', "[1]"),
+        (StructuredOutputs(json={"enum": ["a", 1]}), '"a"', "2"),
+        (StructuredOutputs(json=True), "[1, null]", "[1"),
+        (StructuredOutputs(grammar='start: "a" b\nb: "b" | "c"'), "ac", "a"),
+        (StructuredOutputs(grammar='root ::= "a" root?'), "aaa", "b"),
+    ],
+)
+def test_every_kind_of_form(forms: Forms, byte_tokens: Any, form: StructuredOutputs, right: str, wrong: str) -> None:
+    made = forms.of(ask(form), "x")
+    assert allows(made, byte_tokens, right) and not allows(made, byte_tokens, wrong)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        StructuredOutputs(regex="("),
+        StructuredOutputs(grammar="root ::= ("),
+        StructuredOutputs(grammar="start: nothing"),
+        StructuredOutputs(json=False),
+        StructuredOutputs(json={"type": "nothing"}),
+    ],
+)
+def test_forms_that_cannot_be_are_refused(forms: Forms, form: StructuredOutputs) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        forms.of(ask(form), "x")
+    assert caught.value.param == "structured_outputs"
+
+
+def test_thoughts_come_before_the_form(thinking: Forms, byte_tokens: Any) -> None:
+    request = ask(StructuredOutputs(choice=("x",)))
+    maybe, begun, never = (thinking.of(request, prompt) for prompt in ("q", "q<think>", "q<think>\n</think>"))
+    spoken = {"x": (1, 0, 1), "<think>x {</think>\n\nx": (1, 1, 0), "hm</think>x": (0, 1, 0), "<think>x": (0, 0, 0)}
+    for text, want in spoken.items():
+        assert tuple(allows(form, byte_tokens, text) for form in (maybe, begun, never)) == tuple(map(bool, want)), text
+
+
+def test_thoughts_and_calls_are_read_off_the_answer(thinking: Forms) -> None:
+    answer = "<think>hm</think>\n\nwell " + called("one")
+    for split, text, thoughts in ((True, "well ", "hm"), (False, "<think>hm</think>\n\nwell ", None)):
+        reader = thinking.of(ask(tools=TOOLS, split_reasoning=split), "q").reading.reader()
+        deltas = [reader.read(Delta(text=character)) for character in answer] + [
+            reader.read(Delta(finish_reason="stop"))
+        ]
+        assert "".join(delta.text for delta in deltas) == text
+        assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == (thoughts or "")
+        calls = [call for delta in deltas for call in delta.extra.get("tool_calls", [])]
+        assert calls[0]["function"]["name"] == "one" and deltas[-1].finish_reason == "tool_calls"
+        assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {}
+
+
+def test_bad_words_are_meant_with_and_without_a_blank(forms: Forms, byte_tokens: Any) -> None:
+    words = forms.of(ask(sampling=SamplingParams(bad_words=("ab", "c"))), "x").bad_words
+    assert words == (tuple(byte_tokens.encode("ab")), tuple(byte_tokens.encode("c")))
+    with pytest.raises(InvalidRequestError) as caught:
+        Forms(Codec(byte_tokens), 3, frozenset({END})).of(ask(sampling=SamplingParams(bad_words=("ab",))), "x")
+    assert caught.value.param == "bad_words"
+
+
+def test_special_tokens_that_mark_a_call_are_shown(tokenizer_of: Any) -> None:
+    tokenizer = tokenizer_of("{{ tools }}[TOOL_CALLS]")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    marker = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    codec = Codec(tokenizer)
+    form = Forms(codec, len(tokenizer), frozenset({END})).of(ask(tools=TOOLS, tool_choice="required"), "x")
+    assert form.shown == frozenset({marker})
+    ids = [*codec.encode("a"), marker, *codec.encode("b"), END]
+    assert codec.decoder(form.shown)(ids) == "a[TOOL_CALLS]b" and codec.decode(ids) == "ab"
+    assert codec.decoder(frozenset()) == codec.decode
+    assert allows(form, tokenizer, '[TOOL_CALLS][{"name": "one", "arguments": {}}]')

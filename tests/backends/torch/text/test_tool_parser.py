@@ -1,0 +1,225 @@
+"""Reading calls out of an answer cut anywhere, and the grammars that enforce them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.sampling.grammar import Grammars
+from agentspec.backends.torch.text.json_reader import ObjectReader
+from agentspec.backends.torch.text.tool_parser import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_NAMED,
+    CallReader,
+    ToolFormat,
+    call_id,
+    format_of,
+    schema_of,
+)
+
+FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "named": MISTRAL_NAMED}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMES = frozenset({"get_weather", "now"})
+ROME, NOW = ("get_weather", {"city": 'Ro"me {}<', "days": 2}), ("now", {})
+
+# the answer, its text, its calls
+ANSWERS: dict[str, list[tuple[str, str, list[Any]]]] = {
+    "hermes": [
+        ("just text", "just text", []),
+        ("", "", []),
+        ("  \n", "  \n", []),
+        ("a < b <tool", "a < b <tool", []),
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "", [NOW]),
+        ('\n\n<tool_call>{"arguments": {}, "name": "now"}</tool_call>', "", [NOW]),
+        ('<tool_call>\n{"name": "now"}\n</tool_call>\n', "", [NOW]),
+        ('<tool_call>\n{"name": "now", "arguments": "{}"}\n</tool_call>', "", [NOW]),
+        ('<tool_call>\n{"name": "now", "arguments": {} }\n', "", [NOW]),
+        ("<tool_call>\nno call</tool_call>", "<tool_call>\nno call</tool_call>", []),
+        ('<tool_call>\n{"nam', '<tool_call>\n{"nam', []),
+        ('<tool_call>{"a": 1]</tool_call>', '<tool_call>{"a": 1]</tool_call>', []),
+        ('<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
+        (
+            "Let me see.\n"
+            '<tool_call>\n{"name": "get_weather", "arguments": ' + json.dumps(ROME[1]) + "}\n</tool_call>\n"
+            '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\nand then',
+            "Let me see.\nand then",
+            [ROME, NOW],
+        ),
+    ],
+    "llama": [
+        ("just text {}", "just text {}", []),
+        ('{"name": "now", "parameters": {}}', "", [NOW]),
+        ('<|python_tag|>{"name": "now", "parameters": {}}', "", [NOW]),
+        ('\n{"name": "get_weather", "parameters": ' + json.dumps(ROME[1]) + '}; {"name": "now", "parameters": {}}', "",
+         [ROME, NOW]),
+        ('{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', []),
+        ('{"answer": [1, 2]} so', '{"answer": [1, 2]} so', []),
+        ('{"name": "now"}', '{"name": "now"}', []),
+        ('{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
+        ('{"x": 1, "name": "now", "parameters": {}}', '{"x": 1, "name": "now", "parameters": {}}', []),
+        ('{"parameters": {}, "name": "now"}', "", [NOW]),
+        ('{"parameters": {}, "name": "Ann", "x": 1} so', '{"parameters": {}, "name": "Ann", "x": 1} so', []),
+    ],
+    "mistral": [
+        ("just [text]", "just [text]", []),
+        ('[TOOL_CALLS] [{"name": "now", "arguments": {}}]', "", [NOW]),
+        ('[TOOL_CALLS][{"name": "get_weather", "arguments": ' + json.dumps(ROME[1]) + "}, "
+         '{"name": "now", "arguments": {}}]', "", [ROME, NOW]),
+        ("[TOOL_CALLS] [12]", "[TOOL_CALLS] [12]", []),
+    ],
+    "named": [
+        ("text", "text", []),
+        ("[TOOL_CALLS]now[ARGS]{}", "", [NOW]),
+        ("well [TOOL_CALLS]get_weather[ARGS]" + json.dumps(ROME[1]) + "[TOOL_CALLS]now{}", "well ", [ROME, NOW]),
+        ("[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
+    ],
+}  # fmt: skip
+CASES = [(name, *case) for name, cases in ANSWERS.items() for case in cases]
+
+
+def read(pieces: list[str], format: ToolFormat, parallel: bool = True) -> tuple[str, list[Any]]:
+    """Text and calls, put together as a client does."""
+    reader, text, calls = CallReader(format, NAMES, parallel), "", []
+    for said in [*(reader.feed(piece) for piece in pieces), reader.finish()]:
+        for piece in said:
+            if isinstance(piece, str):
+                text += piece
+            elif "id" in piece:
+                assert piece["index"] == len(calls) and piece["type"] == "function"
+                calls.append([piece["function"]["name"], piece["function"]["arguments"]])
+            else:
+                calls[piece["index"]][1] += piece["function"]["arguments"]
+    return text, calls
+
+
+@pytest.mark.parametrize(("name", "answer", "text", "calls"), CASES)
+def test_the_cut_does_not_matter(name: str, answer: str, text: str, calls: list[Any]) -> None:
+    format = FORMATS[name]
+    want = (text, [list(call) for call in calls])
+    cuts = [[answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))]
+    for pieces in cuts:
+        said, found = read(pieces, format)
+        assert (said, [[name, json.loads(arguments)] for name, arguments in found]) == want, pieces
+
+
+def test_a_call_is_streamed_name_first() -> None:
+    reader = CallReader(HERMES, NAMES)
+    answer = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    said = [piece for character in answer for piece in reader.feed(character)]
+    assert said[0]["function"] == {"name": "get_weather", "arguments": "{"} and len(said) == len('{"city": "Rome"}')
+    assert "id" not in said[1] and said[1] == {"index": 0, "function": {"arguments": '"'}}
+
+
+def test_json_that_is_no_call_is_not_held_back() -> None:
+    for answer in ('{"answer": [1, 2', '{"name": "Ann", "parameters": {"a'):
+        reader = CallReader(LLAMA, NAMES)
+        said = [piece for character in answer for piece in reader.feed(character)]
+        assert "".join(map(str, said)) == answer
+
+
+def test_an_answer_cut_in_a_call_keeps_what_is_there() -> None:
+    assert read(['<tool_call>\n{"name": "now", "arguments": {"a'], HERMES) == ("", [["now", '{"a']])
+
+
+@pytest.mark.parametrize(("name", "answer", "text", "calls"), [case for case in CASES if len(case[3]) == 2])
+def test_without_parallel_calls_the_first_counts(name: str, answer: str, text: str, calls: list[Any]) -> None:
+    for pieces in ([answer], list(answer)):
+        said, found = read(pieces, FORMATS[name], parallel=False)
+        assert (said, [[name, json.loads(arguments)] for name, arguments in found]) == (text, [list(calls[0])])
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_grammar_allows_what_the_reader_reads(byte_tokens: Any, name: str, parallel: bool) -> None:
+    format, grammars = FORMATS[name], Grammars(byte_tokens, 259, [256])
+    rules = format.grammar(TOOLS, parallel=parallel, symbol=grammars.symbol)
+    grammar = grammars.compile(f"start: calls\n{rules}", param="tools")
+    written = {
+        "hermes": '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>',
+        "llama": '{{"name": "{}", "parameters": {}}}',
+        "mistral": '{{"name": "{}", "arguments": {}}}',
+        "named": "[TOOL_CALLS]{}[ARGS]{}",
+    }[name]
+    between = {"hermes": "\n", "llama": "; ", "mistral": ", ", "named": ""}[name]
+
+    def spelled(*calls: Any) -> str:
+        joined = between.join(written.format(name, json.dumps(arguments)) for name, arguments in calls)
+        return f"[TOOL_CALLS][{joined}]" if name == "mistral" else joined
+
+    for calls in ([NOW], [ROME], [ROME, NOW]):
+        assert follows(grammar, byte_tokens, spelled(*calls)) == (parallel or len(calls) == 1)
+    for wrong in (("get_weather", {}), ("get_weather", {"city": 1}), ("other", {}), ("now", {"a": 1})):
+        assert not follows(grammar, byte_tokens, spelled(wrong))
+    assert not follows(grammar, byte_tokens, "text")
+
+
+def follows(grammar: Any, tokenizer: Any, text: str) -> bool:
+    state = grammar.start()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if not state.allows(token):
+            return False
+        state.advance(token)
+    return bool(state.allows(256))
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        ("{% if tools %}<tool_call>", HERMES),
+        ("{% if tools %}ipython", LLAMA),
+        ("<|python_tag|>", LLAMA),
+        ("[TOOL_CALLS]", MISTRAL),
+        ("[TOOL_CALLS] [ARGS]", MISTRAL_NAMED),
+        ("{{ tools }} in some other way", None),
+        ("{{ tools }}<tool_call><function=f></function></tool_call>", None),
+    ],
+)
+def test_the_format_is_read_off_the_template(template: str, format: ToolFormat | None) -> None:
+    assert format_of(template) is format
+
+
+def test_ids_are_new_and_as_the_format_wants_them() -> None:
+    assert call_id(HERMES).startswith("call_") and call_id(HERMES) != call_id(HERMES)
+    assert len(call_id(MISTRAL)) == 9 and call_id(MISTRAL).isalnum()
+
+
+def test_a_function_without_parameters_takes_none() -> None:
+    assert schema_of({"name": "x"})["additionalProperties"] is False
+    assert schema_of({"name": "x", "parameters": {"type": "object"}})["type"] == "object"
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=8)
+LISTS = st.lists(SCALARS, max_size=3)
+VALUES = SCALARS | LISTS | st.dictionaries(st.text(max_size=4), SCALARS | LISTS, max_size=3)
+
+
+@given(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), st.sampled_from([None, 2]), st.booleans(), st.text())
+def test_an_object_is_read_as_json_reads_it(value: Any, indent: int | None, ascii: bool, behind: str) -> None:
+    written = json.dumps(value, indent=indent, ensure_ascii=ascii)
+    reader = ObjectReader()
+    assert sum(reader.feed(character) for character in written) == len(written)
+    assert reader.complete and not reader.broken and reader.text == written and reader.feed(behind) == 0
+    for key, inner in value.items():
+        assert json.loads(reader.value(key)) == inner
+        assert reader.string(key) == (inner if isinstance(inner, str) else None)
+    assert reader.value("absent from the object") == "" and reader.string("absent from the object") is None

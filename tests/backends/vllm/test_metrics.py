@@ -1,0 +1,40 @@
+"""What the plug-in publishes about the drafter of a server."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import generate_latest
+
+from agentspec.backends.openai.vllm_metrics import DRAFTER_METRIC, Drafter, parse_metrics
+from agentspec.backends.vllm.metrics import NAME, drafter_of, publish
+
+
+def speculative(method: str, model: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(method=method, model=model)
+
+
+@pytest.mark.parametrize(
+    ("config", "took_over", "drafter"),
+    [
+        (None, True, "none"),
+        (speculative("suffix"), True, "agentspec"),
+        (speculative("suffix"), False, "arctic"),
+        (speculative("custom_class", "agentspec.backends.vllm.SuffixProposer"), False, "agentspec"),
+        (speculative("custom_class", "theirs.Proposer"), True, "custom_class"),
+        (speculative("ngram"), True, "ngram"),
+        (speculative("eagle3", "some/model"), True, "eagle3"),
+    ],
+)
+def test_who_drafts(config: SimpleNamespace | None, took_over: bool, drafter: str) -> None:
+    assert drafter_of(config, took_over=took_over) == drafter
+
+
+def test_what_is_published_is_what_the_upstream_backend_reads() -> None:
+    for _ in range(2):
+        publish(speculative("suffix"), took_over=True)
+    assert NAME == DRAFTER_METRIC
+    found = parse_metrics(generate_latest().decode())
+    assert found.drafter == Drafter("agentspec", "suffix", version("agentspec"))

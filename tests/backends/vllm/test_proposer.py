@@ -1,0 +1,337 @@
+"""Both of vLLM's interfaces, driven as its model runner drives them, without the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.backends.vllm import custom_class, proposer
+from agentspec.backends.vllm.cache_router import Memories
+from agentspec.backends.vllm.custom_class import SuffixProposer
+from agentspec.backends.vllm.drafting import ServerDrafter
+from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
+from agentspec.backends.vllm.request_state import Conversation, Memory
+from agentspec.backends.vllm.settings import DrafterSettings
+from agentspec.cache import SuffixCache
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import ConfigurationError
+from agentspec.types import Namespace
+
+MOST, MAX_LENGTH, EOS = 6, 200, 999
+TEXT = np.arange(100, 160, dtype=np.int32)
+
+
+@dataclass
+class Server:
+    """The rows of a batch as vLLM keeps them: a token matrix, lengths, ids."""
+
+    token_ids_cpu: np.ndarray = field(default_factory=lambda: np.zeros((8, MAX_LENGTH + 50), dtype=np.int32))
+    num_tokens_no_spec: np.ndarray = field(default_factory=lambda: np.zeros(8, dtype=np.int32))
+    req_ids: list[str] = field(default_factory=list)
+
+    @property
+    def req_id_to_index(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self.req_ids)}
+
+    def add(self, name: str, tokens: Tokens) -> None:
+        row = len(self.req_ids)
+        self.req_ids.append(name)
+        self.token_ids_cpu[row, : len(tokens)] = tokens
+        self.num_tokens_no_spec[row] = len(tokens)
+
+    def remove(self, name: str) -> Tokens:
+        """The last row takes the place that becomes free."""
+        row, last = self.req_ids.index(name), len(self.req_ids) - 1
+        tokens = self.token_ids_cpu[row, : self.num_tokens_no_spec[row]].copy()
+        self.token_ids_cpu[row] = self.token_ids_cpu[last]
+        self.num_tokens_no_spec[row] = self.num_tokens_no_spec[last]
+        self.req_ids[row] = self.req_ids[last]
+        self.req_ids.pop()
+        return tokens
+
+    def sample(self, tokens: dict[str, list[int]]) -> list[list[int]]:
+        """The step's new tokens by row, written down as the runner does before it asks for drafts."""
+        for name, new in tokens.items():
+            row = self.req_ids.index(name)
+            length = self.num_tokens_no_spec[row]
+            self.token_ids_cpu[row, length : length + len(new)] = new
+            self.num_tokens_no_spec[row] += len(new)
+        return [tokens.get(name, []) for name in self.req_ids]
+
+
+def config() -> Any:
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=MOST),
+        model_config=SimpleNamespace(max_model_len=MAX_LENGTH, enable_prompt_embeds=False),
+    )
+
+
+@dataclass
+class Bench:
+    """A proposer with the cache and drafter behind it."""
+
+    cache: SuffixCache
+    drafter: ServerDrafter
+    opened: list[Memory]
+    server: Server = field(default_factory=Server)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    with SuffixCache.open() as cache:
+        memories = Memories(cache, DrafterSettings(salts={"pepper": "acme"}), Namespace.of, None)
+        opened: list[Memory] = []
+
+        def open_memory(conversation: Conversation, prompt: Tokens) -> Memory:
+            opened.append(memories.open(conversation, prompt))
+            return opened[-1]
+
+        def open_drafter(config: Any, idle: Any = lambda: None) -> ServerDrafter:
+            bench.drafter = ServerDrafter(open_memory, 1000, idle=idle)
+            return bench.drafter
+
+        bench = Bench(cache, ServerDrafter(open_memory, 1000), opened)
+        for module in (proposer, custom_class):
+            monkeypatch.setattr(module, "open_drafter", open_drafter)
+            monkeypatch.setattr(module, "drafts_here", lambda config: True)
+        monkeypatch.setattr(proposer, "listen_to_scheduler", lambda: None)
+        monkeypatch.setattr(custom_class, "require_supported", lambda: None)
+        yield bench
+        bench.drafter.close()
+
+
+def new(name: str, prompt: Tokens, salt: str | None = None, **extra: str) -> Any:
+    request = SimpleNamespace(
+        req_id=name,
+        prompt_token_ids=prompt.tolist(),
+        prompt_embeds=None,
+        lora_request=None,
+        sampling_params=SimpleNamespace(extra_args=extra, eos_token_id=EOS, stop_token_ids=[], max_tokens=100),
+    )
+    setattr(request, SALT, salt)
+    return request
+
+
+def scheduled(*begun: Any, finished: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(scheduled_new_reqs=list(begun), finished_req_ids=set(finished))
+
+
+class ById:
+    """The suffix method: told of requests that come and go."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.proposer = bench, SuffixDecodingProposer(config())
+
+    def begin(self, name: str, prompt: Tokens, salt: str | None = None, **extra: str) -> None:
+        self.bench.server.add(name, prompt)
+        self.proposer.scheduled(scheduled(new(name, prompt, salt, **extra)), self.bench.server)
+        self.bench.drafter.flush()
+
+    def step(self, **tokens: list[int]) -> dict[str, list[int]]:
+        server = self.bench.server
+        drafts = self.proposer.propose(MOST, server, server.sample(tokens), slot_mappings=None)
+        self.bench.drafter.flush()
+        return dict(zip(server.req_ids, drafts, strict=True))
+
+    def finish(self, name: str) -> None:
+        self.proposer.finished(scheduled(finished=(name,)), self.bench.server)
+        self.bench.server.remove(name)
+        self.bench.drafter.flush()
+
+
+class ByTokens:
+    """The custom class: sees rows only."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.proposer = bench, SuffixProposer(config())
+
+    def begin(self, name: str, prompt: Tokens) -> None:
+        self.bench.server.add(name, prompt)
+
+    def step(self, **tokens: list[int]) -> dict[str, list[int]]:
+        server = self.bench.server
+        sampled = server.sample(tokens)
+        drafts = self.proposer.propose(sampled, server.num_tokens_no_spec, server.token_ids_cpu, slot_mappings=None)
+        self.bench.drafter.flush()
+        return dict(zip(server.req_ids, drafts, strict=True))
+
+    def finish(self, name: str) -> None:
+        self.bench.server.remove(name)
+
+
+Runner = ById | ByTokens
+
+
+@pytest.fixture(params=[ById, ByTokens])
+def runner(request: pytest.FixtureRequest, bench: Bench) -> Runner:
+    made: Runner = request.param(bench)
+    return made
+
+
+def outputs(bench: Bench) -> list[list[int]]:
+    shared = bench.cache.request([1]).indexes[-1][0]
+    return sorted(shared.tokens(number).tolist() for number in shared.usage().sequences.tolist())
+
+
+def test_rows_that_move_keep_their_requests(runner: Runner, bench: Bench) -> None:
+    names = ("a", "b", "c")
+    texts = {name: np.arange(200 + 60 * i, 250 + 60 * i, dtype=np.int32) for i, name in enumerate(names)}
+    for name in names:
+        runner.begin(name, texts[name])
+    runner.step(**{name: texts[name][:3].tolist() for name in names})
+    runner.finish("a")
+    drafts = runner.step(**{name: texts[name][3:5].tolist() for name in ("b", "c")})
+    for name in ("b", "c"):
+        assert drafts[name]
+        assert drafts[name] == texts[name][5 : 5 + len(drafts[name])].tolist()
+    runner.finish("b")
+    runner.finish("c")
+    runner.step()
+    assert bench.cache.stats().sequences == 3
+    assert outputs(bench) == [texts["a"][:3].tolist(), texts["b"][:5].tolist(), texts["c"][:5].tolist()]
+
+
+def test_a_prompt_in_chunks_is_waited_for(runner: Runner) -> None:
+    runner.begin("a", TEXT)
+    assert runner.step() == {"a": []}
+    assert runner.step() == {"a": []}
+    assert runner.step(a=TEXT[:4].tolist())["a"][:1] == [int(TEXT[4])]
+
+
+def test_drafts_stop_where_the_model_does(runner: Runner) -> None:
+    prompt = np.tile(TEXT, 4)[: MAX_LENGTH - 5]
+    following = np.tile(TEXT, 4)[len(prompt) :]
+    runner.begin("a", prompt)
+    for at in range(4):
+        assert len(runner.step(a=[int(following[at])])["a"]) <= max(0, MAX_LENGTH - (len(prompt) + at + 1) - 1)
+
+
+def test_a_preempted_request_goes_on(runner: Runner, bench: Bench) -> None:
+    runner.begin("a", TEXT)
+    runner.step(a=TEXT[:3].tolist())
+    tokens = bench.server.remove("a")
+    runner.step()
+    bench.server.add("a", tokens)
+    assert runner.step(a=TEXT[3:5].tolist())["a"][:1] == [int(TEXT[5])]
+
+
+def test_a_finished_request_of_the_same_name_is_another_one(bench: Bench) -> None:
+    runner = ById(bench)
+    runner.begin("a", TEXT)
+    runner.step(a=[1, 2, 3])
+    runner.finish("a")
+    runner.begin("a", TEXT[:10])
+    runner.step(a=[4, 5])
+    runner.finish("a")
+    assert bench.cache.stats().sequences == 2
+
+
+def test_a_row_without_steps_ends_by_itself(bench: Bench) -> None:
+    runner = ByTokens(bench)
+    runner.begin("a", TEXT)
+    runner.step(a=[1, 2, 3])
+    runner.proposer._idle()
+    bench.drafter.flush()
+    assert bench.cache.stats().sequences == 1
+    assert runner.step(a=[4])["a"] is not None
+
+
+def test_salted_requests_are_kept_apart(bench: Bench) -> None:
+    runner = ById(bench)
+    runner.begin("plain", TEXT[:5])
+    runner.step(plain=TEXT[5:].tolist())
+    runner.finish("plain")
+    for number, salt in enumerate(["secret", "pepper", "?"]):
+        runner.begin(f"s{number}", np.array([1, 2], dtype=np.int32), salt)
+        assert runner.step(**{f"s{number}": TEXT[5:9].tolist()})[f"s{number}"] == []
+        runner.step(**{f"s{number}": TEXT[9:20].tolist()})
+        runner.finish(f"s{number}")
+    assert bench.cache.stats().sequences == 2  # the plain one, and the one whose salt is known
+    runner.begin("known", np.array([1, 2], dtype=np.int32), "pepper")
+    assert runner.step(known=TEXT[5:9].tolist())["known"]
+    runner.finish("known")
+    assert runner.bench.cache.forget(tenant="acme") == 2
+
+
+def test_what_is_sampled_behind_the_end_is_no_output(bench: Bench) -> None:
+    runner = ById(bench)
+    runner.begin("a", TEXT)
+    assert runner.step(a=[100, 101, EOS, 102, 103]) == {"a": []}
+    runner.finish("a")
+    runner.begin("b", TEXT[:5])
+    runner.step(b=[7] * 60)
+    assert runner.step(b=[7] * 60)["b"] == []
+    runner.finish("b")
+    assert outputs(bench) == [[7] * 100, [100, 101, EOS]]
+
+
+def test_what_was_said_in_steps_without_drafts_is_kept(bench: Bench) -> None:
+    runner = ById(bench)
+    runner.begin("a", TEXT)
+    runner.step(a=[1, 2, 3])
+    bench.server.sample({"a": [4, 5]})
+    runner.finish("a")
+    assert outputs(bench) == [[1, 2, 3, 4, 5]]
+
+
+def test_what_replaces_tokens_that_the_server_took_back_is_said(bench: Bench) -> None:
+    runner = ById(bench)
+    runner.begin("a", TEXT)
+    runner.step(a=[1, 2, 3])
+    bench.server.num_tokens_no_spec[0] -= 2
+    runner.step(a=[6])
+    runner.finish("a")
+    assert outputs(bench) == [[1, 2, 3, 6]]
+
+
+def test_adapters_are_kept_apart(bench: Bench) -> None:
+    runner = ById(bench)
+    for name, path in (("a", "/one"), ("b", "/two")):
+        bench.server.add(name, TEXT[:5])
+        request = new(name, TEXT[:5])
+        request.lora_request = SimpleNamespace(lora_name="tuned", lora_path=path)
+        runner.proposer.scheduled(scheduled(request), bench.server)
+        bench.drafter.flush()
+        assert runner.step(**{name: TEXT[5:9].tolist()})[name] == []
+        runner.step(**{name: TEXT[9:].tolist()})
+        runner.finish(name)
+    assert bench.cache.stats().namespaces == 2
+
+
+def test_prompts_without_tokens_are_not_for_the_custom_class(bench: Bench) -> None:
+    embeds = config()
+    embeds.model_config.enable_prompt_embeds = True
+    with pytest.raises(ConfigurationError, match="use the suffix method"):
+        SuffixProposer(embeds)
+
+
+def test_labels_of_a_request(bench: Bench) -> None:
+    runner = ById(bench)
+    runner.begin("a", TEXT, agentspec_session="s", agentspec_workflow="w", agentspec_step="plan")
+    labels = bench.opened[0].labels  # type: ignore[attr-defined]
+    assert (labels.session, labels.workflow, labels.step) == ("s", "w", "plan")
+
+
+def test_other_ranks_propose_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (proposer, custom_class):
+        monkeypatch.setattr(module, "drafts_here", lambda config: False)
+    for kind in (ById, ByTokens):
+        bench.server = Server()
+        runner = kind(bench)
+        runner.begin("a", TEXT)
+        assert runner.step(a=TEXT[:4].tolist()) == {"a": []}
+    assert bench.cache.stats().requests == 0
+
+
+def test_requests_without_tokens_to_go_by(bench: Bench) -> None:
+    runner = ById(bench)
+    bench.server.add("a", TEXT)
+    embedded = new("a", TEXT)
+    embedded.prompt_embeds = object()
+    runner.proposer.scheduled(scheduled(embedded), bench.server)
+    assert runner.step(a=TEXT[:4].tolist()) == {"a": []}

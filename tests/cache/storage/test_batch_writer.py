@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.cache.storage.batch_writer import BatchWriter
+from agentspec.errors import CacheError
+
+
+class Disk:
+    """Takes what it is given, or fails as it is told: with what passes (`OSError`), or with what does not."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.failure: Exception | None = None
+        self.calls = 0
+        self.go = threading.Event()
+        self.go.set()
+
+    def commit(self, jobs: list[int]) -> None:
+        self.go.wait()
+        self.calls += 1
+        if self.failure:
+            raise self.failure
+        self.written += jobs
+
+    def writer(self, room: int = 1000) -> BatchWriter[int]:
+        passes = lambda error: isinstance(error, OSError)  # noqa: E731
+        return BatchWriter(self.commit, name="test", passes=passes, room=room)
+
+
+def test_flush_waits_and_what_gathers_is_committed_together() -> None:
+    disk = Disk()
+    disk.go.clear()
+    writer = disk.writer()
+    for job in range(10):
+        writer.put(job)
+    disk.go.set()
+    writer.flush()
+    assert disk.written == list(range(10))
+    assert disk.calls <= 2
+    writer.put(10)
+    writer.close()
+    writer.put(11)
+    writer.close()
+    assert disk.written == list(range(11))
+
+
+def test_any_other_failure_warns_once_and_ends_writing(caplog: pytest.LogCaptureFixture) -> None:
+    disk = Disk()
+    disk.failure = ValueError("disk is gone")
+    writer = disk.writer()
+    with caplog.at_level(logging.WARNING):
+        for job in (1, 2):
+            writer.put(job)
+            with pytest.raises(CacheError, match="disk is gone"):
+                writer.flush()
+        disk.failure = None
+        writer.put(3)
+        writer.close()
+    assert (disk.calls, disk.written, writer.dropped, writer.error) == (1, [], 3, "disk is gone")
+    assert len(caplog.records) == 1
+
+
+def test_what_passes_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    disk = Disk()
+    disk.failure = OSError("disk is full")
+    writer = disk.writer()
+    with caplog.at_level(logging.WARNING):
+        for job in range(5):
+            writer.put(job)
+            with pytest.raises(CacheError, match="disk is full; it is tried again"):
+                writer.flush()
+        disk.failure = None
+        freed = time.monotonic()
+        while writer.error is not None:
+            time.sleep(0.01)
+            assert time.monotonic() - freed < 5
+        writer.put(5)
+        writer.flush()
+    assert disk.written == [0, 1, 2, 3, 4, 5]
+    assert writer.dropped == 0
+    assert ["in memory only" in caplog.messages[0], "written again" in caplog.messages[1]] == [True, True]
+    writer.close()
+
+
+@settings(max_examples=10, deadline=None)
+@given(room=st.integers(1, 8), count=st.integers(1, 20))
+def test_the_oldest_make_room_and_are_counted(room: int, count: int) -> None:
+    disk = Disk()
+    disk.failure = OSError("disk is full")
+    writer = disk.writer(room)
+    for job in range(count):
+        writer.put(job)
+        with pytest.raises(CacheError, match="full"):
+            writer.flush()
+    disk.failure = None
+    writer.close()
+    kept = list(range(max(0, count - room), count))
+    assert disk.written == kept
+    assert writer.dropped == count - len(kept)
+
+
+def test_flush_tells_what_was_dropped_once() -> None:
+    disk = Disk()
+    writer = disk.writer(room=1)
+    disk.failure = OSError("disk is full")
+    writer.put(1)
+    with pytest.raises(CacheError, match="full"):
+        writer.flush()
+    writer.put(2)
+    disk.failure = None
+    while writer.error is not None:
+        time.sleep(0.01)
+    with pytest.raises(CacheError, match="1 writes were dropped"):
+        writer.flush()
+    writer.flush()
+    assert disk.written == [2]
+    writer.close()
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_at_the_end_it_is_tried_once_more(failing: bool, caplog: pytest.LogCaptureFixture) -> None:
+    disk = Disk()
+    disk.failure = OSError("disk is full")
+    writer = disk.writer()
+    writer.put(1)
+    with pytest.raises(CacheError, match="full"):
+        writer.flush()
+    if not failing:
+        disk.failure = None
+    writer.close()
+    assert disk.written == ([] if failing else [1])
+    assert writer.dropped == int(failing)
+    assert ("left undone" in caplog.text) is failing
+
+
+def test_what_waits_can_be_revised_but_not_what_is_being_committed() -> None:
+    disk = Disk()
+    disk.go.clear()
+    writer = disk.writer()
+    writer.put(1)
+    while writer._jobs:
+        time.sleep(0.001)
+    for job in range(2, 10):
+        writer.put(job)
+    thread = threading.Thread(target=lambda: writer.revise(lambda jobs: [job for job in jobs if job % 2]))
+    thread.start()
+    time.sleep(0.05)
+    assert thread.is_alive()
+    disk.failure = OSError("disk is full")
+    disk.go.set()
+    thread.join()
+    disk.failure = None
+    writer.close()
+    assert disk.written == [1, 3, 5, 7, 9]

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import struct
+import tempfile
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.cache.deletion import select
+from agentspec.cache.index import Drafter, SuffixIndex, checksum
+from agentspec.cache.sequence_meta import Origin
+from agentspec.cache.storage.segment_file import Coverage, Segment, load_index, read_segment, segment_of
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import (
+    CacheDamagedError,
+    CacheFormatError,
+    CacheNamespaceError,
+    CacheVersionError,
+    InvalidRequestError,
+)
+from agentspec.types import Namespace, Source
+
+SPACE = Namespace("tenant", "model", "tokenizer", "template")
+_FIXED = 8 + 8 + 13 * 8  # bytes before the checksum of the head
+
+
+def text(seed: int, length: int, vocabulary: int = 50) -> Tokens:
+    return np.random.default_rng(seed).integers(0, vocabulary, length).astype(np.int32)
+
+
+def packed(index: SuffixIndex, origins: dict[int, Origin], space: Namespace = SPACE) -> bytes:
+    frozen = index.freeze(list(origins))
+    segment = segment_of(space, Coverage(7, len(origins), 3, 2), frozen, origins)
+    return segment.head() + b"".join(part.tobytes() for part in frozen.parts)
+
+
+def an_index(sequences: int = 6, length: int = 40) -> tuple[SuffixIndex, dict[int, Origin]]:
+    index, origins = SuffixIndex(tail=4), {}
+    for number in range(sequences):
+        index.append(number, text(number, length), context=text(100 + number, 9))
+        origins[number] = Origin(f"session {number} é" if number % 3 else None, float(number), 5)
+    return index, origins
+
+
+def opened(data: bytes, space: Namespace = SPACE) -> tuple[Segment, SuffixIndex, list[int]]:
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(data)
+        file.seek(0)
+        segment = read_segment(file, space.key)
+        return segment, *load_index(file, segment)
+
+
+def sealed(data: bytes) -> bytes:
+    """With the checksums that a forger would put in."""
+    _, _, _, _, offset, *counts = struct.unpack_from("=4q9Q", data, 16)[:9]
+    sums, at = [], min(offset, len(data))
+    for count, size in zip(counts, (32, 12, 4, 4), strict=True):
+        sums.append(checksum(data[at : at + min(count * size, len(data))]))
+        at += min(count * size, len(data))
+    fixed = data[: 16 + 9 * 8] + struct.pack("=4Q", *sums)
+    return fixed + struct.pack("=Q", checksum(fixed + data[_FIXED + 8 : offset])) + data[_FIXED + 8 :]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), max_size=8),
+    sessions=st.lists(st.none() | st.text(st.characters(exclude_categories=["Cs"])), min_size=8, max_size=8),
+    removed=st.sets(st.integers(0, 7)),
+)
+def test_what_is_read_is_what_was_written(
+    lengths: list[tuple[int, int]], sessions: list[str | None], removed: set[int]
+) -> None:
+    index, origins = SuffixIndex(tail=8), {}
+    for number, (length, context) in enumerate(lengths):
+        index.append(number, text(number, length, 4), context=text(-number - 1 + 1000, context, 4))
+        origins[number] = Origin(sessions[number], number / 3, number)
+    kept = {number: origin for number, origin in origins.items() if number not in removed}
+    segment, loaded, numbers = opened(packed(index, kept))
+    index.remove(list(removed))
+    assert segment.namespace == SPACE and segment.coverage == Coverage(7, len(kept), 3, 2)
+    assert dict(zip(numbers, segment.origins, strict=True)) == kept
+    loaded.check_integrity()
+    for number in kept:
+        assert loaded.tokens(number).tolist() == index.tokens(number).tolist()
+        assert loaded.lead(number).tolist() == index.lead(number).tolist()
+    for context in ([0], [1, 2], [3, 3, 1, 0]):
+        drafts = [Drafter(scan_limit=1 << 20).draft([(each, Source.SHARED)], context, 16) for each in (index, loaded)]
+        assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
+        assert drafts[0].probabilities.tolist() == drafts[1].probabilities.tolist()
+
+
+def test_a_loaded_index_grows_and_forgets_like_any_other() -> None:
+    index, origins = an_index(20, 200)
+    _, loaded, _ = opened(packed(index, origins))
+    file_bytes = loaded.mapped_bytes()
+    assert file_bytes > 20 * 200 * 8
+    for each in (index, loaded):
+        each.append(3, text(7, 3000))
+        each.append(99, text(8, 400_000))  # more than the room behind the file
+        each.remove([1, 2, 98])
+        each.truncate(99, 1000)
+    loaded.check_integrity()
+    assert loaded.mapped_bytes() < file_bytes
+    for number in (0, 3, 99):
+        assert loaded.tokens(number).tolist() == index.tokens(number).tolist()
+    for token in range(50):
+        assert loaded.count([token]) == index.count([token])
+
+
+def test_hits_and_order_of_use_are_kept() -> None:
+    index, origins = an_index()
+    Drafter().observe([(index, Source.SHARED)], index.tokens(2)[:5], index.tokens(2)[5:9])
+    _, loaded, _ = opened(packed(index, origins))
+    before, after = (each.usage() for each in (index, loaded))
+    assert sum(before.hits) > 0
+    for column in ("hits", "last_used", "lengths"):
+        values = [dict(zip(u.sequences.tolist(), getattr(u, column).tolist(), strict=True)) for u in (before, after)]
+        assert values[0] == values[1]
+
+
+def test_scopes_that_cover_it() -> None:
+    index, origins = an_index()
+    segment, _, _ = opened(packed(index, origins))
+    for conditions, expected in (
+        ({"session": "session 1 é"}, True),
+        ({"session": "session 3 é"}, False),  # that one has no name
+        ({"tenant": "tenant"}, True),
+        ({"tenant": "another"}, False),
+        ({"tokenizer": "another", "text": "x", "decode": str}, False),
+        ({"tokens": [1]}, True),
+    ):
+        assert segment.covers(select(**conditions).scope) is expected, conditions  # type: ignore[arg-type]
+
+
+# Files that are not as they should be.
+
+
+def test_three_distinct_refusals() -> None:
+    data = packed(*an_index())
+    with pytest.raises(CacheNamespaceError, match="'tokenizer'"):
+        opened(data, Namespace("tenant", "model", "another", "template"))
+    with pytest.raises(CacheVersionError, match="version 2, not 1"):
+        opened(data[:12] + struct.pack("=I", 2) + data[16:])
+    with pytest.raises(CacheVersionError, match="byte order"):
+        opened(data[:8] + data[8:12][::-1] + data[12:])
+    with pytest.raises(CacheDamagedError, match="no segment"):
+        opened(b"SQLite format 3\0" + data[16:])
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    data = packed(*an_index())
+    places = np.random.default_rng(0).choice(8 * len(data), 1000, replace=False).tolist()
+    for place in (*places, *range(8 * _FIXED, 8 * _FIXED + 64)):
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << place % 8
+        with pytest.raises(CacheFormatError):
+            opened(bytes(flipped))
+
+
+def test_every_truncation_is_noticed() -> None:
+    data = packed(*an_index())
+    for length in range(len(data)):
+        with pytest.raises(CacheDamagedError):
+            opened(data[:length])
+    with pytest.raises(CacheDamagedError):
+        opened(data + b"\0")
+
+
+def patched(data: bytes, part: int, item: int, field: int, value: int) -> bytes:
+    """With another 32-bit number in a part of the index, and checksums that hold."""
+    _, _, _, _, offset, *counts = struct.unpack_from("=4q9Q", data, 16)[:9]
+    sizes = (32, 12, 4, 4)
+    at = offset + sum(count * size for count, size in zip(counts[:part], sizes[:part], strict=True))
+    at += item % counts[part] * sizes[part] + 4 * field
+    return sealed(data[:at] + struct.pack("=I", value) + data[at + 4 :])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ((3, 5, 0, 7), "no padding"),
+        ((3, -1, 0, 2**32 - 1), "boundaries and pieces"),
+        ((3, -1, 0, 2**32 - 2), "negative token"),
+        ((2, 0, 0, 2**32 - 1), "position of no token"),
+        ((2, 0, 0, 66), "position of no token"),
+        ((2, 0, 0, 0), "position of no token"),
+        ((1, 0, 0, 2**31), "out of place"),
+        ((1, 1, 0, 70), "out of place"),
+        ((1, 1, 1, 2**32 - 1), "outside the log"),
+        ((1, 1, 1, 0), "outside the log"),
+        ((1, 0, 2, 99), "no sequence"),
+        ((1, 0, 2, 1), "without a place"),
+        ((0, 1, 0, 0), "twice"),
+    ],
+)
+def test_forged_indexes(change: tuple[int, int, int, int], reason: str) -> None:
+    data = packed(*an_index())
+    assert sealed(data) == data
+    with pytest.raises(CacheDamagedError, match=reason):
+        opened(patched(data, *change))
+
+
+@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("value", [0, 1, 100, 2**32 - 1, 2**32, 2**61, 2**64 - 1])
+def test_forged_sizes(number: int, value: int) -> None:
+    """Refused, but for the rows that it stands for, which may be any."""
+    data = packed(*an_index())
+    at = 16 + 8 * number
+    forged = sealed(data[:at] + struct.pack("=Q", value) + data[at + 8 :])
+    if number < 4:
+        opened(forged)
+        return
+    with pytest.raises(CacheDamagedError):
+        opened(forged)
+
+
+def test_forged_files_are_refused_or_safe() -> None:
+    """Whatever passes can be used: every draft is of tokens, and nothing is read outside."""
+    rng = np.random.default_rng(1)
+    data = packed(*an_index())
+    passed = 0
+    for _ in range(3000):
+        forged = bytearray(data)
+        for _ in range(rng.integers(1, 4)):
+            at = int(rng.integers(0, len(data) - 8))
+            size = int(rng.integers(1, 9))
+            forged[at : at + size] = _number(rng, size)
+        passed += usable(sealed(bytes(forged)))
+    assert 0 < passed < 3000
+
+
+def _number(rng: np.random.Generator, size: int) -> bytes:
+    extreme = [0, 1, 2 ** (8 * size) - 1, 2 ** (8 * size - 1)]
+    value = extreme[rng.integers(4)] if rng.random() < 0.5 else int.from_bytes(rng.bytes(size))
+    return value.to_bytes(size, "little")
+
+
+def usable(data: bytes) -> bool:
+    try:
+        _, index, numbers = opened(data)
+    except CacheFormatError:
+        return False
+    for number in numbers:
+        index.tokens(number)
+        index.lead(number)
+    for context in (text(1, 30), text(3, 5), [0]):
+        draft = Drafter().draft([(index, Source.SHARED)], context, 8)
+        assert (draft.tokens >= 0).all()
+    for number in numbers[:2]:
+        with suppress(InvalidRequestError):  # closed
+            index.append(number, [1, 2, 3] * 100)
+    index.remove(numbers[:2])
+    return True

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+
+from agentspec.cache.deletion import select
+from agentspec.cache.index import SuffixIndex
+from agentspec.cache.sequence_meta import Origin
+from agentspec.cache.storage.files import Folder
+from agentspec.cache.storage.segment_file import Coverage, segment_of
+from agentspec.cache.storage.segment_folder import Segments
+from agentspec.errors import CacheError
+from agentspec.types import Namespace
+
+SPACE, OTHER = Namespace("a", "m", "k"), Namespace("b", "m", "k")
+
+
+class FailingFolder(Folder):
+    """Fails at the n-th operation that may."""
+
+    def __init__(self, path: Path, *, fail_at: int) -> None:
+        super().__init__(path)
+        self.left = fail_at
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(28, "No space left on device")
+
+    def names(self) -> list[str]:
+        self._count()
+        return super().names()
+
+    def size(self, name: str) -> int:
+        self._count()
+        return super().size(name)
+
+    def open(self, name: str) -> BinaryIO:
+        self._count()
+        return super().open(name)
+
+    def create(self, name: str) -> BinaryIO:
+        self._count()
+        return super().create(name)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        self._count()
+        super().write(file, data)
+
+    def sync(self, file: BinaryIO) -> None:
+        self._count()
+        super().sync(file)
+
+    def rename(self, old: str, new: str) -> None:
+        self._count()
+        super().rename(old, new)
+
+    def unlink(self, name: str) -> None:
+        self._count()
+        super().unlink(name)
+
+
+def save(segments: Segments, token: int = 1, space: Namespace = SPACE) -> None:
+    index, origins = SuffixIndex(), {5: Origin("s", 10.0, token)}
+    index.append(5, np.full(300, token, dtype=np.int32))
+    frozen = index.freeze([5])
+    segments.save(segment_of(space, Coverage(1, 1, 5, 0), frozen, origins), frozen)
+
+
+def read(segments: Segments, space: Namespace = SPACE) -> int | None:
+    """The token that a segment is full of."""
+    loaded = segments.load(space.key, lambda _: True)
+    return None if loaded is None else int(loaded.index.tokens(5)[0])
+
+
+def test_the_last_saved_is_loaded(tmp_path: Path) -> None:
+    segments = Segments(tmp_path)
+    assert segments.namespaces() == [] and read(segments) is None and segments.size(SPACE.key) == 0
+    save(segments, 1)
+    save(segments, 2)
+    save(segments, 3, OTHER)
+    assert (read(segments), read(segments, OTHER)) == (2, 3)
+    assert sorted(segments.namespaces()) == sorted([SPACE.key, OTHER.key])
+    assert segments.total_bytes() == segments.size(SPACE.key) + segments.size(OTHER.key) > 2 * 300 * 8
+    assert segments.load(SPACE.key, lambda head: head.coverage.row > 1) is None
+    segments.delete(SPACE.key)
+    segments.delete(SPACE.key)
+    assert read(segments) is None and read(segments, OTHER) == 3
+    segments.clear()
+    assert segments.namespaces() == [] and segments.error is None
+
+
+def test_a_segment_in_use_outlives_its_file(tmp_path: Path) -> None:
+    segments = Segments(tmp_path)
+    save(segments, 1)
+    loaded = segments.load(SPACE.key, lambda _: True)
+    save(segments, 2)
+    segments.clear()
+    assert loaded is not None and loaded.index.tokens(5).tolist() == [1] * 300
+
+
+def every_failure(folder: Path, act: Callable[[Segments], None], check: Callable[[Segments, bool], None]) -> int:
+    """Let each operation of `act` fail once; returns how many there were."""
+    for fail_at in range(1, 100):
+        place = folder / str(fail_at)
+        place.mkdir()
+        save(Segments(place), 1)
+        failing = FailingFolder(place, fail_at=fail_at)
+        act(Segments(place, failing))
+        check(Segments(place), failing.left > 0)
+        if failing.left > 0:
+            return fail_at - 1
+    raise AssertionError("it never ends")
+
+
+def test_whatever_fails_while_saving_one_of_both_is_there(tmp_path: Path) -> None:
+    raised = []
+
+    def act(segments: Segments) -> None:
+        try:
+            save(segments, 2)
+        except OSError as error:
+            raised.append(error)
+
+    def check(segments: Segments, done: bool) -> None:
+        assert read(segments) == (2 if done else 1)
+        assert not list(segments._folder.glob("*.new")) and not list(segments._folder.glob("*.corrupt"))
+
+    count = every_failure(tmp_path, act, check)
+    assert count == len(raised) == 8  # create, five writes, sync, rename
+
+
+def test_whatever_fails_while_loading_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def act(segments: Segments) -> None:
+        for _ in range(3):
+            if segments.namespaces():
+                read(segments)
+            segments.total_bytes()
+            segments.size(SPACE.key)
+
+    def check(segments: Segments, done: bool) -> None:
+        assert read(segments) == 1
+
+    assert every_failure(tmp_path, act, check) == 3 * 5
+    assert 0 < len(caplog.records) <= 6
+
+
+def test_damage_is_set_aside_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    segments = Segments(tmp_path)
+    save(segments)
+    file = tmp_path / f"{SPACE.key}.segment"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert read(segments) is None
+        assert read(segments) is None
+    assert len(caplog.records) == 1 and "log: checksum" in caplog.text
+    assert segments.error is not None and "checksum" in segments.error
+    assert [path.name for path in tmp_path.iterdir()] == [f"{SPACE.key}.segment.corrupt"]
+    assert segments.total_bytes() == len(data)
+    save(segments, 4)
+    assert read(segments) == 4 and segments.error is None
+
+
+def test_a_foreign_one_is_set_aside_and_another_version_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    segments = Segments(tmp_path)
+    save(segments)
+    mine, others = (tmp_path / f"{space.key}.segment" for space in (SPACE, OTHER))
+    others.write_bytes(mine.read_bytes())
+    data = bytearray(mine.read_bytes())
+    data[12] = 9
+    mine.write_bytes(data)
+    assert read(segments) is None and read(segments, OTHER) is None
+    assert "version 9" in caplog.text and "namespace" in caplog.text
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([mine.name, others.name + ".corrupt"])
+
+
+def test_withdrawing(tmp_path: Path) -> None:
+    segments = Segments(tmp_path)
+    save(segments, 1)
+    save(segments, 1, OTHER)
+    segments.withdraw(select(session="another").scope)
+    segments.withdraw(select(tenant="c").scope)
+    assert len(segments.namespaces()) == 2
+    segments.withdraw(select(tenant="a").scope)
+    assert segments.namespaces() == [OTHER.key]
+    for name in (f"{SPACE.key}.segment.corrupt", f"{SPACE.key}.segment.new", "0.segment"):
+        (tmp_path / name).write_bytes(b"who knows")
+    segments.withdraw(select(tenant="c").scope)  # nobody can tell whether they hold any of it
+    assert [path.name for path in tmp_path.iterdir()] == [f"{OTHER.key}.segment"]
+    segments.withdraw(select(session="s").scope)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_withdrawn_is_told(tmp_path: Path) -> None:
+    save(Segments(tmp_path))
+    for fail_at in (1, 3):
+        with pytest.raises(CacheError, match="still in"):
+            Segments(tmp_path, FailingFolder(tmp_path, fail_at=fail_at)).withdraw(select(session="s").scope)
+    Segments(tmp_path, FailingFolder(tmp_path, fail_at=2)).withdraw(select(tenant="c").scope)
+    assert list(tmp_path.iterdir()) == []  # it could not be read, so it might have held it
+
+
+def test_what_a_killed_writer_left_is_swept(tmp_path: Path) -> None:
+    (tmp_path / f"{SPACE.key}.segment.new").write_bytes(b"half")
+    save(Segments(tmp_path), 1, OTHER)
+    Segments(tmp_path).sweep()
+    assert Segments(tmp_path).namespaces() == [OTHER.key]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """Threads and processes take turns."""
+    code = "import sys; from pathlib import Path; from agentspec.cache.storage.segment_folder import Segments\n"
+    code += "with Segments(Path(sys.argv[1])).writing(): print('in', flush=True); sys.stdin.readline()\n"
+    order: list[str] = []
+
+    def enter(name: str) -> None:
+        with Segments(tmp_path).writing():
+            order.append(name)
+
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout.readline() == "in\n"
+        threads = [threading.Thread(target=enter, args=(str(n),)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        threads[0].join(timeout=0.3)
+        assert order == []
+        other.stdin.write("\n")
+        other.stdin.flush()
+        for thread in threads:
+            thread.join()
+    assert sorted(order) == ["0", "1"]

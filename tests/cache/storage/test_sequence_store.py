@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.deletion import select
+from agentspec.cache.storage.record import Row
+from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, ConfigurationError
+from agentspec.types import Labels, Namespace
+
+
+def row(number: int, tokens: object, context: object = ()) -> Row:
+    labels = Labels("s", "w", None)
+    arrays = [np.asarray(part, dtype=np.int32) for part in (tokens, context)]
+    return Row(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
+
+
+def text(seed: int, length: int) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 2**31 - 1, length).astype(np.int32)
+
+
+def opened(location: str | Path, disk_bytes: int | None = None, tenant_disk_bytes: int | None = None) -> Store:
+    return Store.open(location, disk_bytes=disk_bytes, tenant_disk_bytes=tenant_disk_bytes, mode="auto")
+
+
+def execute(location: str | Path, *statements: str) -> list[tuple[object, ...]]:
+    """The rows of the last statement."""
+    engine = sa.create_engine(location if isinstance(location, str) else f"sqlite:///{location / DATABASE}")
+    with engine.begin() as connection:
+        results = [connection.exec_driver_sql(statement) for statement in statements]
+        rows = [tuple(row) for row in results[-1]] if results[-1].returns_rows else []
+    engine.dispose()
+    return rows
+
+
+BREAK = {
+    "sqlite": ["CREATE TRIGGER broken BEFORE INSERT ON sequences BEGIN SELECT RAISE(ABORT, 'disk is gone'); END"],
+    "postgres": [
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'disk is gone'; END $$",
+        "CREATE TRIGGER broken BEFORE INSERT ON sequences FOR EACH ROW EXECUTE FUNCTION broken()",
+    ],
+}
+
+
+token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=80)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.tuples(token_lists.filter(bool), token_lists), max_size=5))
+def test_rows_round_trip(location: str | Path, rows: list[tuple[list[int], list[int]]]) -> None:
+    opened(location).close()
+    execute(location, "DELETE FROM sequences")
+    store = opened(location)
+    for number, (tokens, context) in enumerate(rows):
+        store.put(row(number, tokens, context))
+    store.close()
+    store = opened(location)
+    loaded = store.newest(most=10_000)
+    store.close()
+    assert [(r.sequence, r.tokens.tolist(), r.context.tolist()) for r in loaded] == [
+        (number, tokens, context) for number, (tokens, context) in enumerate(rows)
+    ]
+    assert all((r.namespace, r.labels, r.created_at) == (row(0, []).namespace, row(0, []).labels, 12.5) for r in loaded)
+
+
+def test_folder_and_files_are_private(tmp_path: Path) -> None:
+    store = opened(tmp_path / "deep" / "cache")
+    store.put(row(1, [1, 2]))
+    store.flush()
+    assert stat.S_IMODE((tmp_path / "deep" / "cache").stat().st_mode) == 0o700
+    for file in (tmp_path / "deep" / "cache").iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    store.close()
+
+
+def test_the_home_folder_is_expanded(tmp_path: Path) -> None:
+    code = "from agentspec.cache import SuffixCache; print(SuffixCache.open('~/here').path)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "HOME": str(tmp_path)}, capture_output=True)
+    assert done.stdout.decode().strip() == str(tmp_path / "here")
+
+
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigurationError, match="file"):
+        SuffixCache.open(tmp_path / "file")
+
+
+def test_modes(location: str | Path) -> None:
+    with SuffixCache.open(location, mode="follower") as follower:
+        assert follower.stats().mode == "follower"
+        with SuffixCache.open(location, mode="writer") as writer:
+            assert writer.stats().mode == "writer"
+            with SuffixCache.open(location) as second:
+                assert second.stats().mode == "follower"
+            with pytest.raises(CacheLockedError, match=str(os.getpid())):
+                SuffixCache.open(location, mode="writer")
+    with SuffixCache.open(location) as cache:
+        assert cache.stats().mode == "writer"
+
+
+def test_processes_see_what_others_add(location: str | Path) -> None:
+    with SuffixCache.open(location) as writer, SuffixCache.open(location) as follower:
+        for mine, others, base in ((writer, follower, 100), (follower, writer, 200)):
+            with mine.request([1]) as request:
+                request.extend([base, base + 1, base + 2])
+            mine.flush()
+            time.sleep(1.05)
+            with others.request([9, base]) as request:
+                assert request.draft(max_tokens=2).tokens.tolist() == [base + 1, base + 2]
+        assert writer.stats().sequences == follower.stats().sequences == 2
+
+
+IDLE = """
+import sys, time
+from agentspec.cache import SuffixCache
+cache = SuffixCache.open(sys.argv[1], mode="follower")
+print("open", flush=True)
+known = 0
+while True:
+    if (found := cache.stats().sequences) != known:
+        known = found
+        print(found, time.time(), flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_that_is_asked_nothing_sees_what_others_add_within_a_second(location: str | Path) -> None:
+    with (
+        SuffixCache.open(location) as cache,
+        subprocess.Popen([sys.executable, "-c", IDLE, str(location)], stdout=subprocess.PIPE, text=True) as follower,
+    ):
+        try:
+            assert follower.stdout is not None and follower.stdout.readline() == "open\n"
+            delays = []
+            for turn in range(5):
+                with cache.request([1]) as request:
+                    request.extend([turn, turn + 1])
+                cache.flush()
+                durable = time.time()
+                known, seen = follower.stdout.readline().split()
+                assert int(known) == turn + 1
+                delays.append(float(seen) - durable)
+        finally:
+            follower.kill()
+    assert sorted(delays)[len(delays) // 2] < 1, delays
+
+
+WORKER = """
+import sys
+from agentspec.cache import SuffixCache
+cache = SuffixCache.open(sys.argv[1])
+for turn in range(100000):
+    with cache.request([1, 2]) as request:
+        request.extend([turn, turn + 1, turn + 2])
+    if turn % 7 == 6:
+        cache.flush()
+        print(turn, flush=True)
+"""
+
+
+@pytest.mark.parametrize("reports", [1, 5, 20])
+def test_kill_after_flush_loses_nothing(location: str | Path, reports: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", WORKER, str(location)], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        durable = [int(worker.stdout.readline()) for _ in range(reports)][-1]
+        worker.kill()
+    store = opened(location)
+    stored = [r.tokens.tolist() for r in store.newest(most=1 << 30)]
+    store.close()
+    assert len(stored) > durable
+    assert stored == [[turn, turn + 1, turn + 2] for turn in range(len(stored))]
+
+
+names = st.text(st.characters(exclude_categories=[]), max_size=8)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tenant=names, session=names)
+@example(tenant="a\0b", session="\ud800\x1a001a")
+def test_any_name_can_be_stored_and_forgotten(location: str | Path, tenant: str, session: str) -> None:
+    """A name that a database refuses would end all writing."""
+    store = opened(location)
+    kept = replace(row(1, [1, 2]), namespace=Namespace("t", "m"), labels=Labels(session, session, session))
+    store.put(kept)
+    store.flush()
+    assert [found.labels for found in store.newest(most=100)] == [kept.labels]
+    assert store.forget(select(session=session + "x")) == 0
+    assert store.forget(select(session=session)) == 1
+    # Of no session: one that was just forgotten by that name would not be written.
+    store.put(replace(row(2, [1, 2]), namespace=Namespace(tenant, "m"), labels=Labels()))
+    store.flush()
+    assert store.forget(select(tenant=tenant)) == 1
+    store.close()
+
+
+def test_hits_and_learned_state_are_kept(location: str | Path) -> None:
+    store = opened(location)
+    store.put(row(5, [1, 2]))
+    store.put_usage([(5, 3), (99, 1)], {"n": b"one"})
+    store.put_usage([(5, 2)], {"n": b"two"})
+    store.close()
+    follower = Store.open(location, disk_bytes=None, mode="follower")
+    follower.put_usage([(5, 1)], {"n": b"three"})  # only the writer's state is kept
+    follower.flush()
+    assert follower.learned() == {"n": b"two"}
+    follower.close()
+    assert execute(location, "SELECT number, hits FROM sequences") == [(5, 6)]
+
+
+def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SuffixCache.open(location) as cache, caplog.at_level(logging.WARNING):
+        execute(location, *BREAK["postgres" if isinstance(location, str) else "sqlite"])
+        for turn in range(3):
+            with cache.request([1]) as request:
+                request.extend([40 + turn, 50 + turn])
+            with pytest.raises(CacheError, match="disk is gone"):
+                cache.flush()
+        stats = cache.stats()
+        assert stats.store_error is not None and "disk is gone" in stats.store_error
+        assert stats.sequences == 3
+        with cache.request([9, 41]) as request:
+            assert request.draft(max_tokens=1).tokens.tolist() == [51]
+    assert len(caplog.records) == 1
+
+
+def test_a_missing_table_is_damage(location: str | Path) -> None:
+    SuffixCache.open(location).close()
+    execute(location, "DROP TABLE learned")
+    with pytest.raises(CacheFormatError, match="move it away"):
+        SuffixCache.open(location)
+
+
+@pytest.mark.parametrize("damage", [("x'00'", r"'\x00'"), ("zeroblob(40)", "decode(repeat('00', 40), 'hex')")])
+def test_a_damaged_row_is_told_on_open_and_skipped_while_following(
+    location: str | Path, damage: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, follower = opened(location), opened(location)
+    writer.put(row(1 << 32, [1, 2, 3]))
+    writer.put(row((1 << 32) + 1, [4, 5, 6]))
+    writer.flush()
+    execute(location, f"UPDATE sequences SET tokens = {damage[isinstance(location, str)]} WHERE id = 1")
+    assert [r.tokens.tolist() for r in follower.news(origin=2)] == [[4, 5, 6]]
+    assert "damaged" in caplog.text
+    with pytest.raises(CacheFormatError, match="damaged"):
+        writer.newest(most=100)
+    writer.close()
+    follower.close()
+    for _ in range(2):  # and the folder is not left locked
+        with pytest.raises(CacheFormatError, match="damaged"):
+            SuffixCache.open(location, mode="writer")
+
+
+def test_a_database_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / DATABASE).mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="cannot be opened"):
+            SuffixCache.open(tmp_path, mode="writer")
+
+
+def test_a_damaged_database_is_refused_and_the_lock_released(tmp_path: Path) -> None:
+    (tmp_path / DATABASE).write_bytes(b"not a database at all, just text")
+    for _ in range(2):
+        with pytest.raises(CacheFormatError, match="not a database"):
+            SuffixCache.open(tmp_path, mode="writer")

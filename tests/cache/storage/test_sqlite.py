@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import sqlite3
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy import exc
+
+from agentspec.cache.storage.migration import prepare
+from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase
+from agentspec.errors import CacheFormatError
+
+
+def made(folder: Path) -> SqliteDatabase:
+    database = SqliteDatabase(folder)
+    database.reach()
+    prepare(database)
+    return database
+
+
+def test_a_new_database_is_private_and_shrinks(tmp_path: Path) -> None:
+    for _ in range(2):
+        made(tmp_path / "cache").close()
+    path = tmp_path / "cache" / DATABASE
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_what_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / DATABASE).write_bytes(b"my novel, chapter one: it was a dark and stormy night")
+    with pytest.raises(CacheFormatError, match="not a database"):
+        made(tmp_path)
+    assert (tmp_path / DATABASE).read_bytes().startswith(b"my novel")
+
+
+def test_a_reader_is_in_the_way_of_shrinking_and_nothing_else(tmp_path: Path) -> None:
+    database = made(tmp_path)
+    database.engine.dispose()
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM learned").fetchall()
+        with database.writing() as connection:
+            connection.exec_driver_sql("PRAGMA busy_timeout = 10")
+            connection.exec_driver_sql("INSERT INTO learned VALUES ('n', x'00')")
+        assert not database.shrink()
+        assert not database.scrub(rewrite=True)
+    assert database.shrink()
+    assert database.scrub(rewrite=True)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "passes"),
+    [
+        (sqlite3.SQLITE_FULL, True),
+        (sqlite3.SQLITE_BUSY, True),
+        (sqlite3.SQLITE_BUSY_SNAPSHOT, True),
+        (sqlite3.SQLITE_IOERR_WRITE, True),
+        (sqlite3.SQLITE_IOERR_FSYNC, False),
+        (sqlite3.SQLITE_IOERR_READ, False),
+        (sqlite3.SQLITE_IOERR, False),
+        (sqlite3.SQLITE_CORRUPT, False),
+        (sqlite3.SQLITE_READONLY, False),
+        (sqlite3.SQLITE_CONSTRAINT_TRIGGER, False),
+    ],
+)
+def test_which_failures_pass(tmp_path: Path, code: int, passes: bool) -> None:
+    database = SqliteDatabase(tmp_path)
+    error = sqlite3.OperationalError("...")
+    error.sqlite_errorcode = code  # type: ignore[misc]
+    assert database.passes(exc.OperationalError("INSERT", {}, error)) is passes
+    assert not database.passes(ValueError())
+    database.close()

@@ -1,0 +1,503 @@
+from __future__ import annotations
+
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.index import Drafter
+from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import CacheError
+from agentspec.types import Namespace
+
+CANARY = [777_000_000 + 7 * i for i in range(12)]
+
+
+def text(seed: int, length: int) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 2**31 - 1, length).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Turn:
+    tenant: str
+    session: str | None
+    prompt: list[int]
+    output: list[int]
+
+    def record(self, cache: SuffixCache) -> Turn:
+        """The turn as it was taken: one without a name may go on from a session that has one, and belongs to it."""
+        with cache.request(self.prompt, namespace=self.tenant, session=self.session) as request:
+            request.extend(self.output)
+        return replace(self, session=request.labels.session)
+
+
+@dataclass(frozen=True)
+class Forget:
+    session: str | None
+    tenant: str | None
+    tokens: list[int] | None
+
+    def conditions(self) -> dict[str, Any]:
+        values = {"session": self.session, "tenant": self.tenant, "tokens": self.tokens}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def means(self, turn: Turn) -> bool:
+        text, pattern = turn.prompt[-64:] + turn.output, self.tokens or []
+        return (
+            self.session in (None, turn.session)
+            and self.tenant in (None, turn.tenant)
+            and any(text[i : i + len(pattern)] == pattern for i in range(len(text) + 1))
+        )
+
+
+tenants, names = st.sampled_from(["a", "b"]), st.sampled_from(["s", "t", None])
+ids = st.integers(0, 4)
+turns = st.builds(Turn, tenants, names, st.lists(ids, min_size=1, max_size=80), st.lists(ids, min_size=1, max_size=20))
+forgets = st.builds(Forget, names, st.none() | tenants, st.none() | st.lists(ids, min_size=1, max_size=4)).filter(
+    Forget.conditions
+)
+stories = st.lists(st.one_of(turns, turns, turns, forgets, st.just("compact")), max_size=14)
+Story = list[Turn | Forget | str]
+
+
+def rows(cache: SuffixCache, tenant: str, context: list[int]) -> list[object]:
+    """The draft after a context, by a drafter that has learned nothing."""
+    with cache.request(context, namespace=tenant, session="probe", store=False) as request:
+        request.drafter.restore(Drafter().state())
+        draft = request.draft(16)
+    columns = (draft.tokens, draft.parents, draft.probabilities, draft.match_length, draft.source)
+    return [column.tolist() for column in columns]
+
+
+def tell(cache: SuffixCache, story: Story) -> list[Turn]:
+    """Act a story out, checking what each forget says; returns the turns that are left."""
+    left: list[Turn] = []
+    for event in story:
+        if isinstance(event, Turn):
+            left.append(event.record(cache))
+        elif isinstance(event, str):
+            cache.compact()
+        else:
+            gone = [turn for turn in left if event.means(turn)]
+            assert cache.forget(**event.conditions()) == len(gone)
+            left = [turn for turn in left if not event.means(turn)]
+    return left
+
+
+def assert_equal_drafts(cache: SuffixCache, left: list[Turn]) -> None:
+    with SuffixCache.open() as innocent:
+        for turn in left:
+            turn.record(innocent)
+        for tenant in "ab":
+            for context in ([0], [1, 2], [3, 3, 4], *(turn.prompt + turn.output[:2] for turn in left[-3:])):
+                assert rows(cache, tenant, context) == rows(innocent, tenant, context)
+    cache.check_integrity()
+    assert cache.stats().sequences == len(left)
+
+
+def assert_ends_are_known(cache: SuffixCache, left: list[Turn]) -> None:
+    """The learned tables keep no token that only forgotten outputs ended with."""
+    cells = len(Drafter().state())
+    for tenant in "ab":
+        with cache.request([9], namespace=tenant, store=False) as request:
+            ended = set(request.drafter.state()[cells::3].tolist())
+        assert ended == {turn.output[-1] for turn in left if turn.tenant == tenant}
+
+
+@settings(max_examples=120, deadline=None)
+@given(story=stories)
+def test_a_cache_that_forgot_is_like_one_that_never_knew(story: Story) -> None:
+    with SuffixCache.open() as cache:
+        left = tell(cache, story)
+        assert_ends_are_known(cache, left)
+        assert_equal_drafts(cache, left)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(story=stories)
+def test_so_is_one_on_disk_at_once_and_after_a_restart(location: str | Path, story: Story) -> None:
+    folder = location
+    with SuffixCache.open(folder) as cache:
+        cache.forget(older_than=0)
+    with SuffixCache.open(folder) as cache, SuffixCache.open(folder, mode="follower"):
+        left = tell(cache, story)
+        assert_ends_are_known(cache, left)
+        assert_equal_drafts(cache, left)
+    with SuffixCache.open(folder) as cache:
+        assert_equal_drafts(cache, left)
+
+
+def test_text_in_namespaces_of_its_tokenizer() -> None:
+    with SuffixCache.open() as cache:
+        for tokenizer in ("k", "other"):
+            with cache.request([1], namespace=Namespace("t", "m", tokenizer)) as request:
+                request.extend([ord(character) for character in "a secret"])
+        decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
+        assert cache.forget(text="secret", decode=decode, tokenizer="k") == 1
+        assert cache.forget(text="secret", decode=decode, tokenizer="k") == 0
+        assert cache.forget(text="secret", decode=decode) == 1
+        assert cache.stats().forgotten == 2
+
+
+# Requests in progress.
+
+
+def test_a_request_in_progress_forgets_and_is_not_shared() -> None:
+    with SuffixCache.open() as cache:
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        with (
+            cache.request([5, 6, 7, 5], session="s") as mine,
+            cache.request([5, 6, 7, 5], session="s") as beside,
+            cache.request([5, 6, 7, 5], session="t") as other,
+        ):
+            for request in (mine, beside, other):
+                assert request.draft(1).tokens.tolist() == [6]
+            assert cache.forget(session="s") == 1
+            for request in (mine, beside):
+                assert len(request.draft()) == 0
+                request.extend([8, 9, 8])
+                assert len(request.draft()) == 0
+            other.extend([6, 50, 51])
+        assert cache.stats().sequences == 1
+        with cache.request([1, 10], session="s") as request:
+            assert len(request.draft()) == 0
+
+
+@pytest.mark.parametrize("conditions", [{"tenant": "default"}, {"tokens": CANARY}])
+def test_so_does_everything_that_might_hold_what_is_searched(conditions: dict[str, Any]) -> None:
+    with SuffixCache.open() as cache:
+        with cache.request([*CANARY, *CANARY[:3]], session="s") as request:
+            request.extend(CANARY[3:])
+            cache.forget(**conditions)
+            assert len(request.draft()) == 0
+        assert cache.stats().sequences == 0
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        assert cache.stats().sequences == 1
+
+
+def test_what_is_in_progress_has_no_age(location: str | Path) -> None:
+    with SuffixCache.open(location) as cache:
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        with cache.request([5, 6, 7, 5], session="s") as request:
+            assert cache.forget(older_than=0) == 1
+            assert request.draft(1).tokens.tolist() == [6]
+            request.extend([30, 31])
+        assert cache.stats().sequences == 1
+        assert cache.forget(older_than=3600) == 0
+
+
+def test_threads_go_on_while_it_forgets(location: str | Path) -> None:
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def work(worker: int) -> None:
+        try:
+            while not stop.is_set():
+                Turn("default", f"s{worker}", [1, worker], [10 + worker, *CANARY]).record(cache)
+                time.sleep(0.001)
+        except BaseException as error:
+            failures.append(error)
+
+    with SuffixCache.open(location) as cache:
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(3)]
+        for thread in threads:
+            thread.start()
+        for turn in range(12):
+            cache.forget(**({"session": "s0"} if turn % 2 else {"tokens": CANARY[:4]}))
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        cache.forget(tokens=CANARY)
+        assert cache.stats().sequences == 0
+        cache.check_integrity()
+    with SuffixCache.open(location) as cache:
+        assert cache.stats().sequences == 0
+
+
+# Bytes on disk.
+
+
+def traces(folder: Path, canary: Tokens, blobs: list[bytes]) -> list[str]:
+    """Where a canary is left: as ids, in any compressed row, or as a piece of the rows that held it."""
+    found = []
+    for file in sorted(folder.iterdir()):
+        try:
+            raw = file.read_bytes()
+        except FileNotFoundError:
+            continue  # SQLite took its journal away
+        if canary.astype("<i4").tobytes() in raw:
+            found.append(f"{file.name}: ids")
+        if any(canary.astype("<i4").tobytes() in row for row in _inflated(raw)):
+            found.append(f"{file.name}: compressed row")
+        if any(blob[i : i + 16] in raw for blob in blobs for i in range(0, len(blob) - 16, 8)):
+            found.append(f"{file.name}: piece of a row")
+    return found
+
+
+def _inflated(raw: bytes) -> Iterator[bytes]:
+    at = raw.find(b"\x78\x01")
+    while at >= 0:
+        with suppress(zlib.error):
+            yield zlib.decompressobj().decompress(raw[at : at + 20_000])
+        at = raw.find(b"\x78\x01", at + 1)
+
+
+def column(location: str | Path, query: str) -> list[bytes]:
+    engine = sa.create_engine(location if isinstance(location, str) else f"sqlite:///{location / DATABASE}")
+    with engine.connect() as connection:
+        values = [bytes(value) for value in connection.exec_driver_sql(query).scalars()]
+    engine.dispose()
+    return values
+
+
+def stored_rows(location: str | Path, where: str = "1 = 1") -> list[bytes]:
+    return column(location, f"SELECT tokens FROM sequences WHERE {where}")
+
+
+def filled(cache: SuffixCache, rounds: int = 60) -> None:
+    """Rows of many sizes, some of which change places as they are hit; every third holds the canary."""
+    for turn in range(rounds):
+        output = text(turn, 10 + 97 * turn % 1500)
+        held = [*output[:5], *CANARY, *output[5:]] if turn % 3 == 0 else output
+        session = f"canary-session-{turn}" if turn % 3 == 0 else f"other-{turn}"
+        with cache.request([1, 2], namespace="canary-tenant" if turn % 3 == 0 else "t", session=session) as request:
+            request.extend(held)
+        if turn % 10 == 9:
+            with cache.request([1, 2, *output[:1]], session="x", store=False) as request:
+                request.extend(output[1:8])
+            cache.flush()
+    cache.flush()
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_no_byte_is_left(tmp_path: Path, follows: bool) -> None:
+    with SuffixCache.open(tmp_path) as cache, SuffixCache.open(tmp_path, mode="follower") as follower:
+        filled(cache)
+        cache.compact()
+        for segment in list(tmp_path.glob("*.segment")):
+            (tmp_path / f"{segment.name}.corrupt").write_bytes(segment.read_bytes())
+        blobs = stored_rows(tmp_path, "session LIKE 'canary%'")
+        assert len(blobs) == 20
+        found = traces(tmp_path, np.array(CANARY), blobs)
+        assert len(found) >= 4 and sum("segment" in trace for trace in found) >= 2  # the scan would see it
+        forgetting = follower if follows else cache
+        assert forgetting.forget(tokens=CANARY) == 20
+        assert traces(tmp_path, np.array(CANARY), blobs) == []
+        raw = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+        assert b"canary-session" not in raw and b"canary-tenant" not in raw
+        assert len(stored_rows(tmp_path, "1")) == 40
+
+
+@pytest.mark.parametrize("conditions", [{"tenant": "canary-tenant"}, {"older_than": 0}])
+def test_no_name_is_left_either(tmp_path: Path, conditions: dict[str, Any]) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        filled(cache, 12)
+        cache.compact()
+        cache.forget(**conditions)
+        cache.flush()
+        raw = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+        assert b"canary-session" not in raw and b"canary-tenant" not in raw
+    assert b"canary-tenant" not in (tmp_path / DATABASE).read_bytes()
+
+
+def test_no_byte_is_left_by_age_without_rewriting(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        filled(cache)
+        cache.compact()
+        blobs = stored_rows(tmp_path)
+        with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+            connection.execute("UPDATE sequences SET created_at = 5 WHERE session LIKE 'canary%'")
+            connection.commit()
+        old = stored_rows(tmp_path, "created_at = 5")
+        assert 20 == len(old) < len(blobs)
+    with SuffixCache.open(tmp_path, retention=86400) as cache:
+        assert cache.stats().forgotten == 20
+        assert cache.stats().sequences == 40
+        assert traces(tmp_path, np.array(CANARY), old) == []
+
+
+def test_a_cache_in_memory_keeps_to_its_retention() -> None:
+    with SuffixCache.open(retention=0.01) as cache:
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        deadline = time.monotonic() + 20
+        while cache.stats().sequences and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert (cache.stats().sequences, cache.stats().forgotten) == (0, 1)
+
+
+@pytest.mark.parametrize(("conditions", "left"), [({"session": "s"}, 1), ({"tenant": "default"}, 0)])
+def test_what_was_learned_on_disk_names_no_token(location: str | Path, conditions: dict[str, Any], left: int) -> None:
+    with SuffixCache.open(location) as cache:
+        Turn("default", "s", [1], CANARY).record(cache)
+        Turn("default", "t", [1], [20, 21]).record(cache)
+    cells = 8 * len(Drafter().state())
+
+    def learned() -> list[bytes]:
+        return [zlib.decompress(state) for state in column(location, "SELECT state FROM learned")]
+
+    assert [len(state) - cells for state in learned()] == [2 * 24]
+    with SuffixCache.open(location, mode="follower") as cache:
+        cache.forget(**conditions)
+    assert [len(state) - cells for state in learned()] == left * [0]
+
+
+def test_what_cannot_be_deleted_is_told_and_kept(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        cache.flush()
+        with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+            connection.execute(
+                "CREATE TRIGGER broken BEFORE INSERT ON deletions BEGIN SELECT RAISE(ABORT, 'no room'); END"
+            )
+            connection.commit()
+        with pytest.raises(CacheError, match=r"nothing was forgotten.*no room"):
+            cache.forget(session="s")
+        with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+            connection.execute("DROP TRIGGER broken")
+            connection.commit()
+        assert cache.stats().sequences == 1
+        assert cache.forget(session="s") == 1
+
+
+# Other processes.
+
+FOLLOWER = """
+import sys
+from agentspec.cache import SuffixCache
+cache = SuffixCache.open(sys.argv[1], mode="follower")
+mine = cache.request([9, 9], session="mine")
+held = cache.request([40, 41, 40], session="s")
+held.extend([41])
+for line in sys.stdin:
+    if line == "close\\n":
+        held.close(); cache.flush(); print("closed", flush=True)
+    elif line == "open drafts\\n":
+        print(held.draft(1).tokens.tolist(), mine.draft(1).tokens.tolist(), flush=True)
+    else:
+        mine.extend([int(line)])
+        print(mine.draft(1).tokens.tolist(), flush=True)
+"""
+
+
+def ask(process: subprocess.Popen[str], line: str) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def test_another_process_follows_while_it_only_drafts(location: str | Path) -> None:
+    command = [sys.executable, "-c", FOLLOWER, str(location)]
+    with SuffixCache.open(location) as cache:
+        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        Turn("default", "t", [1], [20, 21, 22]).record(cache)
+        cache.flush()
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            try:
+                assert ask(other, "10") == "[11]"
+                assert ask(other, "open drafts").startswith("[40]")
+                assert cache.forget(session="s") == 1
+                deadline = time.monotonic() + 60
+                while (answer := ask(other, "open drafts")) != "[] []":
+                    assert time.monotonic() < deadline, answer
+                    time.sleep(0.2)
+                assert ask(other, "20") == "[21]"  # the rest is still known
+                assert ask(other, "close") == "closed"
+            finally:
+                other.kill()
+        assert len(stored_rows(location)) == 1
+
+
+def test_what_another_process_had_yet_to_write_is_refused(location: str | Path) -> None:
+    """It closes, and writes, before it looks at what was forgotten."""
+    for conditions in ({"session": "s"}, {"tenant": "default"}, {"tokens": [10, 11]}):
+        with SuffixCache.open(location) as writer, SuffixCache.open(location) as follower:
+            late = follower.request([1], session="s")
+            late.extend([10, 11, 12])
+            writer.forget(**conditions)  # type: ignore[arg-type]
+            late.close()
+            assert follower.stats().sequences == 1
+            follower.flush()
+            assert stored_rows(location) == []
+            time.sleep(1.1)
+            with follower.request([5, 10], session="new", store=False) as request:
+                assert len(request.draft()) == 0
+            assert follower.stats().sequences == 0
+            Turn("default", "s", [1], [20, 21]).record(follower)  # the name can be used again
+            follower.flush()
+            assert len(stored_rows(location)) == 1
+            writer.forget(older_than=0)
+
+
+def test_a_follower_keeps_what_it_wrote_itself(location: str | Path) -> None:
+    with SuffixCache.open(location) as writer, SuffixCache.open(location) as follower:
+        for number in range(20):
+            Turn("default", f"s{number}", [1], [10 * number, 10 * number + 1]).record(follower)
+        writer.forget(session="s3")  # some of it may not be written yet
+        time.sleep(1.1)
+        follower.request([1], store=False).close()
+        assert follower.stats().sequences in (19, 20)
+        follower.flush()
+        assert follower.stats().sequences == len(stored_rows(location))
+
+
+FORGETTER = """
+import sys
+from agentspec.cache import SuffixCache
+cache = SuffixCache.open(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+cache.forget(session="s")
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_kill_leaves_all_or_nothing(tmp_path: Path) -> None:
+    """Nothing forgotten comes back, and the next writer leaves no byte of it."""
+    outcomes = []
+    generator = random.Random(5)
+    for attempt in range(12):
+        folder = tmp_path / str(attempt)
+        with SuffixCache.open(folder) as cache:
+            for turn in range(60):  # enough for closing to write a segment
+                output = [*text(turn, 700), *CANARY] if turn % 2 else text(turn, 700)
+                Turn("default", "s" if turn % 2 else "t", [1], list(output)).record(cache)
+        blobs = stored_rows(folder, "session = 's'")
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            [sys.executable, "-c", FORGETTER, str(folder)], stdin=pipe, stdout=pipe, text=True
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdout.readline()
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            time.sleep(generator.uniform(0, 0.04))
+            process.send_signal(signal.SIGKILL)
+            done = process.stdout.read() == "done\n"
+        with SuffixCache.open(folder) as cache:
+            left = len(stored_rows(folder, "session = 's'"))
+            outcomes.append(left)
+            assert left in ((0,) if done else (0, 30))
+            assert cache.stats().sequences == 30 + left
+            if not left:
+                assert traces(folder, np.array(CANARY), blobs) == []
+    assert len(set(outcomes)) == 2, outcomes

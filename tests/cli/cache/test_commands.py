@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentspec.cache import SuffixCache
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with SuffixCache.open(tmp_path / "cache") as cache:
+        with cache.request([1, 2, 3]) as request:
+            request.extend([4, 5])
+        cache.flush()
+    return tmp_path / "cache"
+
+
+def test_stats_of_a_folder(program, folder):
+    values = json.loads(program("cache", "stats", "--path", folder, "--json").output)
+    assert values["sequences"] == 1
+    lines = dict(line.split(maxsplit=1) for line in program("cache", "stats", "--path", folder).output.splitlines())
+    assert lines["sequences"] == "1"
+    assert set(lines) == set(values)
+
+
+def test_stats_of_the_configured_folder_while_it_is_in_use(program, folder):
+    Path("agentspec.toml").write_text(f'[cache]\npath = "{folder}"\n')
+    with SuffixCache.open(folder):
+        result = program("cache", "stats", "--json")
+    assert json.loads(result.output)["sequences"] == 1
+
+
+def test_without_a_folder_there_is_nothing_to_look_into(program, tmp_path):
+    result = program("cache", "stats")
+    assert (result.exit_code, "set cache.path" in result.stderr) == (2, True)
+    result = program("cache", "stats", "--path", tmp_path / "absent")
+    assert (result.exit_code, "no cache at" in result.stderr) == (2, True)
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    with SuffixCache.open(tmp_path / "cache") as cache:
+        for number, (tenant, session) in enumerate([("a", "s"), ("a", "t"), ("b", "s")]):
+            with cache.request([1], namespace=tenant, session=session) as request:
+                request.extend([10 * number, 10 * number + 1])
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("options", "forgotten"),
+    [
+        (["--session", "s"], 2),
+        (["--session", "s", "--tenant", "b"], 1),
+        (["--tenant", "a"], 2),
+        (["--older-than", "30d"], 0),
+        (["--older-than", "0"], 3),
+    ],
+)
+def test_forgetting(program, conversations, options, forgotten):
+    result = program("cache", "forget", "--path", conversations, *options, "--yes", "--json")
+    assert json.loads(result.output)["forgotten"] == forgotten
+    assert json.loads(program("cache", "stats", "--path", conversations, "--json").output)["sequences"] == 3 - forgotten
+
+
+def test_forgetting_asks_and_tells(program, conversations):
+    refused = program("cache", "forget", "--path", conversations, "--session", "s")
+    assert (refused.exit_code, "cannot be undone" in refused.stderr) == (1, True)
+    result = program("cache", "forget", "--path", conversations, "--session", "s", "--tenant", "b", "-y")
+    assert result.output.startswith("forgot 1 sequence: session 's', tenant 'b'\n")
+    assert "backups" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "say what to forget"),
+        (["--older-than", "a while"], "such as 30d"),
+        (["--text", "x"], "go together"),
+        (["--model", "x"], "go together"),
+    ],
+)
+def test_forgetting_what_cannot_be(program, conversations, options, message):
+    result = program("cache", "forget", "--path", conversations, *options, "--yes")
+    assert (result.exit_code, message in result.stderr) == (2, True), result.output
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2-135m", "mine"])
+def test_forgetting_a_text_however_it_was_tokenised(program, tmp_path, default_model, name):
+    from agentspec.backends.torch.loader import load_tokenizer
+    from agentspec.backends.torch.text.tokenizer import Codec
+    from agentspec.types import Namespace
+
+    Path("agentspec.toml").write_text(
+        f'[cache]\npath = "{tmp_path / "cache"}"\n[backends.local]\nkind = "torch"\nmodel = "{default_model.folder}"\n'
+        '[models.mine]\nbackend = "local"\n'
+    )
+    tokenizer, key = load_tokenizer(str(default_model.folder))
+    codec = Codec(tokenizer)
+    outputs = [
+        codec.encode("The password is hunter2, of course."),
+        [token for letter in "The password is hunter2" for token in codec.encode(letter)],
+        codec.encode("The password is a secret."),
+    ]
+    with SuffixCache.open(tmp_path / "cache", namespace=Namespace("t", "m", key)) as cache:
+        for output in outputs:
+            with cache.request([1]) as request:
+                request.extend(output)
+    wanted = name if name == "mine" else str(default_model.folder)
+    result = program("cache", "forget", "--text", "password is hunter2", "--model", wanted, "-y", "--json")
+    assert json.loads(result.output)["forgotten"] == 2, result.stderr

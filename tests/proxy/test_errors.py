@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import inspect
+import json
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from agentspec import errors
+from agentspec.proxy.errors import event_body, failure, log_unexpected, outcome
+
+TREE = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.AgentSpecError) and kind is not errors.UpstreamStatusError
+]
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_every_error_has_its_answer(kind: type[errors.AgentSpecError]) -> None:
+    error = kind("what went wrong")
+    failed = failure(error)
+    assert failed.status == kind.status and 400 <= failed.status < 600
+    body = json.loads(failed.body)
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"] == "what went wrong" and event_body(error) == failed.body
+    assert outcome(error) in ("client_error", "server_error", "rejected")
+
+
+@pytest.mark.parametrize("kind", [errors.OverloadedError, errors.ShuttingDownError, errors.NotReadyError])
+def test_what_may_be_tried_again_says_when(kind: type[errors.AgentSpecError]) -> None:
+    assert int(failure(kind("later")).headers["retry-after"]) >= 1 and outcome(kind("later")) == "rejected"
+
+
+def test_an_upstreams_error_is_kept_whole() -> None:
+    error = errors.UpstreamStatusError(
+        "no", status=418, body=b"tea", headers={"retry-after": "3", "set-cookie": "x", "x-should-retry": "false"}
+    )
+    failed = failure(error)
+    assert (failed.status, failed.body) == (418, b"tea")
+    assert failed.headers == {"retry-after": "3", "x-should-retry": "false"}
+    assert json.loads(event_body(error))["error"]["message"] == "no"
+
+
+def test_a_bug_says_nothing_about_itself() -> None:
+    failed = failure(ValueError("secret"), "req-7")
+    assert failed.status == 500 and b"secret" not in failed.body and outcome(ValueError()) == "server_error"
+    assert failed.code == json.loads(failed.body)["error"]["code"] == "internal_error" and b"req-7" in failed.body
+    assert event_body(ValueError("secret"), "req-7") == failed.body
+
+
+def test_a_failure_of_the_engine_leads_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    error = errors.EngineError("the engine failed on this request")
+    error.__cause__ = ValueError("secret")
+    assert b"request req-7" in failure(error, "req-7").body and b"req-7" not in failure(error).body
+    with caplog.at_level("ERROR", "agentspec.proxy"):
+        log_unexpected(error, "req-7")
+        log_unexpected(errors.EngineError("on purpose"), "req-8")
+        log_unexpected(errors.InvalidRequestError("theirs"), "req-9")
+        log_unexpected(HTTPException(404), "req-9")
+    [record] = caplog.records
+    assert "req-7" in record.getMessage() and "ValueError" in record.getMessage() and "secret" not in caplog.text
+
+
+def test_routing_errors() -> None:
+    assert failure(HTTPException(405, headers={"allow": "POST"})).headers == {"allow": "POST"}
+    assert json.loads(failure(HTTPException(418)).body)["error"]["message"] == "I'm a Teapot"

@@ -1,0 +1,301 @@
+"""What surrounds every route: keys, logs, unknown paths, the pages that only tell something."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import EngineError
+from agentspec.proxy import logs
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.load import ModelSettings, ServerSettings, Settings
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import Delta, GenerateRequest
+
+MODEL = "fake"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
+    ("GET", "/v1/models"),
+    ("GET", f"/v1/models/{MODEL}"),
+    ("GET", "/metrics"),
+    ("GET", "/version"),
+    ("GET", "/ready"),
+    ("GET", "/docs"),
+    ("GET", "/"),
+    ("GET", "/health/"),
+    ("DELETE", "/v1/models"),
+    ("OPTIONS", "/v1/chat/completions"),
+]
+KEYS = {"alice": "sk-alice-planted-canary", "bob": "sk-bob-planted-canary"}
+
+
+@pytest.fixture(scope="module")
+def backend() -> FakeBackend:
+    return FakeBackend("fine")
+
+
+@pytest.fixture(scope="module")
+def keyed(shared_gateway: Any, backend: FakeBackend, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("keys")
+    for tenant, key in KEYS.items():
+        (folder / tenant).write_text(key)
+    api_keys = tuple(ApiKey(tenant=tenant, key_file=folder / tenant) for tenant in KEYS)
+    return shared_gateway({MODEL: backend}, api_keys=api_keys)
+
+
+@pytest.fixture(scope="module")
+def opened(shared_gateway: Any, backend: FakeBackend) -> Any:
+    return shared_gateway({MODEL: backend})
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer wrong", f"Bearer {KEYS['alice'][:-1]}", KEYS["alice"], f"Basic {KEYS['alice']}"]
+)
+def test_every_route_but_health_wants_a_key(keyed: Any, method: str, path: str, authorization: str | None) -> None:
+    headers = {"authorization": authorization} if authorization else {}
+    response = httpx.request(method, keyed.url + path, headers=headers, json=BODY if method == "POST" else None)
+    assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer" and "canary" not in response.text
+
+
+def test_health_is_open(keyed: Any) -> None:
+    assert httpx.get(f"{keyed.url}/health").json() == {"status": "ok"}
+
+
+def test_the_tenant_is_the_keys(keyed: Any, backend: FakeBackend) -> None:
+    for tenant, key in KEYS.items():
+        with openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0) as client:
+            client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "hi"}],
+                user="bob",
+                extra_headers={"x-agentspec-tenant": "bob"},
+                extra_body={"metadata": {"tenant": "bob"}},
+            )
+        assert backend.requests[-1].tenant == tenant
+    wrong = openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="wrong", max_retries=0)
+    with wrong as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_the_gateways_keys_never_travel_on(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    (tmp_path / "alice").write_text(KEYS["alice"])
+    server = upstream(lambda request: request.answer(b"{}"))
+    api_keys = (ApiKey(tenant="alice", key_file=tmp_path / "alice"),)
+    settings = Settings(
+        server=ServerSettings(api_keys=api_keys),
+        backends={"up": OpenAISettings(base_url=server.url)},  # type: ignore[arg-type]
+    )
+    headers = {"authorization": f"Bearer {KEYS['alice']}"}
+    response = httpx.post(f"{gateway({}, settings).url}/v1/chat/completions", json=BODY, headers=headers)
+    assert response.status_code == 200 and "authorization" not in server.requests[0].headers
+
+
+def test_pages(opened: Any) -> None:
+    with openai.OpenAI(base_url=f"{opened.url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).object == "model"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("org/none")
+    assert httpx.get(f"{opened.url}/ready").json() == {"status": "ready"}
+    assert set(httpx.get(f"{opened.url}/version").json()) == {"version"}
+    metrics = httpx.get(f"{opened.url}/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "agentspec_build_info{" in metrics.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nope", 404), ("POST", "/v1/responses", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)],
+)
+def test_other_paths_and_methods_answer_in_the_same_shape(opened: Any, method: str, path: str, status: int) -> None:
+    response = httpx.request(method, opened.url + path)
+    assert response.status_code == status and set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"].startswith("req-")
+    assert (status == 405) == ("allow" in response.headers)
+
+
+def test_unknown_names_make_no_labels(opened: Any) -> None:
+    for name in ("canary-a", "canary-b"):
+        httpx.post(f"{opened.url}/v1/chat/completions", json={**BODY, "model": name})
+        httpx.get(f"{opened.url}/v1/models/{name}")
+        httpx.get(f"{opened.url}/{name}")
+    assert "canary" not in httpx.get(f"{opened.url}/metrics").text
+
+
+def test_loading_is_not_ready_but_alive(gateway: Any, until: Callable[..., None]) -> None:
+    running = gateway({MODEL: FakeBackend()})
+    running.runtime._started = False  # as it stands while the models load
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert httpx.get(f"{running.url}/ready").json() == {"status": "loading"}
+    response = httpx.post(f"{running.url}/v1/chat/completions", json=BODY)
+    assert response.status_code == 503 and response.json()["error"]["code"] == "not_ready"
+    assert response.headers["retry-after"] == "1"
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Everything the process logs at DEBUG, as `serve` would write it."""
+    root, stream = logging.getLogger(), io.StringIO()
+    before = (root.handlers[:], root.level)
+    logs.configure("DEBUG", stream)
+    yield stream
+    root.handlers[:], root.level = before
+
+
+def test_no_body_and_no_key_is_ever_logged(gateway: Any, upstream: Any, log: io.StringIO, tmp_path: Path) -> None:
+    """I4, with every kind of failure on the way."""
+    (tmp_path / "key").write_text(KEYS["alice"])
+    (tmp_path / "upstream").write_text("sk-upstream-canary")
+    faults = iter(
+        [
+            lambda request: request.answer(b'{"canary": 1}', 500),
+            lambda request: (request.head(), request.send(b"data: canary\n\n")),
+            lambda request: request.answer(b'{"canary": 1}', 307, location="http://canary/"),
+            lambda request: None,
+        ]
+    )
+    server = upstream(lambda request: next(faults)(request))
+    answers = ["canary answer", EngineError("canary prompt"), ValueError("canary prompt")]
+    answers += [Answer("canary answer", error=KeyError("canary"), error_after=1)]  # type: ignore[list-item]
+    key_file = str(tmp_path / "upstream")
+    up = OpenAISettings(base_url=server.url, api_key_file=key_file, vllm="off")  # type: ignore[arg-type]
+    settings = Settings(
+        server=ServerSettings(api_keys=(ApiKey(tenant="alice", key_file=tmp_path / "key"),)),
+        backends={"up": up, "local": up},
+        models={"up": ModelSettings(backend="up"), MODEL: ModelSettings(backend="local")},
+    )
+    running = gateway({"local": FakeBackend(*answers)}, settings)
+    url = f"{running.url}/v1/chat/completions"
+    body = {**BODY, "messages": [{"role": "user", "content": "canary prompt"}], "stream": True, "user": "canary user"}
+    headers = {"authorization": f"Bearer {KEYS['alice']}", "x-agentspec-session": "canary-session"}
+    for model in [MODEL] * 4 + ["up"] * 4 + ["canary-model"]:
+        httpx.post(url, json={**body, "model": model}, headers=headers)
+    httpx.post(url, json={**body, "canary_field": 1, "model": MODEL}, headers=headers)
+    httpx.post(url, content=b'{"canary', headers={**headers, "content-type": "application/json"})
+    httpx.post(url, json=body, headers={"authorization": "Bearer canary-wrong"})
+    httpx.get(f"{running.url}/canary-path?canary=1", headers={**headers, "x-request-id": "bad canary"})
+    assert running.metric("agentspec_requests_in_flight") == 0
+    written = log.getvalue().splitlines()
+    lines = [json.loads(line) for line in written]
+    assert sum(line["event"] == "request" for line in lines) == 13
+    assert {line["event"] for line in lines} >= {"request", "internal error"}
+    assert [line for line in written if "canary" in line] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_answer_leads_to_the_log(gateway: Any, log: io.StringIO, stream: bool) -> None:
+    failed = EngineError("the engine failed on this request")
+    failed.__cause__ = KeyError("canary")
+    answer = Answer("said", error=failed, error_after=1) if stream else failed
+    url = f"{gateway({MODEL: FakeBackend(answer)}).url}/v1/chat/completions"
+    response = httpx.post(url, json={**BODY, "stream": stream}, headers={"x-request-id": "r-9"})
+    assert "the server's log says more about request r-9" in response.text and "canary" not in response.text
+    [line] = [json.loads(line) for line in log.getvalue().splitlines() if '"internal error"' in line]
+    assert (line["request_id"], line["exception"]) == ("r-9", "KeyError") and "canary" not in log.getvalue()
+
+
+def test_a_logged_exception_has_its_place_and_not_its_message(log: io.StringIO) -> None:
+    try:
+        raise ValueError("canary")
+    except ValueError:
+        logging.getLogger("elsewhere").exception("failed")
+    line = json.loads(log.getvalue())
+    assert (line["event"], line["exception"]) == ("failed", "ValueError") and "test_door.py" in line["frames"][0]
+    assert "canary" not in log.getvalue()
+
+
+def test_one_line_a_request(gateway: Any, log: io.StringIO) -> None:
+    running = gateway({MODEL: FakeBackend("a b c")})
+    httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers={"x-request-id": "r-1"})
+    running.metric("agentspec_requests_in_flight")
+    [line] = [json.loads(line) for line in log.getvalue().splitlines() if '"event": "request"' in line]
+    assert line["seconds"] > 0 and line["first_token_seconds"] > 0 and line["timestamp"]
+    kept = {name: line[name] for name in line if not name.endswith("seconds") and name != "timestamp"}
+    assert kept == {
+        "event": "request",
+        "level": "info",
+        "request_id": "r-1",
+        "method": "POST",
+        "route": "/v1/chat/completions",
+        "model": MODEL,
+        "tenant": "default",
+        "status": 200,
+        "outcome": "ok",
+        "stream": False,
+        "prompt_tokens": 1,
+        "completion_tokens": 3,
+    }
+
+
+def test_slow_headers_hold_up_nobody(opened: Any) -> None:
+    host, port = opened.url.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(50)]
+    for connection in slow:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost:")
+    began = time.monotonic()
+    assert httpx.get(f"{opened.url}/health").status_code == 200 and time.monotonic() - began < 1
+    for connection in slow:
+        connection.close()
+
+
+class Counting(FakeBackend):
+    """Produces a kilobyte at a time and counts."""
+
+    produced = 0
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        try:
+            for _ in range(100_000):
+                await anyio.sleep(0)
+                self.produced += 1
+                yield Delta(text="x" * 1000)
+            yield Delta(finish_reason="stop")
+        finally:
+            self.closed = True
+
+
+def test_a_slow_reader_holds_the_answer_back(gateway: Any, until: Callable[..., None]) -> None:
+    """C3: what a client does not read is not produced, beyond what the sockets hold."""
+    backend = Counting()
+    running = gateway({MODEL: backend})
+    host, port = running.url.removeprefix("http://").split(":")
+    body = json.dumps({**BODY, "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert connection.recv(1000)
+        held = -1
+        deadline = time.monotonic() + 30
+        while backend.produced != held and time.monotonic() < deadline:  # until what the sockets hold is full
+            held = backend.produced
+            time.sleep(0.5)
+        assert backend.produced == held < 20_000
+        assert httpx.get(f"{running.url}/health").status_code == 200
+    until(lambda: backend.closed, 2)
+
+
+def test_threads_do_not_pile_up(opened: Any) -> None:
+    before = threading.active_count()
+    for _ in range(20):
+        httpx.post(f"{opened.url}/v1/chat/completions", json=BODY)
+    assert threading.active_count() <= before + 2

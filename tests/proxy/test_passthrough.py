@@ -1,0 +1,457 @@
+"""Requests to upstream models: bytes in, the same bytes out, and every way in which an upstream can fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import InvalidRequestError
+from agentspec.proxy.passthrough import MAX_HELD, Tee, check_upstream_fields
+from agentspec.settings.load import ModelSettings, ServerSettings, Settings
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import Speculation
+
+MODEL = "up"
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+EVENTS = [
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"x":1.10}],"odd":{"b":null}}\n\n',
+    ": keep-alive é\n\n".encode(),
+    b'data: {"choices": [{"index":0, "delta":{"content":"Hi"}}]}\r\n\r\n',
+    b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n',
+    b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n',
+    b"data: [DONE]\n\n",
+]
+WIRE = b"".join(EVENTS)
+OPEN_ELSEWHERE = [
+    "/invocations", "/pooling", "/score", "/rerank", "/tokenize", "/detokenize", "/pause", "/resume",
+    "/update_weights", "/load", "/ping", "/v1/responses", "/v1/audio/speech", "/v1/load_lora_adapter",
+    "/v1/files", "/inference/v1/generate", "/docs", "/openapi.json", "//v1/chat/completions",
+    "/v1//chat/completions", "/v1/chat/completions/", "/v1/chat/../completions", "/v1/%2e%2e/invocations",
+    "/v1/chat%2Fcompletions/x", "/V1/chat/completions", "/",
+]  # fmt: skip
+
+
+def passing(url: str, model: str | None = None, **server: Any) -> tuple[dict[str, Any], Settings]:
+    """A gateway's arguments: model "up" leads to the endpoint at `url`, which knows it as `model`."""
+    settings = Settings(
+        server=ServerSettings(**server),
+        backends={"up": OpenAISettings(base_url=url)},  # type: ignore[arg-type]
+        models={MODEL: ModelSettings(backend="up", upstream_model=model)},
+    )
+    return {}, settings
+
+
+def post(running: Any, body: Any = BODY, path: str = CHAT, **fields: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **fields.pop("headers", {})}
+    return httpx.post(f"{running.url}{path}", content=content, headers=headers, timeout=10, **fields)
+
+
+def test_an_answer_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
+    body = (
+        '{ "choices":[], "n": 1.10, "odd": {"é":[1e400]}, "usage": {"prompt_tokens":4,"completion_tokens":2} }'.encode()
+    )
+    server = upstream(lambda request: request.answer(body, 200, "application/json", openai_processing_ms="5"))
+    running = gateway(*passing(server.url))
+    sent = b' {"model":"up", "messages":[], "temperature":1.10,"unheard_of":{"a":[null]}, "stream":false }'
+    headers = {"x-agentspec-step": "plan", "cookie": "c=1", "authorization": "Bearer mine", "x-request-id": "r1"}
+    response = post(running, sent, headers=headers, params={"api-version": "2"})
+    assert response.content == body and response.headers["openai-processing-ms"] == "5"
+    [request] = (request for request in server.requests if request.method == "POST")
+    assert request.body == sent and request.target == "/v1/chat/completions?api-version=2"
+    assert request.headers["authorization"] == "Bearer mine" and "cookie" not in request.headers
+    assert request.headers["x-agentspec-step"] == "plan" and request.headers["x-request-id"] == "r1"
+    assert running.metric("agentspec_completion_tokens_total", model=MODEL) == 2
+
+
+def test_only_the_model_is_renamed(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway(*passing(server.url, "org/big"))
+    post(running, b'{"temperature":1.10,"model" : "up","x":"\\u00e9"}')
+    assert server.requests[0].body == b'{"temperature":1.10,"model" : "org/big","x":"\\u00e9"}'
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_the_other_routes(gateway: Any, upstream: Any, path: str) -> None:
+    server = upstream(lambda request: request.answer(b'{"data":[]}'))
+    assert post(gateway(*passing(server.url)), path=path).content == b'{"data":[]}'
+    assert server.requests[0].target == path
+
+
+def test_upstreams_that_no_name_leads_to_list_nothing(gateway: Any, upstream: Any) -> None:
+    up = OpenAISettings(base_url=upstream(lambda request: request.answer(b"{}")).url)
+    running = gateway({}, Settings(backends={"a": up, "b": up}))
+    assert httpx.get(f"{running.url}/v1/models").json() == {"object": "list", "data": []}
+    assert post(running).status_code == 404
+
+
+@pytest.mark.parametrize("pieces", [len(WIRE), 1, 7])
+def test_a_stream_passes_byte_for_byte(gateway: Any, upstream: Any, pieces: int) -> None:
+    def script(request: Any) -> None:
+        request.head(200, transfer_encoding="chunked")
+        step = -(-len(WIRE) // pieces) if pieces > 1 else len(WIRE)
+        for position in range(0, len(WIRE), step):
+            request.chunk(WIRE[position : position + step])
+        request.chunk(b"")
+
+    running = gateway(*passing(upstream(script).url))
+    response = post(running)
+    assert response.content == WIRE and response.headers["content-type"] == "text/event-stream"
+    assert running.metric("agentspec_completion_tokens_total", model=MODEL) == 2
+    assert running.metric("agentspec_time_to_first_token_seconds_count", model=MODEL) == 1
+
+
+def test_curl_gets_an_upstreams_bytes(gateway: Any, upstream: Any) -> None:
+    def script(request: Any) -> None:
+        request.head()
+        request.send(WIRE)
+
+    running = gateway(*passing(upstream(script).url))
+    command = ["curl", "-sSN", "--max-time", "20", f"{running.url}{CHAT}", "-H", "content-type: application/json"]
+    done = subprocess.run([*command, "-d", json.dumps(BODY)], capture_output=True, check=True)
+    assert done.stdout == WIRE
+
+
+def test_events_pass_as_they_come(gateway: Any, upstream: Any) -> None:
+    def script(request: Any) -> None:
+        request.head()
+        for event in EVENTS:
+            request.send(event)
+            time.sleep(0.1)
+
+    running = gateway(*passing(upstream(script).url))
+    times = []
+    with httpx.stream("POST", f"{running.url}{CHAT}", json=BODY) as response:
+        for _ in response.iter_raw():
+            times.append(time.monotonic())
+    assert len(times) == len(EVENTS) and times[-1] - times[0] > 0.35
+
+
+@pytest.mark.parametrize("cut", range(len(EVENTS)))
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("clean", [False, True])
+def test_a_cut_stream_is_never_silent(upstream_cut: Any, cut: int, half: bool, clean: bool) -> None:
+    """U6. `clean`: the connection ends as if all were well, which only the missing finish gives away."""
+    running, script = upstream_cut
+    script["pieces"] = [*EVENTS[:cut], *([EVENTS[cut][:9]] if half else [])]
+    script["clean"] = clean
+    content = post(running).content
+    whole = b"".join(EVENTS[:cut])
+    finished = clean and cut > 3
+    assert content.startswith(whole)
+    rest = content[len(whole) :]
+    if finished:
+        assert rest == (EVENTS[cut][:9] if half else b"")
+    else:
+        assert rest.startswith(b'data: {"error":{') and rest.endswith(b"\n\n") and rest.count(b"data:") == 1
+
+
+@pytest.fixture(scope="module")
+def upstream_cut(shared_gateway: Any, shared_upstream: Any) -> Any:
+    """A gateway, and what its upstream sends: `pieces`, then a `clean` end or a broken connection."""
+    state: dict[str, Any] = {}
+
+    def script(request: Any) -> None:
+        request.head(200, transfer_encoding="chunked")
+        for piece in state["pieces"]:
+            request.chunk(piece)
+        if state["clean"]:
+            request.chunk(b"")
+
+    return shared_gateway(*passing(shared_upstream(script).url)), state
+
+
+def test_the_client_is_told_of_a_cut(gateway: Any, upstream: Any) -> None:
+    def script(request: Any) -> None:
+        request.head()
+        request.send(EVENTS[0] + EVENTS[2])
+
+    running = gateway(*passing(upstream(script).url))
+    told = openai.OpenAI(base_url=f"{running.url}/v1", api_key="k", max_retries=0)
+    with told as client, pytest.raises(openai.APIError, match="before it was finished"):
+        list(client.chat.completions.create(model=MODEL, messages=[], stream=True))
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500, 503])
+def test_errors_pass_with_status_body_and_retry_headers(gateway: Any, upstream: Any, status: int) -> None:
+    body = b'{"error": {"message": "no", "code": 7}, "more": 1.10}'
+    server = upstream(lambda request: request.answer(body, status, retry_after="2", retry_after_ms="1500", server="x"))
+    response = post(gateway(*passing(server.url)))
+    assert (response.status_code, response.content) == (status, body)
+    assert response.headers["retry-after"] == "2" and response.headers["retry-after-ms"] == "1500"
+    assert "server" not in response.headers and len(server.requests) == 1
+
+
+def test_redirects_are_not_followed_nor_passed_on(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"", 307, location="http://169.254.169.254/"))
+    response = post(gateway(*passing(server.url)))
+    assert response.status_code == 502 and "location" not in response.headers and len(server.requests) == 1
+
+
+def test_nobody_there(gateway: Any) -> None:
+    began = time.monotonic()
+    response = post(gateway(*passing("http://127.0.0.1:9/v1")))
+    assert response.status_code == 502 and response.json()["error"]["code"] == "upstream_unreachable"
+    assert time.monotonic() - began < 1
+
+
+def test_a_silent_upstream(gateway: Any, upstream: Any) -> None:
+    """U4: nothing for the time limit; the connection is closed."""
+    left = threading.Event()
+
+    def script(request: Any) -> None:
+        if request.client_left(5):
+            left.set()
+
+    running = gateway(*passing(upstream(script).url, request_timeout=0.4))
+    began = time.monotonic()
+    response = post(running)
+    assert response.status_code == 504 and 0.35 < time.monotonic() - began < 0.8
+    assert left.wait(1)
+
+
+def test_a_stalled_stream(gateway: Any, upstream: Any) -> None:
+    """U5: an error event, not a silent end."""
+
+    def script(request: Any) -> None:
+        request.head()
+        request.send(EVENTS[0])
+        request.client_left(5)
+
+    response = post(gateway(*passing(upstream(script).url, request_timeout=0.4)))
+    assert response.content.startswith(EVENTS[0]) and b'"code":"request_timeout"' in response.content
+
+
+def test_the_upstreams_own_read_timeout(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.client_left(5) and None)
+    response = post(gateway({"up": server.backend(read_timeout=0.3)}, passing(server.url)[1]))
+    assert response.status_code == 504 and response.json()["error"]["code"] == "upstream_timeout"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_the_upstream(gateway: Any, upstream: Any, stream: bool) -> None:
+    left: list[float] = []
+
+    def script(request: Any) -> None:
+        if stream:
+            request.head()
+            request.send(EVENTS[0])
+        if request.client_left(5):
+            left.append(time.monotonic())
+
+    running = gateway(*passing(upstream(script).url))
+    if stream:
+        with httpx.stream("POST", f"{running.url}{CHAT}", json=BODY) as response:
+            next(response.iter_raw())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{running.url}{CHAT}", json=BODY, timeout=0.3)
+    went = time.monotonic()
+    limit = went + 1
+    while not left and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert left and running.door.gate.inside == 0
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"data: {half\n\n" + WIRE,
+        b"data: \xc3\n\n" + WIRE,
+        b"\r\n\r\n: x\r\r" + WIRE.replace(b"\n", b"\r\n"),
+        b"data: " + b"y" * (3 << 20) + b"\n\n" + WIRE,
+        b'data: {"usage": [1], "choices": 5}\n\ndata: {"usage": {"prompt_tokens": "x"}}\n\n' + WIRE,
+        b'data: {"usage":{"prompt_tokens":-5,"completion_tokens":1' + b"0" * 400 + b"}}\n\n" + EVENTS[3] + EVENTS[5],
+    ],
+    ids=["not-json", "half-utf8", "crlf", "huge-line", "odd-usage", "huge-usage"],
+)
+def test_malformed_streams_pass_unchanged(gateway: Any, upstream: Any, wire: bytes) -> None:
+    """U7, U8: what the upstream says is the client's to judge."""
+
+    def script(request: Any) -> None:
+        request.head()
+        request.send(wire)
+
+    running = gateway(*passing(upstream(script).url))
+    assert post(running).content == wire
+    outcome = {"route": CHAT, "model": MODEL, "outcome": "ok"}
+    assert running.metric("agentspec_requests_total", **outcome) == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b'{"usage": {"prompt_tokens": null}}', b'{"usage": "x"}'])
+def test_odd_answers_pass_unchanged(gateway: Any, upstream: Any, body: bytes) -> None:
+    server = upstream(lambda request: request.answer(body))
+    response = post(gateway(*passing(server.url)))
+    assert (response.status_code, response.content) == (200, body)
+
+
+@pytest.mark.parametrize("name", ["api_base", "base_url", "model_url", "API_BASE"])
+def test_keys_that_name_urls_are_refused(gateway: Any, upstream: Any, name: str) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    response = post(gateway(*passing(server.url)), {**BODY, name: "http://evil"})
+    assert response.status_code == 400 and response.json()["error"]["param"] == name and not server.requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"extra_body": {"api_base": "x"}}, "extra_body.api_base"),
+        ({"fallbacks": [{"model": "m"}, {"Base_URL": "x"}]}, "fallbacks[1].Base_URL"),
+        ({"a": {"b": [[{"c": {"model_url": None}}]]}}, "a.b[0][0].c.model_url"),
+        ({"tools": [{"type": "function", "base_url": "x"}]}, "tools[0].base_url"),
+        ({"extra_body": {"parameters": {"api_base": "x"}}}, "extra_body.parameters.api_base"),
+        ({"extra_body": {"metadata": {"api_base": "x"}}}, "extra_body.metadata.api_base"),
+    ],
+)
+def test_keys_that_name_urls_are_refused_at_any_depth(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequestError, match="configured, not requested") as caught:
+        check_upstream_fields(fields, 2)
+    assert caught.value.param == path
+
+
+def test_text_and_the_schemas_of_tools_may_speak_of_urls() -> None:
+    schema = {"type": "object", "properties": {"base_url": {"type": "string"}}}
+    check_upstream_fields(
+        {
+            "messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"api_base": "x"}}}]}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+            "functions": [{"name": "f", "parameters": schema}],
+            "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+            "metadata": {"base_url": "x"},
+        },
+        2,
+    )
+
+
+def test_nesting_is_no_way_around_and_no_way_to_fail() -> None:
+    deep: Any = {"api_base": "x"}
+    for _ in range(20_000):
+        deep = {"a": deep}
+    with pytest.raises(InvalidRequestError):
+        check_upstream_fields(deep, 2)
+
+
+def test_too_many_messages_are_refused() -> None:
+    check_upstream_fields({"messages": [1, 2], "anything": {"url": 1}}, 2)
+    with pytest.raises(InvalidRequestError):
+        check_upstream_fields({"messages": [1, 2, 3]}, 2)
+
+
+def test_paths_beside_the_listed_ones_reach_nobody(gateway: Any, upstream: Any) -> None:
+    """C9, with the routes that vLLM leaves open."""
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway(*passing(server.url))
+    for path in OPEN_ELSEWHERE:
+        response = _raw(running.url.removeprefix("http://"), path)
+        assert response.startswith(b"HTTP/1.1 404") and b'"error":' in response, path
+    assert server.requests == []
+
+
+def _raw(address: str, path: str) -> bytes:
+    host, port = address.split(":")
+    body = json.dumps(BODY).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        received = b""
+        while more := connection.recv(65536):
+            received += more
+    return received
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"content-length: 2\r\ncontent-length: 3\r\n",
+        b"content-length: 2\r\ntransfer-encoding: chunked\r\n",
+        b"content-length: -2\r\n",
+        b"x-a: b\r\n c\x00d: e\r\n",
+    ],
+)
+def test_smuggled_headers_reach_nobody(gateway: Any, upstream: Any, head: bytes) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    address = gateway(*passing(server.url)).url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as connection:
+        connection.settimeout(3)
+        first = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(first + head + b"\r\n{}")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 4")
+    assert server.requests == []
+
+
+def test_a_gateway_behind_a_gateway(gateway: Any) -> None:
+    speculation = Speculation(5, 4, 3, 0.25)
+    backend = FakeBackend(Answer("brave new world", speculation=speculation))
+    inner = gateway({"fake": backend})
+    outer = gateway(*passing(f"{inner.url}/v1", "fake"))
+    headers = {"x-agentspec-session": "s%20%C3%A9", "x-agentspec-speculation": "on"}
+    with openai.OpenAI(base_url=f"{outer.url}/v1", api_key="k", max_retries=0, default_headers=headers) as client:
+        answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+        assert answer.choices[0].message.content == "brave new world" and answer.model == "fake"
+        assert answer.to_dict()["speculation"]["accepted"] == 4  # type: ignore[index]
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "hi"}],
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 3
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=[], temperature=0)
+        assert caught.value.param == "messages"
+    assert {request.labels.session for request in backend.requests} == {"s é"}
+    assert outer.metric("agentspec_accepted_tokens_total", model=MODEL) == 8
+
+
+def test_a_sole_upstream_takes_any_model(gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "agentspec.proxy")
+    server = upstream(lambda request: request.answer(b"{}"))
+    settings = Settings(backends={"up": OpenAISettings(base_url=server.url)})  # type: ignore[arg-type]
+    running = gateway({}, settings)
+    for name in ("one", "two", "secret prompt"):
+        assert post(running, {**BODY, "model": name}).status_code == 200
+        assert server.requests[-1].json["model"] == name
+    assert running.metric("agentspec_requests_total", route=CHAT, model="other", outcome="ok") == 3
+    server.script = lambda request: request.answer(b'{"data":[{"id":"org/one","max_model_len":9}]}')
+    listed = httpx.get(f"{running.url}/v1/models", headers={"authorization": "Bearer mine"}).json()
+    assert listed == {"object": "list", "data": [{"id": "org/one", "max_model_len": 9}]}
+    assert server.requests[-1].headers["authorization"] == "Bearer mine"
+    assert httpx.get(f"{running.url}/v1/models/org/one").json() == listed["data"][0]
+    assert httpx.get(f"{running.url}/v1/models/other").status_code == 404
+    assert b"secret" not in running.door.metrics.render()
+    assert "'model': 'other'" in caplog.text and "secret" not in caplog.text
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9)), st.data())
+def test_the_tee_loses_and_invents_nothing(pieces: list[bytes], data: st.DataObject) -> None:
+    wire = b"".join(data.draw(st.sampled_from([piece, piece + b"\n\n", b"\r\n\r\n"])) for piece in pieces)
+    tee, out = Tee(), b""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=5)))
+    for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
+        passed = tee.feed(wire[start:end])
+        assert not passed or passed.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+        out += passed
+    assert out + tee.rest() == wire
+
+
+def test_the_tee_holds_no_more_than_a_megabyte() -> None:
+    tee = Tee()
+    assert tee.feed(b"x" * MAX_HELD) == b""
+    assert len(tee.feed(b"y")) == MAX_HELD + 1 and tee.separator() == b"\n\n"
+    tee.feed(b"z\n\n")
+    assert tee.separator() == b""

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.base import Capabilities
+from agentspec.errors import ConfigurationError, UpstreamError
+from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Said, Scored
+from agentspec.reasoning.delegation.lookahead import Pace
+from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.factory import Named, build
+from agentspec.reasoning.settings import LookaheadSettings
+from agentspec.testing import Answer, Script, ThinkingModel
+from agentspec.types import GenerateRequest, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+MODES = pytest.mark.parametrize(
+    "abilities",
+    [Capabilities(token_ids=True, logprobs=True), Capabilities(continue_final=True, logprobs=True)],
+    ids=["ids", "messages"],
+)
+
+
+def knobs(**given: Any) -> LookaheadSettings:
+    return LookaheadSettings(**{"base": "base", "small": "small", **given})
+
+
+def telling(*steps: str) -> Callable[[str], str]:
+    """The step for each number of blank lines so far."""
+    return lambda thinking: steps[min(thinking.count("\n\n"), len(steps) - 1)] + "\n\nmore"
+
+
+def slowly(*steps: str) -> Callable[[str], Script]:
+    """The same by a model that is worth drafting for."""
+    return lambda thinking: Answer(telling(*steps)(thinking), first_latency=0.02)
+
+
+async def run(
+    small: ThinkingModel, base: ThinkingModel, settings: LookaheadSettings | None = None, **sampling: Any
+) -> list[Event]:
+    settings = settings or knobs()
+    backend = StrategyBackend.of(settings, base=base, small=small)
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    asked = GenerateRequest("fast", messages=[{"role": "user", "content": "Two?"}], sampling=params)
+    events = [event async for event in backend.think(Thinking(asked, settings, backend.writers))]
+    assert small.active == base.active == 0
+    return events
+
+
+def authors(events: list[Event]) -> list[tuple[str, str]]:
+    return [
+        (event.step.author, event.step.text.strip()) for event in events if isinstance(event, (Accepted, Rewritten))
+    ]
+
+
+def thought(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Said))
+
+
+@MODES
+async def test_drafts_that_say_the_same_are_kept_in_their_own_words(abilities: Capabilities) -> None:
+    def same(draft: str, own: str) -> bool:
+        return draft[-1] == own[-1]
+
+    small = ThinkingModel(telling("draft 1", "Draft 2", "draft X", "draft 4 Answer: 4"), capabilities=abilities)
+    base = ThinkingModel(slowly("own 1", "draft  2", "own 3", "own Answer: 4"), same=same, capabilities=abilities)
+    events = await run(small, base)
+    assert authors(events) == [
+        ("small", "draft 1"),
+        ("small", "Draft 2"),  # the same but for case and space: no judge is asked
+        ("base", "own 3"),
+        ("small", "draft 4 Answer: 4"),
+    ]
+    assert [event.accepted for event in events if isinstance(event, Scored)] == [True, True, False, True]
+    assert len(base.asked) == 3 and events[-1] == Ended("answered")
+
+
+async def test_a_step_that_is_not_finished_is_never_kept() -> None:
+    small = ThinkingModel(lambda thinking: "the same words for ever " * 9)
+    base = ThinkingModel(slowly("the same words for ever", "Answer: 4"), same=lambda draft, own: True)
+    assert [author for author, _ in authors(await run(small, base, knobs(step_tokens=6)))] == ["base", "base"]
+
+
+async def test_an_unclear_judge_rejects_and_one_that_fails_is_given_up() -> None:
+    class Judge(ThinkingModel):
+        def _respond(self, request: GenerateRequest) -> Script:
+            prompt = self.prompt_text(request)
+            return self.verdict if prompt.endswith("[") else super()._respond(request)
+
+        verdict: Script = "perhaps"
+
+    small, base = ThinkingModel(telling("a", "b", "c Answer: 4")), Judge(slowly("x", "y", "z Answer: 4"))
+    assert {author for author, _ in authors(await run(small, base))} == {"base"}
+    base.verdict = UpstreamError("judge is gone")
+    events = await run(ThinkingModel(telling("a", "b", "c Answer: 4")), base)
+    assert {author for author, _ in authors(events)} == {"base"}
+    assert [event for event in events if isinstance(event, Failed)] == [Failed("judge", "judge is gone")]
+
+
+async def test_the_small_model_down_leaves_the_base_model_alone() -> None:
+    def fails(thinking: str) -> Script:
+        return UpstreamError("gone") if thinking else "own 1\n\n"
+
+    events = await run(ThinkingModel(fails), ThinkingModel(telling("own 1", "own 2", "own Answer: 4")))
+    assert thought(events) == "own 1\n\nown 2\n\nown Answer: 4\n\n"
+    assert [event.role for event in events if isinstance(event, Failed)] == ["small"]
+
+
+async def test_the_base_model_down_ends_the_answer() -> None:
+    with pytest.raises(UpstreamError, match="base"):
+        await run(ThinkingModel(telling("a")), ThinkingModel(lambda thinking: UpstreamError("base is gone")))
+
+
+async def test_the_base_models_steps_run_side_by_side_and_a_mismatch_cancels_the_rest() -> None:
+    def slow(*steps: str) -> Callable[[str], Script]:
+        """Behind the draft that is not kept it would write for long."""
+        return lambda thinking: Answer(telling(*steps)(thinking), first_latency=5.0 if "other" in thinking else 0.15)
+
+    small = ThinkingModel(telling("s1", "other", "s3", "s4 Answer: 4"))
+    base = ThinkingModel(slow("s1", "s2", "s3", "s4 Answer: 4"))
+    began = asyncio.get_running_loop().time()
+    events = await run(small, base, knobs(compare="equal", depth=4))
+    assert [author for author, _ in authors(events)] == ["small", "base", "small", "small"]
+    assert asyncio.get_running_loop().time() - began < 0.6  # two rounds, not four steps one after another
+    assert base.cancelled
+
+
+@given(
+    small=st.lists(st.sampled_from("abc"), min_size=1, max_size=6),
+    base=st.lists(st.sampled_from("abc"), min_size=1, max_size=6),
+    depth=st.integers(0, 4),
+)
+def test_by_the_letter_the_thinking_is_the_base_models_own(small: list[str], base: list[str], depth: int) -> None:
+    """Compared by the letter, whatever is drafted changes nothing: as exact as the comparison."""
+    import anyio
+
+    async def ours() -> str:
+        return thought(
+            await run(
+                ThinkingModel(telling(*_end(small))),
+                ThinkingModel(telling(*_end(base))),
+                knobs(compare="equal", depth=depth),
+            )
+        )
+
+    assert anyio.run(ours) == _alone(_end(base))
+
+
+def _end(steps: Sequence[str]) -> list[str]:
+    return [*steps, "Answer: 4"]
+
+
+def _alone(steps: Sequence[str]) -> str:
+    said: list[str] = []
+    for step in steps:
+        said.append(f"{step}\n\n")
+        if len(said) > 2 and said[-1] == said[-2]:
+            break
+    return "".join(said)
+
+
+def test_the_pace_drafts_as_deep_as_pays() -> None:
+    pace = Pace(4)
+    assert pace.depth() == 4  # nothing is known yet
+    pace.drafted(0.1)
+    pace.wrote(4, 1.0)
+    pace.acceptance = 0.9
+    assert pace.depth() == 4
+    pace.acceptance = 0.0
+    assert pace.depth() == 0
+    for _ in range(50):
+        pace.wrote(0, 1.0)
+    assert pace.acceptance == pytest.approx(0.6, abs=0.01)  # what went wrong once is tried again
+    pace.own_seconds = {4: 1.0}
+    pace.acceptance = 0.5
+    assert 0 < pace.depth() < 4
+    assert pace.steps(3) == pytest.approx((1 - 0.5**4) / (1 - 0.5))
+
+
+class Embedding(ThinkingModel):
+    """A judge whose vectors count letters."""
+
+    async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:
+        return [[float(text.count(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts]
+
+
+async def test_an_embedding_judge_compares_directions() -> None:
+    small = ThinkingModel(telling("abc then", "quite other words Answer: 4"))
+    base = Embedding(slowly("then abc", "zzz Answer: 4"))
+    events = await run(small, base, knobs(compare="embedding", similarity=0.99))
+    assert [author for author, _ in authors(events)] == ["small", "base"]
+    assert base.asked == []
+
+
+def test_an_embedding_judge_must_embed() -> None:
+    settings = knobs(compare="embedding")
+    plain, embedding = ThinkingModel(telling("a")), Embedding(telling("a"))
+    with pytest.raises(ConfigurationError, match="embeds texts"):
+        build("ahead", settings, lambda name: Named(plain, name))
+    assert build("ahead", settings, lambda name: Named(embedding, name)).writers["judge"].backend is embedding

@@ -1,0 +1,106 @@
+"""Real models, in process: SmolLM2 as the small one, Gemma 3 270M, a base model, under a plain template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentspec.backends.base import Capabilities
+from agentspec.backends.model_store import locate
+from agentspec.backends.settings import TorchSettings
+from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
+from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
+from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
+
+pytestmark = [pytest.mark.anyio, pytest.mark.model]
+pytest.importorskip("torch")
+
+COMMON = {"think_start": "", "think_end": "", "budget_tokens": 96, "step_tokens": 32}
+STRATEGIES = {
+    "kept": SpecReasonSettings(base="base", small="small", threshold=0, **COMMON),  # type: ignore[arg-type]
+    "none": SpecReasonSettings(base="base", small="small", threshold=9.5, **COMMON),  # type: ignore[arg-type]
+    "some": SpecReasonSettings(base="base", small="small", score="average", threshold=4, **COMMON),  # type: ignore[arg-type]
+    "handed": SpeculativeThinkingSettings(base="base", small="small", small_reasons=False, begin_tokens=16, **COMMON),  # type: ignore[arg-type]
+    "taught": SpecReasonSettings(base="small", small="small", threshold=0, **COMMON),  # type: ignore[arg-type]
+    "ahead": LookaheadSettings(base="base", small="small", depth=2, **COMMON),  # type: ignore[arg-type]
+}
+
+
+def problems() -> list[str]:
+    lines = (Path(__file__).parent / "problems.jsonl").read_text().splitlines()
+    return [json.loads(line)["problem"] for line in lines]
+
+
+def ask(model: str, problem: str) -> GenerateRequest:
+    sampling = SamplingParams(temperature=0.0, max_tokens=128)
+    return GenerateRequest(model, messages=[{"role": "user", "content": problem}], sampling=sampling)
+
+
+@pytest.fixture(scope="module")
+async def runtime(default_model: object) -> AsyncIterator[Runtime]:
+    gemma = locate("gemma3-270m") is not None
+    backends = {"small": TorchSettings(), "base": TorchSettings(model="gemma3-270m" if gemma else "smollm2-135m")}
+    template = {"base_template": "plain"} if gemma else {}
+    models = {name: s.model_copy(update=template if s.base == "base" else {}) for name, s in STRATEGIES.items()}
+    async with Runtime(Settings(backends=backends, models=models)) as started:  # type: ignore[arg-type]
+        yield started
+
+
+async def deltas(runtime: Runtime, request: GenerateRequest) -> list[Delta]:
+    return [delta async for delta in runtime.generate(request)]
+
+
+def thought(found: list[Delta]) -> str:
+    return "".join(delta.extra.get("reasoning", "") for delta in found)
+
+
+@pytest.mark.parametrize("model", STRATEGIES)
+async def test_every_strategy_thinks_and_answers(runtime: Runtime, model: str) -> None:
+    found = await deltas(runtime, ask(model, problems()[0]))
+    told, usage = found[-1].speculation, found[-1].usage
+    assert isinstance(told, StepSpeculation) and usage is not None and told.degraded == {}
+    assert thought(found).strip() and 0 < usage.completion_tokens <= 128
+    assert sum(told.kept_tokens.values()) <= 96
+    if model in ("kept", "none", "taught"):
+        assert told.accepted_steps == (0 if model == "none" else told.proposed_steps)
+
+
+async def test_above_nine_is_the_base_model_alone(runtime: Runtime) -> None:
+    none = thought(await deltas(runtime, ask("none", problems()[2])))
+    alone = thought(await deltas(runtime, replace(ask("none", problems()[2]), speculation=False)))
+    assert none == alone
+
+
+async def test_steps_are_kept_as_ids_and_reuse_the_rows_of_their_prefix(runtime: Runtime) -> None:
+    """The scoring call shares its prompt with the step before it: all but the question is not computed again."""
+    small = runtime.backends()["small"]
+    assert small.capabilities.token_ids and isinstance(small.capabilities, Capabilities)
+    before = small.stats().reused_tokens  # type: ignore[attr-defined]
+    found = await deltas(runtime, ask("kept", problems()[1]))
+    told = found[-1].speculation
+    assert isinstance(told, StepSpeculation)
+    if told.steps > 1:
+        assert small.stats().reused_tokens > before  # type: ignore[attr-defined]
+
+
+async def test_the_answer_alone_has_the_form_that_was_asked_for(runtime: Runtime) -> None:
+    properties = {"odd": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["odd"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    found = await deltas(runtime, replace(ask("kept", problems()[0]), extra={"response_format": form}))
+    assert isinstance(json.loads("".join(delta.text for delta in found))["odd"], bool)
+    assert thought(found) == thought(await deltas(runtime, ask("kept", problems()[0])))
+
+
+async def test_a_tool_is_called_behind_thinking_that_knew_of_it(runtime: Runtime) -> None:
+    tool = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}
+    asked = replace(ask("taught", problems()[0]), extra={"tools": [tool], "tool_choice": "required"})
+    found = await deltas(runtime, asked)
+    calls = [call for delta in found for call in delta.extra.get("tool_calls", ())]
+    assert calls[0]["function"]["name"] == "count" and thought(found).strip()
+    assert thought(found) != thought(await deltas(runtime, ask("taught", problems()[0])))

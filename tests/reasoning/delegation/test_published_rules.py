@@ -1,0 +1,154 @@
+"""SpecReason's published rules, written down once more without our code, and our steps against them.
+
+Where we differ it is on purpose (docs/reasoning.md gives the reasons), and these tests pin each difference. Token ids
+are kept and the blank line belongs to its step: `test_prompts_only_grow_in_token_ids`. `</think>` ends the thinking:
+`test_thinking_that_closes_itself`. The base model writes the answer: `test_the_answer_follows_and_says_what_it_is`.
+What is dropped has a budget too, and no step runs over its end: `test_endless_steps_are_cut_and_both_budgets_hold` and
+below. An empty step is not scored: `test_empty_steps_end_the_thinking_where_the_base_model_has_none_either`. The judge
+reads the step quoted, and none that names a score: `test_a_step_that_tells_the_judge_its_score_is_not_obeyed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import anyio
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.events import Accepted, Ended, Rewritten
+from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.testing import Answer, ThinkingModel
+from agentspec.types import GenerateRequest, SamplingParams
+
+Likely = Mapping[str, float]  # the judge's next tokens with their probabilities
+Steps = list[tuple[str, str]]  # author, text
+Method = Literal["greedy", "average"]
+
+WORDS = st.sampled_from(["so", "then 2", "x = 1", "boxed", "wait", "a\nb", "Answer: 1", "one two three four"])
+LISTED = st.lists(WORDS, min_size=1, max_size=6)
+TOKENS = st.sampled_from([*"0123456789", " 7", "good", "10", "²"])
+LIKELY = st.lists(TOKENS, min_size=1, max_size=3, unique=True).map(
+    lambda tokens: dict(zip(tokens, (0.6, 0.3, 0.1), strict=False))
+)
+
+
+def published(
+    small: Callable[[str], str],
+    base: Callable[[str], str],
+    judge: Callable[[str], Likely],
+    *,
+    threshold: float,
+    first_steps: int,
+    method: Method,
+    budget: int,
+) -> Steps:
+    """The script's loop: a draft is kept from `threshold` on, otherwise the base model's step stands in its place."""
+    steps: Steps = []
+    while True:
+        so_far = "".join(text for _, text in steps)
+        kept = None
+        if len(steps) >= first_steps:
+            drafted = _paragraph(small(so_far))
+            likely = judge(drafted.strip())
+            if (_greedy(likely) if method == "greedy" else _average(likely)) >= threshold:
+                kept = ("small", drafted)
+        steps.append(kept or ("base", _paragraph(base(so_far))))
+        texts = [text for _, text in steps]
+        if any(mark in texts[-1] for mark in ("boxed", "Answer:", "ANSWER:")):
+            return steps
+        if len(texts) > 2 and texts[-1] == texts[-2]:
+            return steps
+        if _tokens(texts) >= budget:
+            return steps
+
+
+def _paragraph(text: str) -> str:
+    return text.partition("\n\n")[0] + "\n\n"
+
+
+def _greedy(likely: Likely) -> float:
+    best = max(likely, key=lambda token: likely[token])
+    return float(best) if best.strip() in set("0123456789") else 0.0
+
+
+def _average(likely: Likely) -> float:
+    digits = {token: p for token, p in likely.items() if token.strip() in set("0123456789")}
+    return sum(float(token) * p for token, p in digits.items()) / sum(digits.values()) if digits else 0.0
+
+
+def _tokens(texts: list[str]) -> int:
+    """Of the scripted models: one a word, and one the blank line."""
+    return sum(len(text.split()) + 1 for text in texts)
+
+
+def ours(
+    small: Callable[[str], str],
+    base: Callable[[str], str],
+    judge: Callable[[str], Likely],
+    settings: SpecReasonSettings,
+) -> tuple[Steps, int, str]:
+    """Our steps, the tokens kept, and why the thinking ended."""
+
+    def score(step: str) -> Answer:
+        likely = judge(step)
+        return Answer(max(likely, key=lambda token: likely[token]), top=likely)
+
+    async def run() -> tuple[Steps, int, str]:
+        backend = StrategyBackend.of(settings, base=ThinkingModel(base, score=score), small=ThinkingModel(small))
+        messages = [{"role": "user", "content": "Two plus two?"}]
+        request = GenerateRequest("fast", messages=messages, sampling=SamplingParams(temperature=0.0))
+        thinking = Thinking(request, settings, backend.writers)
+        events = [event async for event in backend.think(thinking)]
+        steps = [(event.step.author, event.step.text) for event in events if isinstance(event, (Accepted, Rewritten))]
+        assert isinstance(events[-1], Ended)
+        return [(str(author), text) for author, text in steps], thinking.counts.all_kept, events[-1].reason
+
+    return anyio.run(run)
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(
+    drafts=LISTED,
+    own=LISTED,
+    scores=st.dictionaries(WORDS, LIKELY),
+    threshold=st.integers(0, 10).map(lambda whole: max(0.0, whole - 0.03)),  # no mean of these probabilities is on it
+    first_steps=st.integers(0, 3),
+    method=st.sampled_from(("greedy", "average")),
+    budget=st.integers(1, 24) | st.just(8192),
+    pipelined=st.booleans(),
+)
+def test_steps_equal_those_of_the_published_rules(
+    drafts: list[str],
+    own: list[str],
+    scores: dict[str, Likely],
+    threshold: float,
+    first_steps: int,
+    method: Method,
+    budget: int,
+    pipelined: bool,
+) -> None:
+    def model(steps: list[str]) -> Callable[[str], str]:
+        return lambda text: steps[min(text.count("\n\n"), len(steps) - 1)] + "\n\nmore"
+
+    def judge(step: str) -> Likely:
+        return scores.get(step, {"5": 0.9, "6": 0.1})
+
+    settings = SpecReasonSettings(
+        base="base", small="small", threshold=threshold, first_steps=first_steps, score=method,
+        budget_tokens=budget, pipelined=pipelined,
+    )  # fmt: skip
+    wanted = published(
+        model(drafts), model(own), judge, threshold=threshold, first_steps=first_steps, method=method, budget=budget
+    )
+    found, kept, ended = ours(model(drafts), model(own), judge, settings)
+    whole = _tokens([text for _, text in wanted])
+    if whole <= budget:
+        assert found == wanted and kept == whole
+    else:  # theirs runs over the budget by its last step, ours is cut there
+        assert len(found) == len(wanted) and found[:-1] == wanted[:-1] and kept <= budget
+    assert (ended == "budget") <= (whole >= budget)

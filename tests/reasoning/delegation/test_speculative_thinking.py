@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.base import Capabilities
+from agentspec.errors import UpstreamError
+from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Said, Triggered
+from agentspec.reasoning.delegation.speculative_thinking import Overload, classify
+from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.settings import SpeculativeThinkingSettings
+from agentspec.testing import Script, ThinkingModel
+from agentspec.types import GenerateRequest, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+MODES = pytest.mark.parametrize(
+    "abilities",
+    [Capabilities(token_ids=True, logprobs=True), Capabilities(continue_final=True, logprobs=True)],
+    ids=["ids", "messages"],
+)
+ASK = GenerateRequest(
+    "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)
+)
+
+
+def knobs(**given: Any) -> SpeculativeThinkingSettings:
+    chosen = {"base": "base", "small": "small", "peek_tokens": 3, "verify_tokens": 5, "max_base_share": 1.0, **given}
+    return SpeculativeThinkingSettings(**chosen)
+
+
+class Speaker(ThinkingModel):
+    """Goes on with a text of its own wherever the thinking stands: its next words, whoever wrote those before."""
+
+    def __init__(self, text: str, **options: Any) -> None:
+        self.words = self_words(text)
+        super().__init__(self._go_on, **options)
+
+    def _go_on(self, thinking: str) -> Script:
+        return "".join(self.words[len(self_words(thinking)) :])
+
+
+def self_words(text: str) -> list[str]:
+
+    return re.findall(r"\n\n|\s*?[^\s]+", text)
+
+
+async def run(small: ThinkingModel, base: ThinkingModel, settings: SpeculativeThinkingSettings) -> list[Event]:
+    backend = StrategyBackend.of(settings, base=base, small=small)
+    thinking = Thinking(ASK, settings, backend.writers)
+    events = [event async for event in backend.think(thinking)]
+    assert small.active == base.active == 0
+    return events
+
+
+def thought(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Said))
+
+
+def authors(events: list[Event]) -> list[tuple[str, str]]:
+    return [(event.step.author, event.step.text) for event in events if isinstance(event, (Accepted, Rewritten))]
+
+
+def rules(events: list[Event]) -> list[str]:
+    return [event.rule for event in events if isinstance(event, Triggered)]
+
+
+@MODES
+async def test_a_neutral_peek_is_kept_and_nothing_is_drawn_twice(abilities: Capabilities) -> None:
+    small = Speaker("one two three four five\n\nsix seven eight. Answer: 4\n\n", capabilities=abilities)
+    events = await run(small, Speaker("", capabilities=abilities), knobs())
+    assert thought(events) == "one two three four five\n\nsix seven eight. Answer: 4\n\n"
+    assert rules(events) == [] and events[-1] == Ended("answered")
+    assert [text for _, text in authors(events)][:2] == ["one two three", " four five\n\n"]
+
+
+@MODES
+async def test_doubt_hands_the_next_words_to_the_base_model(abilities: Capabilities) -> None:
+    small = Speaker("Wait I doubt this much\n\nso it is Answer: 4\n\n", capabilities=abilities)
+    base = Speaker("BASE writes here and more", capabilities=abilities)
+    events = await run(small, base, knobs())
+    assert authors(events)[0] == ("base", "BASE writes here")
+    assert thought(events) == "BASE writes here this much\n\nso it is Answer: 4\n\n"
+    assert [(e.rule, e.detail) for e in events if isinstance(e, Triggered)] == [("reflection", "doubt")]
+
+
+@MODES
+async def test_a_verification_is_the_base_models(abilities: Capabilities) -> None:
+    small = Speaker("let me check x x x x x end\n\nAnswer: 4\n\n", capabilities=abilities)
+    base = Speaker("x x x b1 b2 b3 b4 b5 b6", capabilities=abilities)
+    events = await run(small, base, knobs())
+    assert rules(events) == ["verification"]
+    assert thought(events) == "let me check b1 b2 b3 b4 b5 end\n\nAnswer: 4\n\n"
+
+
+@MODES
+async def test_too_many_doubts_make_the_base_model_check(abilities: Capabilities) -> None:
+    small = Speaker("wait a b\n\nwait c d\n\ne f g h i j k l m n o p q r s t Answer: 4\n\n", capabilities=abilities)
+    base = Speaker("wait a b\n\nwait c d\n\n" + "B " * 40, capabilities=abilities)
+    events = await run(small, base, knobs(overload=2, rescue_tokens=4, rescue_most=6))
+    assert rules(events) == ["reflection", "reflection", "overload"]
+    assert "Let me check whether there are some wrong steps:\n" in thought(events)
+
+
+async def test_a_model_that_does_not_reason_is_led() -> None:
+    small = Speaker("s1 s2 s3 s4 s5 s6\n\ns8 s9 s10 Answer: 4\n\n")
+    base = Speaker("b1 b2 b3 b4 b5 b6\n\nb8 b9 b10 b11\n\n")
+    events = await run(small, base, knobs(small_reasons=False, begin_tokens=2))
+    assert rules(events) == ["begin", "reflection"]
+    assert thought(events) == "b1 b2 s3 s4 s5 s6\n\nb8 b9 b10 Answer: 4\n\n"
+
+
+async def test_the_base_models_share_is_capped() -> None:
+    text = "".join(f"wait {n} b c d e f g h i\n\n" for n in range(60)) + "Answer: 4\n\n"
+    for share in (0.0, 0.1):
+        small, base = Speaker(text), Speaker(text.replace("wait", "base"))
+        settings = knobs(max_base_share=share, overload=1000, overload_most=1000)
+        backend = StrategyBackend.of(settings, base=base, small=small)
+        thinking = Thinking(ASK, settings, backend.writers)
+        events = [event async for event in backend.think(thinking)]
+        kept = thinking.counts.kept
+        assert kept["base"] <= share * max(256, thinking.counts.all_kept) + 1e-9
+        assert bool(rules(events)) is (share > 0)
+
+
+async def test_the_small_model_down_leaves_the_base_model() -> None:
+    small = ThinkingModel(lambda thinking: UpstreamError("gone") if thinking else "one two three four\n\n")
+    events = await run(small, Speaker("x x x x\n\nbase goes on. Answer: 4\n\n"), knobs())
+    assert [event for event in events if isinstance(event, Failed)] == [Failed("small", "gone")]
+    assert events[-1] == Ended("answered") and authors(events)[-1][0] == "base"
+
+
+@pytest.mark.parametrize(
+    ("text", "mood"),
+    [
+        ("so we add", 0),
+        ("Yeah, that works", 1),
+        ("Wait, is it", -1),
+        ("hold on", -1),
+        ("let me verify", -1),
+        ("yes but wait", -1),
+        ("the final answer, yes, wait", 1),
+        ("my eyes await the checkbook", 0),
+    ],
+)
+def test_moods_are_read_at_word_boundaries(text: str, mood: int) -> None:
+    assert classify(text) == mood
+
+
+@given(doubts=st.lists(st.integers(0, 40), max_size=12))
+def test_overload_comes_later_and_lasts_longer_each_time(doubts: list[int]) -> None:
+    overload, settings = Overload(knobs(rescue_tokens=125)), knobs(rescue_tokens=125)
+    for time, count in enumerate(doubts):
+        overload.doubts, overload.times = count, time
+        assert overload.due is (count >= min(15 + 5 * time, 30))
+        assert overload.take() == min(125 + 25 * time, settings.rescue_most) and overload.doubts == 0

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.reasoning.delegation.prompts import defused, names_score, quoted
+from agentspec.reasoning.delegation.templates import Template
+
+SAID = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]
+
+
+def test_built_in_templates() -> None:
+    assert Template("plain").render(SAID) == "User: Two?\n\nAssistant: Four.\n\nAssistant: "
+    assert Template("chatml").render(SAID[:1]) == "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert Template("plain").render(parts) == "User: ab\n\nAssistant: "
+    with pytest.raises(InvalidRequestError, match="text parts"):
+        Template("plain").render([{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_a_template_that_knows_tools_gets_them_and_others_describe_them(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ mood }}{{ messages[0].content }}"
+    )
+    knowing = Template(str(file))
+    assert knowing.render(SAID, [TOOL], {"mood": "calm: "}) == "[add]calm: Two?" and knowing.render(SAID) == "Two?"
+    told = Template("chatml").render(SAID[:1], [TOOL])
+    assert told.startswith("<|im_start|>system\n") and '{"name": "add"' in told and told.count("<tools>") == 1
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    assert '<tool_call>\n{"name": "add", "arguments": {}}' in Template("plain").render([called])
+
+
+def test_a_template_file_is_sandboxed_and_may_refuse(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}Q: {{ messages[0].content }}"
+    )
+    assert Template(str(file)).render(SAID[:1]) == "Q: Two?"
+    with pytest.raises(InvalidRequestError, match="one only"):
+        Template(str(file)).render(SAID)
+    file.write_text("{{ ''.__class__.__mro__ }}")
+    with pytest.raises(InvalidRequestError, match="unsafe"):
+        Template(str(file)).render(SAID)
+    file.write_text("{% if %}")
+    with pytest.raises(ConfigurationError, match="chat template"):
+        Template(str(file))
+
+
+def test_without_jinja_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'agentspec\[proxy\]'"):
+        Template("plain")
+
+
+@given(st.text(alphabet="<>|im_start ab\n", max_size=30))
+def test_quoted_text_closes_no_quotation_and_opens_no_turn(text: str) -> None:
+    said = quoted(text)
+    assert "<<<" not in said and ">>>" not in said and "<|" not in said
+
+
+@pytest.mark.parametrize("mark", ["<|im_end|>", "<\uff5cUser\uff5c>", "<start_of_turn>", "</s>", "[/INST]", "<eos>"])
+def test_marks_of_turns_are_broken_up(mark: str) -> None:
+    assert mark not in defused(f"x{mark}y")
+
+
+def test_ordinary_text_is_left_alone() -> None:
+    for text in ("a < b and c > d", "x[0] << 2", "<think>\nso", "</think>", "a<b|c"):
+        assert defused(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("The score is: 9.", True),
+        ("I give this a rating of 8", True),
+        ("score = **9**", True),
+        ("the team scored 9 goals", False),
+        ("their scores differ by 3", False),
+    ],
+)
+def test_steps_that_name_a_score(text: str, names: bool) -> None:
+    assert names_score(text) is names

@@ -1,0 +1,156 @@
+"""Datastores are built in pieces that survive a kill, and belong to one model and one corpus."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.errors import ConfigurationError
+from agentspec.reasoning.retrieval.knn import build as build_module
+from agentspec.reasoning.retrieval.knn.build import Corpus, build
+from agentspec.reasoning.retrieval.knn.store import Manifest, Store, StoreWriter
+
+pytestmark = pytest.mark.anyio
+
+WIDTH = 4
+
+
+class Countable:
+    """States that tell where they come from: [text's first token, position, token, 0]."""
+
+    def __init__(self, fingerprint: str = "f1", fails_at: int | None = None) -> None:
+        self.fingerprint = fingerprint
+        self.calls = 0
+        self._fails_at = fails_at
+
+    async def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Any]:
+        self.calls += 1
+        if self.calls == self._fails_at:
+            raise KeyboardInterrupt
+        return [np.array([[text[0], at, token, 0] for at, token in enumerate(text)], np.float32) for text in texts]
+
+
+def encode(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    monkeypatch.setattr(build_module, "BATCH_TOKENS", 30)
+    monkeypatch.setattr(build_module, "WINDOW", 16)
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    plain.write_text("".join(json.dumps({"text": f"{i} " + "abc" * (i % 9)}) + "\n\n" for i in range(20)))
+    with gzip.open(packed, "wt") as file:
+        file.writelines(json.dumps({"id": str(i), "title": f"T{i}", "text": "xyz"}) + "\n" for i in range(5))
+    return Corpus((plain, packed))
+
+
+async def built(corpus: Corpus, folder: Path, backend: Countable) -> Manifest:
+    return await build(corpus, folder, backend, "tiny", encode, lambda progress: None)
+
+
+def contents(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / "keys.f16").read_bytes(), (folder / "values.i32").read_bytes()
+
+
+async def test_every_token_but_the_first_is_an_entry(corpus: Corpus, tmp_path: Path) -> None:
+    manifest = await built(corpus, tmp_path / "store", Countable())
+    store = Store.open(tmp_path / "store", fingerprint="f1", model="tiny")
+    texts = list(corpus.texts())
+    assert manifest.documents == len(texts) == 25 and manifest.complete
+    assert texts[-1] == "T4\nxyz"
+    assert store.values.tolist() == [token for text in texts for token in encode(text)[1:]]
+    assert store.keys[:, 2].tolist() == [token for text in texts for token in encode(text)[:-1]]
+    assert store.keys[:, 1].max() == build_module.WINDOW - 1  # longer texts begin anew
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 5])
+async def test_a_build_that_was_cut_off_goes_on(corpus: Corpus, tmp_path: Path, fails_at: int) -> None:
+    await built(corpus, tmp_path / "whole", whole := Countable())
+    with pytest.raises(KeyboardInterrupt):
+        await built(corpus, tmp_path / "cut", Countable(fails_at=fails_at))
+    if fails_at > 1:
+        with pytest.raises(ConfigurationError, match="incomplete"):
+            Store.open(tmp_path / "cut", fingerprint="f1", model="tiny")
+        with (tmp_path / "cut" / "keys.f16").open("ab") as file:
+            file.write(b"half a batch that no manifest counts")
+    await built(corpus, tmp_path / "cut", rest := Countable())
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert rest.calls == whole.calls - fails_at + 1
+    await built(corpus, tmp_path / "cut", again := Countable())
+    assert again.calls == 0
+
+
+async def test_another_model_or_corpus_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    await built(corpus, tmp_path / "store", Countable())
+    with pytest.raises(ConfigurationError, match="hidden states mean nothing"):
+        await built(corpus, tmp_path / "store", Countable("f2"))
+    with pytest.raises(ConfigurationError, match="hidden states mean nothing"):
+        Store.open(tmp_path / "store", fingerprint="f2", model="other")
+    with pytest.raises(ConfigurationError, match="another corpus"):
+        await built(Corpus(corpus.files[:1]), tmp_path / "store", Countable())
+
+
+async def test_one_build_at_a_time(corpus: Corpus, tmp_path: Path) -> None:
+    first = StoreWriter(tmp_path / "store", Manifest("tiny", "f1", corpus.digest()))
+    with first, pytest.raises(ConfigurationError, match="another build"):
+        await built(corpus, tmp_path / "store", Countable())
+    assert (await built(corpus, tmp_path / "store", Countable())).complete
+
+
+async def test_what_is_no_datastore_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no datastore"):
+        Store.open(tmp_path, fingerprint="f", model="m")
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="of this version"):
+        Store.open(tmp_path, fingerprint="f", model="m")
+    Manifest("m", "f", "c", WIDTH, 1, 100, True, format=9).write(tmp_path)
+    with pytest.raises(ConfigurationError, match="format 9"):
+        Store.open(tmp_path, fingerprint="f", model="m")
+    Manifest("m", "f", "c", WIDTH, 1, 100, True).write(tmp_path)
+    (tmp_path / "keys.f16").write_bytes(b"short")
+    (tmp_path / "values.i32").write_bytes(b"short")
+    with pytest.raises(ConfigurationError, match="damaged"):
+        Store.open(tmp_path, fingerprint="f", model="m")
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"title": "x"}', "3"])
+async def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(ConfigurationError, match=r"bad\.jsonl, line 2"):
+        await built(Corpus((file,)), tmp_path / "store", Countable())
+
+
+async def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text('{"text": "x"}\n')
+    with pytest.raises(ConfigurationError, match="two tokens"):
+        await built(Corpus((file,)), tmp_path / "store", Countable())
+
+
+def test_a_killed_command_goes_on_where_it_stood(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"text": f"document {i} " * 60}) + "\n" for i in range(150)))
+    code = "from agentspec.cli import app; app()"
+    command = [sys.executable, "-c", code, "knn", "build", str(file), "--model", str(tiny_model), "--out"]
+    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True, timeout=200)
+    process = subprocess.Popen([*command, tmp_path / "cut"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while (now := Manifest.read(tmp_path / "cut")) is None or not now.documents:
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    stood = Manifest.read(tmp_path / "cut")
+    assert stood is not None and 0 < stood.documents < 150 and not stood.complete
+    done = subprocess.run([*command, tmp_path / "cut"], check=True, capture_output=True, timeout=200)
+    assert b"150 documents" in done.stdout
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")

@@ -1,0 +1,105 @@
+"""KNN-LM as a model name, on a tiny model, and on the default one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.errors import ConfigurationError, NotReadyError
+from agentspec.proxy.endpoint import strategy_header
+from agentspec.reasoning.retrieval.knn.backend import KnnBackend, KnnStrategy
+from agentspec.reasoning.retrieval.knn.build import Corpus, build
+from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+from agentspec.reasoning.settings import KnnLmSettings
+from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings, load_settings
+from agentspec.testing import FakeBackend
+from agentspec.types import GenerateRequest, KnnSpeculation, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+FACTS = [
+    "The river Oder rises in the Czech Republic and flows through western Poland to the Baltic Sea.",
+    "The river Elbe rises in the Czech Republic and flows through Germany to the North Sea.",
+    "The river Rhine rises in the Swiss Alps and flows through Germany and the Netherlands to the North Sea.",
+    "Photosynthesis turns light, water and carbon dioxide into sugar and oxygen.",
+]
+
+
+async def make_store(backend: TorchBackend, folder: Path) -> Path:
+    corpus = folder / "facts.jsonl"
+    corpus.write_text("".join(json.dumps({"text": fact}) + "\n" for fact in FACTS))
+    await build(Corpus((corpus,)), folder / "store", backend, "m", backend.encode, lambda progress: None)
+    return folder / "store"
+
+
+async def text_of(model: Any, request: GenerateRequest) -> tuple[str, KnnSpeculation]:
+    deltas = [delta async for delta in model.generate(request)]
+    assert isinstance(deltas[-1].speculation, KnnSpeculation)
+    return "".join(delta.text for delta in deltas), deltas[-1].speculation
+
+
+def settings_of(model: Path, store: Path, **table: Any) -> Settings:
+    models = {"facts": {"strategy": "knnlm", "base": "local", "datastore": str(store), "temperature": 20.0} | table}
+    backends = {"local": {"kind": "torch", "model": str(model)}}
+    return Settings(backends=backends, models=models)  # type: ignore[arg-type]
+
+
+async def test_a_model_name_answers_with_a_datastore(tiny_model: Path, tmp_path: Path) -> None:
+    backend = TorchBackend.load(TorchSettings(model=str(tiny_model)))
+    store = await make_store(backend, tmp_path)
+    await backend.aclose()
+    async with Runtime(settings_of(tiny_model, store)) as runtime:
+        messages = [{"role": "user", "content": "The river"}]
+        request = GenerateRequest("facts", messages=messages, sampling=SamplingParams(temperature=0, max_tokens=20))
+        text, took = await text_of(runtime, request)
+        assert text and took.strategy == "knnlm" and took.steps >= 20
+        opened = runtime.route("facts").backend
+        assert opened.capabilities.token_ids and not opened.capabilities.logprobs
+        header = strategy_header(opened, request)
+        assert header == (b"x-agentspec-lossless", "knnlm; neighbours=16; weight=0.25; temperature=20.0")
+
+
+async def test_a_datastore_that_is_not_there_is_a_configuration_error(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"models\.facts: .* holds no datastore"):
+        Runtime(settings_of(tiny_model, tmp_path)).start()
+
+
+async def test_the_base_must_be_local(tmp_path: Path) -> None:
+    strategy = KnnStrategy("facts", KnnLmSettings(base="far", datastore=tmp_path), FakeBackend(), "far")
+    with pytest.raises(ConfigurationError, match=r'models\.facts: .*"torch"'):
+        await strategy.open()
+    with pytest.raises(NotReadyError):
+        strategy.generate(GenerateRequest("facts", text="x"))
+
+
+def test_the_table_is_checked_when_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "agentspec.toml"
+    file.write_text('[models.facts]\nstrategy = "knnlm"\nbase = "local"\ndatastore = "store"\nweight = 2\n')
+    with pytest.raises(ConfigurationError, match=r"models\.facts\.weight"):
+        load_settings(file)
+    file.write_text('[models.facts]\nstrategy = "knnlm"\nbase = "none"\ndatastore = "store"\n')
+    with pytest.raises(ConfigurationError, match=r"models\.facts\.base"):
+        load_settings(file)
+
+
+@pytest.mark.model
+async def test_the_default_model_says_the_same_with_and_without_speculation(default_model: Any, tmp_path: Path) -> None:
+    backend = TorchBackend.load(TorchSettings(model="smollm2-135m", max_draft_tokens=0))
+    try:
+        model = await KnnBackend.open(backend, await make_store(backend, tmp_path), KnnKnobs(weight=0.5), model="m")
+        for prompt in ("The river Elbe rises in the", "Photosynthesis turns"):
+            for chosen in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
+                sampling = SamplingParams(max_tokens=16, **chosen)
+                request = GenerateRequest("m", text=prompt, sampling=sampling)
+                on, took = await text_of(model, request)
+                assert on == (await text_of(model, replace(request, speculation=False)))[0]
+                assert took.decided + took.queries >= 16
+    finally:
+        await backend.aclose()

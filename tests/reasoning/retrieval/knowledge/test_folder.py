@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agentspec.errors import ConfigurationError, KnowledgeBaseError
+from agentspec.reasoning.retrieval.knowledge import folder as module
+from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase
+from agentspec.reasoning.retrieval.knowledge.folder import Kind, build, open_folder, read_manifest
+from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
+from agentspec.testing import FakeEncoder
+
+pytestmark = pytest.mark.anyio
+
+CORPUS = [
+    Document("b", "the dog barks", "Dogs", {"page": 2}),
+    Document("a", "the cat purrs", "Cats"),
+    Document("c", "a river flows"),
+]
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "models"))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "kb"
+
+
+def build_in(out: Path, kind: Kind, documents: list[Document] = CORPUS, encoder: FakeEncoder | None = None) -> None:
+    build(documents, out, kind, encoder=encoder or FakeEncoder(), model="fake")
+
+
+def opened(out: Path) -> IndexKnowledge:
+    return open_folder(out, lambda model: FakeEncoder())
+
+
+async def first(base: KnowledgeBase, text: str) -> tuple[Document, str]:
+    found = await base.search([await base.metric.encode(text)], 2)
+    return found.hits[0][0].document, found.version
+
+
+async def test_what_was_built_is_found(out, kind):
+    build_in(out, kind)
+    base = opened(out)
+    assert isinstance(base, KnowledgeBase) and base.size == 3
+    assert await first(base, "cats purrs the cat") == (CORPUS[1], read_manifest(out).version)
+    assert (await first(base, "dogs the dog barks"))[0].metadata == {"page": 2}
+    await base.aclose()
+    assert [path.name for path in out.parent.iterdir()] == ["kb"]
+
+
+def test_the_same_corpus_gives_the_same_version_in_any_order(out, kind):
+    build_in(out, kind)
+    once = read_manifest(out)
+    build_in(out, kind, CORPUS[::-1])
+    assert read_manifest(out) == once
+    build_in(out, kind, CORPUS[:2])
+    assert read_manifest(out).version != once.version
+
+
+async def test_a_rebuilt_folder_is_taken_up_and_says_so(out, kind):
+    build_in(out, kind)
+    base = opened(out)
+    _, before = await first(base, "the cat purrs")
+    build_in(out, kind, [Document("z", "the cat purrs loudly")])
+    document, after = await first(base, "the cat purrs")
+    assert (document.id, base.size) == ("z", 1)
+    assert after == read_manifest(out).version != before
+
+
+async def test_a_folder_that_is_taken_away_goes_on_answering(out):
+    build_in(out, "bm25")
+    base = opened(out)
+    out.rename(out.with_name("elsewhere"))
+    assert (await first(base, "cat"))[0].id == "a"
+
+
+async def test_a_rebuild_that_ranks_differently_is_an_error(out):
+    build_in(out, "dense")
+    base = opened(out)
+    build_in(out, "bm25")
+    with pytest.raises(KnowledgeBaseError, match="rebuilt as bm25"):
+        await first(base, "cat")
+    build_in(out, "dense", encoder=FakeEncoder(8))
+    with pytest.raises(ConfigurationError, match="another embedding model"):
+        await first(base, "cat")
+
+
+async def test_searches_go_on_while_the_folder_is_rebuilt_again_and_again(out):
+    build_in(out, "bm25")
+    base = opened(out)
+    versions, stop = set(), threading.Event()
+
+    def rebuild() -> None:
+        for count in [1, 2, 3] * 8:
+            build_in(out, "bm25", CORPUS[:count])
+        stop.set()
+
+    thread = threading.Thread(target=rebuild)
+    thread.start()
+    while not stop.is_set():
+        versions.add((await first(base, "dog"))[1])
+    thread.join()
+    versions.add((await first(base, "dog"))[1])
+    assert len(versions) > 1 and read_manifest(out).version in versions
+
+
+@pytest.mark.parametrize("name", ["documents.jsonl", "vocabulary.json", "bm25.npz"])
+def test_a_damaged_or_missing_file_is_an_error(out, name):
+    build_in(out, "bm25")
+    (out / name).write_bytes(b"{}")
+    with pytest.raises(KnowledgeBaseError, match="not what was built"):
+        opened(out)
+    (out / name).unlink()
+    with pytest.raises(KnowledgeBaseError, match="build it again"):
+        opened(out)
+
+
+def test_a_manifest_that_lies_is_an_error(out):
+    build_in(out, "bm25")
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"format": 9}))
+    with pytest.raises(KnowledgeBaseError, match="format 9"):
+        opened(out)
+    (out / "manifest.json").write_text(json.dumps(manifest | {"kind": "dense"}))
+    with pytest.raises((KnowledgeBaseError, ConfigurationError)):
+        opened(out)
+    (out / "manifest.json").write_text("no")
+    with pytest.raises(KnowledgeBaseError, match="cannot be read"):
+        opened(out)
+    with pytest.raises(KnowledgeBaseError, match="no knowledge base"):
+        opened(out / "elsewhere")
+
+
+def test_nothing_is_left_of_a_build_that_fails(out, kind, monkeypatch):
+    build_in(out, kind)
+    before = read_manifest(out)
+
+    def fail(path: Path) -> str:
+        raise OSError("no room")
+
+    monkeypatch.setattr(module, "compute_sha256", fail)
+    with pytest.raises(OSError, match="no room"):
+        build_in(out, kind, CORPUS[:1])
+    assert read_manifest(out) == before
+    assert [path.name for path in out.parent.iterdir()] == ["kb"]
+
+
+def test_what_cannot_be_built_is_refused(out, tmp_path):
+    with pytest.raises(ConfigurationError, match="no documents"):
+        build([], out, "bm25")
+    with pytest.raises(ConfigurationError, match="two documents with the id 'a'"):
+        build([*CORPUS, Document("a", "again")], out, "bm25")
+    with pytest.raises(ConfigurationError, match="needs an embedding model"):
+        build(CORPUS, out, "dense")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigurationError, match="is no knowledge base"):
+        build_in(tmp_path / "mine", "bm25")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot write"):
+        build_in(tmp_path / "file" / "kb", "bm25")
+
+
+async def test_the_encoder_is_closed_with_the_base_and_only_once(out):
+    build_in(out, "dense")
+    encoders: list[FakeEncoder] = []
+
+    def encoder_of(model: str) -> FakeEncoder:
+        encoders.append(FakeEncoder())
+        return encoders[-1]
+
+    base = open_folder(out, encoder_of)
+    await base.aclose()
+    await base.aclose()
+    assert [encoder.closed for encoder in encoders] == [True]
+
+
+async def test_a_search_does_not_hold_up_the_event_loop(make_index):
+    index = make_index("bm25", ["cat"])
+
+    class Slow:
+        metric, documents = index.metric, index.documents
+
+        def search(self, queries, count):
+            time.sleep(0.2)
+            return index.search(queries, count)
+
+    base = IndexKnowledge(Snapshot(Slow(), "1"))
+    query = await base.metric.encode("cat")
+    began = time.monotonic()
+    found = await asyncio.gather(*(base.search([query], 1) for _ in range(3)))
+    assert time.monotonic() - began < 0.5
+    assert {one.version for one in found} == {"1"}
+    with pytest.raises(ConfigurationError, match="at least one"):
+        await base.search([query], 0)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from agentspec.backends.base import Capabilities
+from agentspec.backends.openai import ProbeReport
+from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
+from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.factory import Named, build, prepare
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.testing import Script, ThinkingModel
+from agentspec.types import GenerateRequest, Message
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = Capabilities(continue_final=True, logprobs=True)
+ASK = GenerateRequest("fast", messages=[{"role": "user", "content": "Two?"}])
+
+
+class Forgetful(ThinkingModel):
+    """As the templates of some reasoning models: closed thinking is deleted from a message."""
+
+    def prompt_text(self, request: GenerateRequest) -> str:
+        head, _, rest = super().prompt_text(request).rpartition("<think>")
+        return head + rest.rpartition("</think>")[2] if "</think>" in rest else head + "<think>" + rest
+
+
+def step(thinking: str) -> Script:
+    return "one Answer: 4\n\n"
+
+
+def strategy(base: ThinkingModel, small: ThinkingModel, **knobs: Any) -> StrategyBackend:
+    settings = SpecReasonSettings(base="base", small="small", **knobs)
+    return build("fast", settings, lambda name: Named({"base": base, "small": small}[name], name))
+
+
+@pytest.mark.parametrize(("kind", "keeps"), [(ThinkingModel, True), (Forgetful, False)])
+async def test_thinking_that_a_template_would_delete_stands_as_plain_text(
+    kind: Callable[..., ThinkingModel], keeps: bool
+) -> None:
+    base, small = kind(step, capabilities=MESSAGES), kind(step, capabilities=MESSAGES)
+    backend = strategy(base, small)
+    await prepare(backend)
+    assert backend.writers["base"].keeps_thinking is keeps
+    async for _ in backend.generate(ASK):
+        pass
+    messages: Sequence[Message] = base.requests[-1].messages or ()
+    assert messages[-1]["content"] == ("<think>\none Answer: 4\n\n\n</think>\n\n" if keeps else "one Answer: 4\n\n")
+
+
+class Rewriting(ThinkingModel):
+    """A chat template that shouts."""
+
+    async def render(self, messages: Sequence[Message], *shown: Any) -> str:
+        return (await super().render(messages, *shown)).upper()
+
+
+async def test_a_template_that_changes_messages_is_refused() -> None:
+    backend = strategy(Rewriting(step), ThinkingModel(step))
+    with pytest.raises(ConfigurationError, match="set base_template to one that does not"):
+        async for _ in backend.generate(ASK):
+            pass
+    with pytest.raises(ConfigurationError, match="set base_template to one that does not"):
+        await prepare(strategy(Rewriting(step), ThinkingModel(step)))
+
+
+class Untaught(ThinkingModel):
+    """An endpoint whose model has no chat template: it refuses the messages of a probe."""
+
+    async def probe(self, timeout: float) -> ProbeReport:
+        return ProbeReport(reachable=True, error="this model has no chat template")
+
+
+async def test_an_endpoint_without_a_chat_template_is_there_under_one_of_ours() -> None:
+    plain = Capabilities(logprobs=True)
+    untaught, gone = Untaught(step, capabilities=plain), Untaught(lambda thinking: UpstreamError("gone"))
+    assert await prepare(strategy(untaught, ThinkingModel(step), base_template="plain")) == []
+    assert [request.text for request in untaught.requests] == ["One"]
+    assert await prepare(strategy(untaught, ThinkingModel(step))) == ["base", "judge"]
+    assert await prepare(strategy(ThinkingModel(step), gone, small_template="plain")) == ["small"]
+
+
+async def test_thinking_that_the_prompt_has_begun_is_not_begun_again() -> None:
+    class Begins(ThinkingModel):
+        async def render(self, messages: Sequence[Message], *shown: Any) -> str:
+            return await super().render(messages, *shown) + "<think>\n"
+
+    base = Begins(step)
+    async for _ in strategy(base, Begins(step)).generate(ASK):
+        pass
+    assert all(base.prompt_text(request).count("<think>") == 1 for request in base.requests)
+    assert base.asked and base.asked[0].endswith("<|assistant|>\nOn a scale from 0 to 9, the score is: ")
+
+
+async def test_a_judge_of_its_own_sees_the_thinking_and_decides() -> None:
+    judge = ThinkingModel(step, score=lambda text: "2", capabilities=MESSAGES)
+    base, small = ThinkingModel(lambda text: "base Answer: 4\n\n"), ThinkingModel(step)
+    settings = SpecReasonSettings(base="base", small="small", judge="judge")
+    models = {"base": base, "small": small, "judge": judge}
+    backend = build("fast", settings, lambda name: Named(models[name], name))
+    said = "".join([delta.extra.get("reasoning", "") async for delta in backend.generate(ASK)])
+    assert said == "base Answer: 4\n\n" and base.asked == [] and len(judge.asked) == 1
+    assert {request.model for request in judge.requests} == {"judge"}
+
+
+async def test_requests_that_no_strategy_can_honour_are_refused() -> None:
+    backend = strategy(ThinkingModel(step), ThinkingModel(step))
+    begun = [{"role": "assistant", "content": "So"}]
+    for request in (
+        GenerateRequest("fast", text="two"),
+        GenerateRequest("fast", messages=begun, continue_final=True),
+        GenerateRequest("fast", messages=begun, extra={"n": 2}),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"takes messages|not continue|without n"):
+            async for _ in backend.generate(request):
+                pass
+
+
+async def test_the_small_model_may_answer() -> None:
+    small, base = ThinkingModel(step, answer="small says four"), ThinkingModel(step)
+    backend = strategy(base, small, answer_by="small")
+    assert "".join([delta.text async for delta in backend.generate(ASK)]) == "small says four"

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.tokens import Tokens
+from agentspec.recordings.replay import accepted_nodes, geometric_mean, replay
+from agentspec.recordings.traces import EncodedCall
+
+
+def ints(*values: int) -> Tokens:
+    return np.asarray(values, dtype=np.int32)
+
+
+@dataclass
+class Tree:
+    tokens: Tokens
+    parents: Tokens
+    probabilities: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @classmethod
+    def path(cls, tokens: Tokens, probability: float = 0.5) -> Tree:
+        parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
+        return cls(tokens, parents, np.full(len(tokens), probability, dtype=np.float32))
+
+
+class Oracle:
+    """Knows the answer; drafts `right` tokens of it, then `wrong` others."""
+
+    def __init__(self, call: EncodedCall, right: int, wrong: int = 0) -> None:
+        self.answer, self.right, self.wrong, self.at = call.response, right, wrong, 0
+        self.extended: list[Tokens] = []
+
+    def draft(self, max_tokens: int) -> Tree:
+        known = self.answer[self.at : self.at + self.right]
+        return Tree.path(np.concatenate((known, np.full(self.wrong, -7, dtype=np.int32)))[:max_tokens])
+
+    def extend(self, tokens: Tokens) -> None:
+        self.extended.append(tokens)
+        self.at += len(tokens)
+
+
+responses = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=40), min_size=1, max_size=5)
+
+
+def calls_of(answers: list[list[int]]) -> list[EncodedCall]:
+    return [EncodedCall("s", ints(9, 9), ints(*answer)) for answer in answers]
+
+
+@given(responses, st.integers(0, 8), st.integers(0, 3), st.integers(0, 12))
+def test_an_oracle_gives_the_known_number_of_steps(answers, right, wrong, budget) -> None:
+    opened = list[Oracle]()
+
+    def open_request(call: EncodedCall) -> nullcontext[Oracle]:
+        opened.append(Oracle(call, right, wrong))
+        return nullcontext(opened[-1])
+
+    result = replay(calls_of(answers), open_request, budget)
+    per_step = min(right, budget) + 1
+    assert result.tokens == [len(answer) for answer in answers]
+    assert result.steps == [math.ceil(len(answer) / per_step) for answer in answers]
+    assert [np.concatenate(oracle.extended).tolist() for oracle in opened] == answers
+
+
+@given(responses, st.integers(0, 40))
+def test_the_cache_is_fed_every_response_token_once(answers, budget) -> None:
+    with SuffixCache.open() as cache:
+        result = replay(calls_of(answers), lambda call: cache.request(call.prompt), budget)
+        stats = cache.stats()
+    assert result.tokens == [len(answer) for answer in answers]
+    assert stats.tokens == sum(result.tokens)
+    assert (stats.steps, stats.drafted) == (sum(result.steps), sum(result.drafted))
+    assert all(drafted <= budget * steps for drafted, steps in zip(result.drafted, result.steps, strict=True))
+    # Every step takes the accepted tokens and one more, save where the response ends with an accepted one.
+    accepted = sum(int(nodes.sum()) for nodes in result.accepted)
+    assert 0 <= accepted + sum(result.steps) - sum(result.tokens) <= len(answers)
+    assert accepted - stats.accepted == 0
+
+
+def test_a_repeated_answer_needs_few_steps() -> None:
+    answer = list(range(60))
+    with SuffixCache.open() as cache:
+        result = replay(calls_of([answer, answer]), lambda call: cache.request(call.prompt), 32)
+    assert result.steps[0] > 30 > 8 > result.steps[1]
+    assert result.tokens_per_step_by_call(1) == [60 / result.steps[0], 60 / result.steps[1]]
+    assert result.tokens_per_step == 120 / sum(result.steps)
+
+
+def test_acceptance_follows_one_path_of_the_tree() -> None:
+    #     1 -> 2 -> 3        a second child of the root, and one of node 1
+    #     4    5
+    tree = Tree(ints(1, 4, 2, 5, 3), ints(-1, -1, 0, 0, 2))
+    assert accepted_nodes(tree, ints(1, 2, 3, 9)).tolist() == [True, False, True, False, True]
+    assert accepted_nodes(tree, ints(1, 5, 3)).tolist() == [True, False, False, True, False]
+    assert accepted_nodes(tree, ints(4)).tolist() == [False, True, False, False, False]
+    assert accepted_nodes(tree, ints(1, 2)).tolist() == [True, False, True, False, False]
+    assert not accepted_nodes(tree, ints(7)).any()
+
+
+def test_calibration_compares_within_bins_of_equal_count() -> None:
+    result = replay([], lambda call: nullcontext(Oracle(call, 0)), 1)
+    predicted = np.repeat(np.linspace(0.1, 1.0, 10, dtype=np.float32), 10)
+    result.predicted, result.accepted = [predicted], [np.arange(100) % 10 < np.repeat(np.arange(1, 11), 10)]
+    bins = result.calibration()
+    assert len(bins) == 10
+    assert all(before[0] < after[0] for before, after in pairwise(bins))
+    assert result.worst_calibration() == pytest.approx(0.0, abs=1e-6)
+    result.accepted = [np.ones(100, dtype=np.bool_)]
+    assert result.worst_calibration() == pytest.approx(1 - bins[0][0])
+
+
+def test_geometric_mean() -> None:
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import ConfigurationError
+from agentspec.recordings.traces import END, START, load_encoder, read_calls
+
+MARKS = {START: 1, END: 2}
+
+
+def encode(text: str) -> list[int]:
+    """Characters, and the two marks as single tokens."""
+    out = list[int]()
+    while text:
+        mark = next((mark for mark in MARKS if text.startswith(mark)), None)
+        out.append(MARKS[mark] if mark else 100 + ord(text[0]))
+        text = text[len(mark) if mark else 1 :]
+    return out
+
+
+def call(session: str, response: str, *delta: tuple[str, str], **more: Any) -> dict[str, Any]:
+    messages = [{"role": role, "content": content} for role, content in delta]
+    return {"session": session, "messages_delta": messages, "response": response, **more}
+
+
+def write(path: Path, *records: dict[str, Any]) -> Path:
+    with gzip.open(path, "wt", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(record) + "\n" for record in records)
+    return path
+
+
+def texts(path: Path, limit: int | None = None) -> list[tuple[str, str]]:
+    names = {number: mark for mark, number in MARKS.items()}
+    calls = read_calls(path, encode, limit)
+
+    def spell(tokens: Tokens) -> str:
+        return "".join(names.get(token) or chr(token - 100) for token in tokens.tolist())
+
+    return [(spell(call.prompt), spell(call.response)) for call in calls]
+
+
+def test_a_session_goes_on_from_its_own_answers(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl.gz", call("a", "two", ("user", "one")), call("a", "four", ("user", "three")))
+    first = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    second = first + "two<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
+    assert texts(path) == [(first, "two<|im_end|>"), (second, "four<|im_end|>")]
+
+
+def test_a_reset_and_a_new_session_start_afresh(tmp_path: Path) -> None:
+    records = call("a", "x", ("user", "1")), call("a", "y", ("user", "2"), reset=True), call("b", "z", ("user", "3"))
+    prompts = [prompt for prompt, _ in texts(write(tmp_path / "t.jsonl.gz", *records))]
+    assert prompts == [f"<|im_start|>user\n{n}<|im_end|>\n<|im_start|>assistant\n" for n in "123"]
+
+
+def test_only_so_many_calls_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl.gz", *(call("a", "x", ("user", "1")) for _ in range(5)))
+    assert len(texts(path, 3)) == 3
+
+
+def test_the_whole_prompt_is_encoded_as_its_messages_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl.gz", call("a", " b ", ("system", " \n"), ("user", "é\n\n")), call("a", "c"))
+    for (prompt, _), read in zip(texts(path), read_calls(path, encode), strict=True):
+        assert encode(prompt) == read.prompt.tolist()
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "no json", '{"session":"a","messages_delta":[1],"response":""}'])
+def test_a_line_that_is_no_call_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    with gzip.open(path, "wt") as lines:
+        lines.write(line + "\n")
+    with pytest.raises(ConfigurationError, match=r"t\.jsonl\.gz:1: "):
+        read_calls(path, encode)
+
+
+def test_a_tokenizer_without_the_marks_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl.gz", call("a", "x"))
+    with pytest.raises(ConfigurationError, match="no special token"):
+        read_calls(path, lambda text: [ord(c) for c in text])
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no tokenizer\.json"):
+        load_encoder(tmp_path)
+
+
+@pytest.mark.model
+def test_the_default_model_encodes_message_by_message(default_model, tmp_path: Path) -> None:
+    encode = load_encoder(default_model.folder)
+    path = write(
+        tmp_path / "t.jsonl.gz",
+        call("a", "  def f():\n", ("system", "\n\n You are  "), ("user", "ﬁ é 🙂")),
+        call("a", "", ("user", "\t<|im_end")),
+    )
+    rendered = (
+        "<|im_start|>system\n\n\n You are  <|im_end|>\n<|im_start|>user\nﬁ é 🙂<|im_end|>\n<|im_start|>assistant\n"
+    )
+    first, second = read_calls(path, encode)
+    assert first.prompt.tolist() == encode(rendered)
+    rendered += "  def f():\n<|im_end|>\n<|im_start|>user\n\t<|im_end<|im_end|>\n<|im_start|>assistant\n"
+    assert second.prompt.tolist() == encode(rendered)

@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr, ValidationError
+
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.errors import ConfigurationError
+from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.load import ServerSettings, Settings, effective_values, load_settings
+
+ISSUE = """
+[server]
+host = "127.0.0.1"
+port = 8700
+[cache]
+path = "~/.local/share/agentspec"
+memory_bytes = "512MiB"
+[backends.local]
+kind = "torch"
+model = "smollm2-135m"
+[backends.vllm]
+kind = "openai"
+base_url = "http://127.0.0.1:8000/v1"
+[models.fast]            # what clients ask for as "model"
+backend = "local"
+"""
+UPSTREAM = '[backends.vllm]\nkind = "openai"\nbase_url = "http://127.0.0.1:8000/v1"\n'
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "agentspec.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def sources(settings: Settings) -> dict[str, str]:
+    return {value.key: f"{value.source} {value.origin}".strip() for value in effective_values(settings)}
+
+
+def test_the_documented_file_loads(write):
+    settings = load_settings(write(ISSUE))
+    assert settings.server.port == 8700
+    assert settings.cache.path == Path.home() / ".local/share/agentspec"
+    assert settings.cache.memory_bytes == 512 << 20
+    assert isinstance(settings.backends["local"], TorchSettings)
+    assert isinstance(settings.backends["vllm"], OpenAISettings)
+    assert settings.models["fast"].backend == "local"
+
+
+def test_the_example_is_complete_and_loads(repository):
+    example = repository / "examples" / "agentspec.toml"
+    settings = load_settings(example)
+    written = example.read_text()
+    missing = [value.key for value in effective_values(settings) if value.key.rpartition(".")[2] not in written]
+    assert missing == []
+
+
+def test_without_anything_there_is_the_default_model():
+    settings = load_settings()
+    assert settings == Settings()
+    assert settings.backends == {"local": TorchSettings()}
+    assert settings.models == {}
+
+
+def test_flags_over_environment_over_file_over_defaults(write, monkeypatch):
+    path = write("[server]\nhost = 'file'\nport = 1\nmax_messages = 1\n")
+    monkeypatch.setenv("AGENTSPEC_SERVER__PORT", "2")
+    monkeypatch.setenv("AGENTSPEC_SERVER__HOST", "env")
+    settings = load_settings(path, {"server": {"host": "flag"}})
+    assert (settings.server.host, settings.server.port, settings.server.max_messages) == ("flag", 2, 1)
+    found = sources(settings)
+    assert found["server.host"] == "flag"
+    assert found["server.port"] == "env AGENTSPEC_SERVER__PORT"
+    assert found["server.max_messages"] == f"file {path}"
+    assert found["server.max_concurrent"] == "default"
+
+
+def test_the_file_may_be_named_by_the_environment(write, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_CONFIG", str(write("[server]\nport = 1\n")))
+    assert load_settings().server.port == 1
+
+
+@given(
+    layers=st.lists(
+        st.dictionaries(st.sampled_from(["port", "max_messages", "max_concurrent"]), st.integers(1, 60000)),
+        min_size=2,
+        max_size=2,
+    )
+)
+def test_the_higher_layer_wins_for_every_key(layers, tmp_path_factory):
+    file, flags = layers
+    path = tmp_path_factory.mktemp("config") / "agentspec.toml"
+    path.write_text("[server]\n" + "".join(f"{key} = {value}\n" for key, value in file.items()))
+    server = load_settings(path, {"server": flags}).server
+    for key, expected in (file | flags).items():
+        assert getattr(server, key) == expected
+
+
+def test_settings_are_frozen():
+    settings = load_settings()
+    with pytest.raises(ValidationError):
+        settings.server = ServerSettings()  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        settings.server.port = 1  # type: ignore[misc]
+
+
+REFUSED = [
+    ("[server]\nprot = 1", "server.prot: unknown key; did you mean 'port'?"),
+    ("[server]\nxyzzy = 1", "server.xyzzy: unknown key; known: host, port"),
+    ("[servr]\nport = 1", "servr: unknown key; did you mean 'server'?"),
+    ("[server]\nport = 'x'", "server.port = 'x': Input should be a valid integer"),
+    ("[server]\nport = 99999", "server.port = '99999': Input should be less than or equal to 65535"),
+    ("server = 3", "server = 3: must be a table"),
+    ("backends = 3", "backends = 3: must be a table"),
+    ("[backends]\nlocal = 3", "backends.local = 3: must be a table"),
+    ("[cache]\nmemory_byte = 3", "cache.memory_byte: unknown key; did you mean 'memory_bytes'?"),
+    ("[cache]\npath = 'mysql://host/db'", "cache.path: must be a folder, or begin with postgresql://"),
+    ("[backends.a]\nmodel = 'x'", 'backends.a: set kind = "torch"'),
+    ("[backends.a]\nkind = 'tosh'", 'backends.a: set kind = "torch"'),
+    ("[backends.a]\nkind = 'openai'", "backends.a.base_url: missing"),
+    ("[backends.a]\nkind = 'openai'\nbase_url = 'nope'", "backends.a.base_url = 'nope'"),
+    ("[backends.a]\nkind = 'openai'\nbase_ulr = 'x'", "did you mean 'base_url'?"),
+    ("[backends.local]\nmodle = 'x'", "backends.local.modle: unknown key; did you mean 'model'?"),
+    ("[models.fast]\nbackend = 'locl'", "models.fast.backend = 'locl' names no backend; configured: local; did you"),
+    ("[models.fast]\nbackned = 'local'", "models.fast.backned: unknown key; did you mean 'backend'?"),
+    ("[[server.api_keys]]\ntenant = 'a'", "server.api_keys.0: give exactly one of key_env and key_file"),
+    ("[[server.api_keys]]\nkey_evn = 'a'", "server.api_keys.0.key_evn: unknown key; did you mean 'key_env'?"),
+    ("[server\n", "not valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_a_mistake_is_refused_naming_file_key_and_remedy(write, text, message):
+    path = write(text)
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_every_mistake_is_reported_at_once(write):
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(write("[server]\nprot = 1\nhost = 3\n"))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        UPSTREAM + 'api_key = "sk-secret"',
+        '[backends.vllm]\nkind = "openai"\nbase_url = "http://user:sk-secret@host/v1"',
+        '[[server.api_keys]]\ntenant = "a"\nkey = "sk-secret"',
+        '[server]\napi_keys = ["sk-secret"]',
+        '[cache]\npath = "postgresql://user:sk-secret@host/db"',
+        '[cache]\npath = "postgresql://user@host/db"\npassword = "sk-secret"',
+    ],
+)
+def test_a_secret_in_the_file_is_refused_with_the_reason_and_not_repeated(write, text):
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(write(text))
+    assert "files are copied and committed" in str(caught.value)
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_a_secret_from_the_environment_is_used_and_masked(write, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__VLLM__API_KEY", "sk-secret")
+    settings = load_settings(write(UPSTREAM))
+    backend = settings.backends["vllm"]
+    assert isinstance(backend, OpenAISettings)
+    assert backend.api_key == SecretStr("sk-secret")
+    shown = json.dumps([value.value for value in effective_values(settings)])
+    assert "sk-secret" not in shown + repr(settings)
+    assert "****" in shown
+
+
+def test_the_caches_password_from_the_environment_is_used_and_masked(write, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_CACHE__PASSWORD", "sk-secret")
+    settings = load_settings(write('[cache]\npath = "postgresql://user@host/db"'))
+    assert settings.cache.location() == "postgresql://user:sk-secret@host/db"
+    monkeypatch.delenv("AGENTSPEC_CACHE__PASSWORD")
+    monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "postgresql://user:sk-secret@host/db")
+    other = load_settings()
+    assert other.cache.location() == "postgresql://user:sk-secret@host/db"
+    for shown in (settings, other):
+        assert "sk-secret" not in json.dumps([value.value for value in effective_values(shown)])
+
+
+def test_a_password_in_an_upstream_url_is_masked():
+    url = "http://user:sk-secret@host/v1"
+    settings = load_settings(None, {"backends": {"up": {"kind": "openai", "base_url": url}}})
+    assert "sk-secret" not in json.dumps([value.value for value in effective_values(settings)])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("AGENTSPEC_SERVR__PORT", "1", "AGENTSPEC_SERVR__PORT: no section 'servr'; did you mean 'server'?"),
+        ("AGENTSPEC_SERVER__PROT", "1", "AGENTSPEC_SERVER__PROT: server.prot: unknown key; did you mean 'port'?"),
+        ("AGENTSPEC_SERVER_PORT", "1", "write AGENTSPEC_SERVER__PORT"),
+        ("AGENTSPEC_CACHE_STORE", "false", "write AGENTSPEC_CACHE__STORE"),
+        ("AGENTSPEC_SERVER__PORT", "x", "AGENTSPEC_SERVER__PORT: server.port = 'x'"),
+        ("AGENTSPEC_SERVER__API_KEYS", "[{", "AGENTSPEC_SERVER__API_KEYS: not valid; lists are written as JSON"),
+    ],
+)
+def test_a_mistaken_variable_is_refused_by_its_name(monkeypatch, variable, value, message):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings()
+    assert message in str(caught.value)
+
+
+def test_the_environment_reaches_nested_values(monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__LOCAL__DEVICE", "cpu")
+    monkeypatch.setenv("AGENTSPEC_CACHE__STORE", "false")
+    monkeypatch.setenv("AGENTSPEC_SERVER__API_KEYS", '[{"tenant": "a", "key_env": "KEY"}]')
+    monkeypatch.setenv("AGENTSPEC_MODELS", "/somewhere")  # the model store's folder, no setting
+    settings = load_settings()
+    assert settings.backends == {"local": TorchSettings(device="cpu")}
+    assert settings.cache.store is False
+    assert settings.server.api_keys == (ApiKey(tenant="a", key_env="KEY"),)
+
+
+def test_the_cache_folder_has_two_names(monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_CACHE_PATH", "/cache")
+    settings = load_settings()
+    assert settings.cache.path == Path("/cache")
+    [value] = [value for value in effective_values(settings) if value.key == "cache.path"]
+    assert (value.source, value.origin) == ("env", "AGENTSPEC_CACHE_PATH")
+    monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "/cache")
+    assert load_settings().cache.path == Path("/cache")
+    monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "/other")
+    with pytest.raises(ConfigurationError, match="AGENTSPEC_CACHE_PATH and AGENTSPEC_CACHE__PATH differ"):
+        load_settings()
+
+
+def test_the_environment_meets_names_with_case_and_dashes(write, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__MY_VLLM__READ_TIMEOUT", "7")
+    settings = load_settings(write('[backends.My-vLLM]\nkind = "openai"\nbase_url = "http://h/v1"\n'))
+    assert list(settings.backends) == ["My-vLLM"]
+    assert settings.backends["My-vLLM"].read_timeout == 7  # type: ignore[union-attr]
+
+
+def test_only_overridden_backends_remain_when_asked(write, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__VLLM__API_KEY", "unused")
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__UPSTREAM__API_KEY", "used")
+    flags = {"backends": {"upstream": {"kind": "openai", "base_url": "http://other/v1"}}}
+    settings = load_settings(write(ISSUE), flags, only_overridden_backends=True)
+    assert list(settings.backends) == ["upstream"]
+    assert settings.backends["upstream"].api_key == SecretStr("used")  # type: ignore[union-attr]
+    assert settings.models == {}
+    assert settings.cache.memory_bytes == 512 << 20
+
+
+def test_an_unreadable_file_is_an_error(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot read the configuration file"):
+        load_settings(tmp_path / "absent.toml")
+
+
+def test_the_documented_settings_are_the_real_ones(repository):
+    subprocess.run([sys.executable, str(repository / "docs" / "update.py"), "--check"], check=True)
+
+
+STRATEGY = "[backends.big]\nkind = 'openai'\nbase_url = 'http://h/v1'\nmodel = 'm'\n[backends.tiny]\nkind = 'torch'\n"
+
+
+def test_a_strategy_is_a_model_with_knobs(write):
+    path = write(f"{STRATEGY}[models.fast]\nstrategy = 'specreason'\nbase = 'big'\nsmall = 'tiny'\nthreshold = 6\n")
+    settings = load_settings(path)
+    assert settings.models["fast"] == SpecReasonSettings(base="big", small="tiny", threshold=6)
+    found = {value.key: value.value for value in effective_values(settings)}
+    assert found["models.fast.threshold"] == 6.0 and found["models.fast.strategy"] == "specreason"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("strategy = 'specreasn'\nbase = 'big'\nsmall = 'tiny'", "models.fast.strategy: must be one of specreason"),
+        ("strategy = 'specreason'\nbase = 'big'\nsmall = 'tny'", "did you mean 'tiny'?"),
+        ("strategy = 'specreason'\nbase = 'fast'\nsmall = 'tiny'", "names no plain model and no backend"),
+        ("strategy = 'specreason'\nbase = 'big'", "models.fast.small: missing"),
+        ("strategy = 'lookahead'\nbase = 'big'\nsmall = 'tiny'\ndepht = 2", "did you mean 'depth'?"),
+        ("strategy = 'lookahead'\nbase = 'big'\nsmall = 'tiny'\ndepth = 99", "models.fast.depth = '99': "),
+        ("strategy = 'speculative_thinking'\nbase = 'big'\nsmall = 'tiny'\nthreshold = 2", "unknown key"),
+    ],
+)
+def test_mistakes_in_a_strategy_are_named(write, table, said):
+    path = write(f"{STRATEGY}[models.fast]\n{table}\n")
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(path)
+    assert said in str(caught.value)
+
+
+KNOWLEDGE = """
+[knowledge.handbook]
+kind = "index"
+path = "~/handbook"
+
+[knowledge.search]
+kind = "remote"
+url = "http://kb.example/v1"
+ranks_by = "dense"
+model = "minilm"
+"""
+
+
+def test_knowledge_bases_are_configured(write, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_KNOWLEDGE__SEARCH__API_KEY", "sk-secret")
+    settings = load_settings(write(KNOWLEDGE))
+    handbook, search = settings.knowledge["handbook"], settings.knowledge["search"]
+    assert isinstance(handbook, IndexSettings) and handbook.threads == 1
+    assert isinstance(search, RemoteSettings) and search.retries == 0
+    assert search.api_key is not None and search.api_key.get_secret_value() == "sk-secret"
+    assert "sk-secret" not in str(effective_values(settings))
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('path = "x"', 'knowledge.k: set kind = "index"'),
+        ('kind = "index"', "knowledge.k.path: missing"),
+        ('kind = "index"\npath = "x"\npth = "y"', "knowledge.k.pth: unknown key; did you mean 'path'?"),
+        ('kind = "remote"\nurl = "nowhere"', "knowledge.k.url = 'nowhere'"),
+        ('kind = "remote"\nurl = "http://kb"\nranks_by = "dense"', "set both or neither"),
+        ('kind = "remote"\nurl = "http://kb"\ntimeot = 1', "did you mean 'timeout'?"),
+        ('kind = "remote"\nurl = "http://kb"\napi_key = "s3cret"', "AGENTSPEC_KNOWLEDGE__K__API_KEY"),
+        ('kind = "remote"\nurl = "http://me:s3cret@kb"', "knowledge.k.url must not carry a password"),
+    ],
+)
+def test_mistakes_in_a_knowledge_base_are_named(write, table, said):
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(write(f"[knowledge.k]\n{table}\n"))
+    assert said in str(caught.value) and "s3cret" not in str(caught.value)

@@ -1,0 +1,118 @@
+"""The stride of speculative retrieval: the paper's formula, and that it never costs what it cannot bring back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.speculation.stride import (
+    LONGEST_PAUSE,
+    MOST,
+    SEQUENTIAL,
+    RequestStride,
+    StrideGovernor,
+    StridePlan,
+    in_strides,
+    one_by_one,
+    os3,
+    side_by_side,
+)
+
+
+@pytest.mark.parametrize(
+    ("speak", "ask", "gamma", "waited", "beside"),
+    [(1, 40, 0.6, 6, 6), (1, 1, 0.6, 2, 1), (1, 5, 0.6, 3, 3), (1, 5, 0.3, 2, 2), (1, 0.2, 0.6, 1, 1)],
+)
+def test_the_optimal_stride_is_that_of_the_paper(
+    speak: float, ask: float, gamma: float, waited: int, beside: int
+) -> None:
+    assert os3(speak, ask, gamma, asynchronous=False) == waited
+    assert os3(speak, ask, gamma, asynchronous=True) == beside
+
+
+def test_the_stride_is_bounded() -> None:
+    assert os3(1, 40, 0.9, asynchronous=False, most=64) == os3(1, 40, 0.9, asynchronous=True, most=64) == 19
+    assert os3(1, 40, 0.9, asynchronous=False) == MOST
+
+
+times = st.floats(1e-3, 10)
+
+
+@given(times, times, st.floats(0, 1))
+def test_nothing_is_faster_than_searches_that_take_no_time(speak: float, ask: float, gamma: float) -> None:
+    best = speak + (1 - gamma) * ask
+    assert side_by_side(speak, ask, gamma) >= best * (1 - 1e-9)
+    assert all(in_strides(s, speak, ask, gamma) >= speak * (1 - 1e-9) for s in (1, 2, 5, MOST))
+
+
+@given(times, times, st.floats(0, 1))
+def test_one_guess_that_is_waited_for_never_pays(speak: float, ask: float, gamma: float) -> None:
+    assert in_strides(1, speak, ask, gamma) >= one_by_one(speak, ask)
+
+
+def governor(speak: float, ask: float, *, asynchronous: bool = True) -> StrideGovernor:
+    made = StrideGovernor(asynchronous=asynchronous)
+    made.pace.spoke(speak, changed=False, alone=True)
+    made.pace.asked(ask, alone=True)
+    return made
+
+
+def test_nothing_is_guessed_before_anything_was_measured() -> None:
+    assert StrideGovernor().choose() == SEQUENTIAL
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_fast_knowledge_base_is_asked_round_after_round(asynchronous: bool) -> None:
+    made = governor(1.0, 0.01, asynchronous=asynchronous)
+    made.verified(9, wrong=True)
+    assert made.choose() == SEQUENTIAL
+
+
+def test_a_slow_one_is_guessed_ahead_of() -> None:
+    assert governor(1.0, 4.0).choose() == StridePlan(1, True)
+    waited = governor(1.0, 8.0, asynchronous=False)
+    waited.verified(3, wrong=True)
+    assert waited.choose() == StridePlan(os3(1.0, 8.0, 0.6, asynchronous=False))
+
+
+def test_an_empty_window_keeps_the_stride() -> None:
+    made = governor(1.0, 40.0, asynchronous=False)
+    assert made.optimal() == 1
+    made.verified(2, wrong=True)
+    assert made.optimal() == 6
+
+
+def test_wrong_guesses_end_the_guessing_and_right_ones_bring_it_back() -> None:
+    made = governor(1.0, 1.5)
+    for _ in range(30):
+        made.verified(0, wrong=True)
+    assert made.choose() == SEQUENTIAL
+    for _ in range(30):
+        made.verified(1, wrong=False)
+    assert made.choose().stride
+
+
+def test_a_fixed_stride_is_kept() -> None:
+    assert StrideGovernor(stride=3, asynchronous=False).choose() == StridePlan(3)
+
+
+@pytest.mark.parametrize("seconds", [4.9, 6.0])
+def test_what_brings_next_to_nothing_is_tried_ever_less_often(seconds: float) -> None:
+    """Rounds that take about as long as sequential retrieval's would have, or longer: whatever the formulas promise."""
+    made = governor(1.0, 4.0)
+    tried = 0
+    for _ in range(2000):
+        if made.choose().stride:
+            tried += 1
+            made.pace.kept(False, seconds)
+    assert made.pace.pause == LONGEST_PAUSE and tried < 60
+
+
+def test_what_pays_is_never_paused() -> None:
+    pace = RequestStride()
+    pace.spoke(1.0, changed=True, alone=True)
+    pace.asked(4.0, alone=True)
+    for _ in range(100):
+        pace.kept(False, 2.0)
+    assert pace.skip == pace.pause == 0 and pace.spent < pace.plain

@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import asyncio
+import gzip
+import inspect
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextvars import copy_context
+from typing import Any
+
+import httpx
+import httpx2
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from agentspec.step.decorator import (
+    async_httpx_hooks,
+    current_labels,
+    current_speculation,
+    headers,
+    httpx_hooks,
+    observe,
+    report,
+    step,
+    workflow,
+)
+from agentspec.step.report import StepRow
+from agentspec.types import Labels, Speculation, Usage
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def fresh_report() -> Iterator[None]:
+    report().reset()
+    yield
+    report().reset()
+
+
+def row(step: str | None, workflow: str | None = None) -> StepRow:
+    return next(row for row in report() if (row.workflow, row.step) == (workflow, step))
+
+
+def test_labels_nest_and_end() -> None:
+    @step("inner", session="s2")
+    def inner() -> Labels:
+        return current_labels()
+
+    @step("outer", workflow="w", session="s1", speculation=False)
+    def outer() -> tuple[Labels, Labels, bool | None]:
+        return current_labels(), inner(), current_speculation()
+
+    assert outer() == (Labels("s1", "w", "outer"), Labels("s2", "w", "inner"), False)
+    assert current_labels() == Labels() and current_speculation() is None
+    with workflow("v", session="s"):
+        assert inner() == Labels("s2", "v", "inner")
+
+
+def test_a_failing_step_is_counted_and_its_labels_end() -> None:
+    @step("fails")
+    def fails() -> None:
+        observe(Usage(5, 2), None, 0.5, failed=True)
+        raise KeyError("no")
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            fails()
+    assert current_labels() == Labels()
+    assert (row("fails").runs, row("fails").errors, row("fails").failed_calls) == (2, 2, 2)
+
+
+def test_totals() -> None:
+    @step("plan", workflow="w")
+    def plan() -> None:
+        observe(Usage(10, 8), Speculation(drafted=12, accepted=6, steps=2, estimated_seconds_saved=0.25), 0.5)
+        observe(Usage(1, 2), None, 0.5)
+
+    plan()
+    got = row("plan", "w")
+    assert (got.calls, got.prompt_tokens, got.completion_tokens) == (2, 11, 10)
+    assert (got.drafted, got.accepted, got.verify_steps) == (12, 6, 2)
+    assert got.tokens_per_step == 4 and got.tokens_per_second == 10 and got.estimated_seconds_saved == 0.25
+    assert 0 < got.seconds < 0.5 and got.model_seconds == 1.0
+
+
+def test_calls_outside_any_step_have_a_row() -> None:
+    observe(Usage(1, 1), None, 0.1)
+    assert row(None).calls == 1
+    text = str(report())
+    assert "(no step)" in text and "tokens/step" in text
+    report().reset()
+    assert report().rows == ()
+
+
+async def test_coroutines_and_concurrent_tasks() -> None:
+    @step("task")
+    async def task(session: str) -> Labels:
+        await asyncio.sleep(0.01)
+        return await asyncio.create_task(labels_of_task(session))
+
+    async def labels_of_task(session: str) -> Labels:
+        with workflow("w", session=session):
+            await asyncio.sleep(0)
+            return current_labels()
+
+    assert inspect.iscoroutinefunction(task)
+    assert await asyncio.gather(task("a"), task("b")) == [Labels("a", "w", "task"), Labels("b", "w", "task")]
+    assert row("task").runs == 2 and row("task").seconds >= 0.02
+
+
+def test_threads_started_in_a_copied_context() -> None:
+    seen: list[Labels] = []
+
+    @step("threaded")
+    def threaded() -> None:
+        for run in (copy_context().run, lambda function: function()):
+            thread = threading.Thread(target=run, args=(lambda: seen.append(current_labels()),))
+            thread.start()
+            thread.join()
+
+    threaded()
+    assert seen == [Labels(step="threaded"), Labels()]
+
+
+def test_generators_keep_their_protocol_and_leave_no_labels_between_items() -> None:
+    @step("generate")
+    def generate(start: int) -> Any:
+        got: list[Any] = [current_labels().step]
+        try:
+            got.append((yield start))
+            got.append(current_labels().step)
+            yield start + 1
+        except LookupError:
+            yield "caught"
+        return got
+
+    running = generate(1)
+    assert inspect.isgeneratorfunction(generate)
+    assert next(running) == 1 and current_labels() == Labels()
+    assert running.send("sent") == 2
+    assert running.throw(LookupError()) == "caught"
+    with pytest.raises(StopIteration) as stop:
+        next(running)
+    assert stop.value.value == ["generate", "sent", "generate"]
+    assert (row("generate").runs, row("generate").errors) == (1, 0)
+
+
+def test_closing_a_generator_closes_its_body() -> None:
+    closed: list[str | None] = []
+
+    @step("closes")
+    def closes() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            closed.append(current_labels().step)
+
+    running: Any = closes()
+    next(running)
+    running.close()
+    assert closed == ["closes"] and row("closes").errors == 0
+
+
+async def test_async_generators() -> None:
+    closed: list[str | None] = []
+
+    @step("stream")
+    async def stream(fail: bool) -> AsyncIterator[str | None]:
+        try:
+            yield current_labels().step
+            if fail:
+                raise KeyError("no")
+            yield current_labels().step
+        finally:
+            closed.append(current_labels().step)
+
+    assert inspect.isasyncgenfunction(stream)
+    items = []
+    async for item in stream(False):
+        items.append(item)
+        assert current_labels() == Labels()
+    with pytest.raises(KeyError):
+        [item async for item in stream(True)]
+    early: Any = stream(False)
+    await anext(early)
+    await early.aclose()
+    assert items == ["stream"] * 2 and closed == ["stream"] * 3
+    assert (row("stream").runs, row("stream").errors) == (3, 1)
+
+
+def test_the_signature_is_kept() -> None:
+    def node(state: dict[str, int], config: str, *, runtime: int = 0) -> int:
+        """Its contract."""
+        return state["x"]
+
+    wrapped = step("node")(node)
+    assert inspect.signature(wrapped) == inspect.signature(node)
+    assert wrapped.__doc__ == "Its contract." and wrapped({"x": 3}, "c") == 3
+
+
+@pytest.mark.parametrize("name", ["", None, test_totals])
+def test_a_step_needs_a_name(name: Any) -> None:
+    with pytest.raises(TypeError, match="@step"):
+        step(name)
+
+
+def test_headers_carry_labels_in_ascii() -> None:
+    with workflow("größe 100%\n", session="s-1", speculation=False):
+        sent = headers()
+    assert sent == {
+        "x-agentspec-session": "s-1",
+        "x-agentspec-workflow": "gr%C3%B6%C3%9Fe 100%25%0A",
+        "x-agentspec-speculation": "off",
+    }
+    assert headers() == {} and headers(Labels(step="a/b c")) == {"x-agentspec-step": "a/b c"}
+
+
+# Hooks in real clients of both libraries, against a transport that answers in pieces --------------------------------
+
+BODY = {
+    "id": "c1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11},
+    "speculation": {"drafted": 6, "accepted": 3, "steps": 1, "estimated_seconds_saved": 0.5},
+}
+
+
+def events() -> bytes:
+    delta = {"index": 0, "delta": {"content": "h"}, "finish_reason": None}
+    chunk = BODY | {"object": "chat.completion.chunk", "choices": [delta], "usage": None}
+    chunk.pop("speculation")
+    last = BODY | {"object": "chat.completion.chunk", "choices": []}
+    return b"".join(b"data: %s\n\n" % json.dumps(item).encode() for item in (chunk, chunk, last)) + b"data: [DONE]\n\n"
+
+
+class Server:
+    """Answers with `body` in pieces of `size` bytes and keeps the requests' headers."""
+
+    def __init__(self, library: Any, body: bytes, content_type: str, *, size: int = 3, status: int = 200, **more: str):
+        self.library, self.body, self.size, self.status = library, body, size, status
+        self.headers = {"content-type": content_type} | {name.replace("_", "-"): value for name, value in more.items()}
+        self.seen: list[Any] = []
+
+    def respond(self, request: Any) -> Any:
+        self.seen.append(request)
+        pieces = [self.body[at : at + self.size] for at in range(0, len(self.body), self.size)]
+
+        class Sync(self.library.SyncByteStream):  # type: ignore[misc, name-defined]
+            def __iter__(self) -> Iterator[bytes]:
+                yield from pieces
+
+        class Async(self.library.AsyncByteStream):  # type: ignore[misc, name-defined]
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                for piece in pieces:
+                    yield piece
+
+        asynchronous = isinstance(request.stream, self.library.AsyncByteStream) and self.is_async
+        return self.library.Response(self.status, headers=self.headers, stream=Async() if asynchronous else Sync())
+
+    def client(self, *, asynchronous: bool) -> Any:
+        self.is_async = asynchronous
+        transport = self.library.MockTransport(self.respond)
+        if asynchronous:
+            return self.library.AsyncClient(transport=transport, event_hooks=async_httpx_hooks())
+        return self.library.Client(transport=transport, event_hooks=httpx_hooks())
+
+
+@pytest.fixture(params=[httpx, httpx2], ids=["httpx", "httpx2"])
+def library(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@step("ask", workflow="w", session="s")
+def ask(client: Any) -> Any:
+    return client.post("http://gateway/v1/chat/completions", json={})
+
+
+def check_counted(server: Server) -> None:
+    sent = server.seen[0].headers
+    names = ("session", "workflow", "step")
+    assert [sent[f"x-agentspec-{name}"] for name in names] == ["s", "w", "ask"]
+    got = row("ask", "w")
+    assert (got.calls, got.prompt_tokens, got.completion_tokens, got.failed_calls) == (1, 7, 4, 0)
+    assert (got.drafted, got.accepted, got.verify_steps, got.estimated_seconds_saved) == (6, 3, 1, 0.5)
+    assert got.model_seconds > 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_hooks_read_a_json_body(library: Any, size: int) -> None:
+    server = Server(library, json.dumps(BODY).encode(), "application/json", size=size)
+    with server.client(asynchronous=False) as client:
+        assert ask(client).json() == BODY
+    check_counted(server)
+
+
+def test_hooks_read_a_compressed_body(library: Any) -> None:
+    body = gzip.compress(json.dumps(BODY).encode())
+    server = Server(library, body, "application/json", content_encoding="gzip")
+    with server.client(asynchronous=False) as client:
+        assert ask(client).json() == BODY
+    check_counted(server)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_hooks_read_an_event_stream_as_it_passes(library: Any, size: int) -> None:
+    server = Server(library, events(), "text/event-stream; charset=utf-8", size=size)
+
+    @step("ask", workflow="w", session="s")
+    async def ask_stream(client: Any) -> bytes:
+        async with client.stream("POST", "http://gateway/v1/chat/completions", json={}) as response:
+            pieces = [piece async for piece in response.aiter_raw()]
+            assert len(pieces) == len(range(0, len(server.body), size))
+            return b"".join(pieces)
+
+    async with server.client(asynchronous=True) as client:
+        assert await ask_stream(client) == server.body
+    check_counted(server)
+
+
+def test_hooks_count_errors_and_leave_other_traffic_alone(library: Any) -> None:
+    failing = Server(library, b'{"error": {}}', "application/json", status=500)
+    with failing.client(asynchronous=False) as client:
+        assert ask(client).status_code == 500
+        client.get("http://gateway/v1/models")
+    assert (row("ask", "w").calls, row("ask", "w").failed_calls) == (1, 1) and len(report().rows) == 1
+    page = Server(library, b"<html>", "text/html")
+    with page.client(asynchronous=False) as client:
+        assert ask(client).text == "<html>"
+    assert row("ask", "w").calls == 1
+
+
+def test_a_caller_that_leaves_early_is_counted_once(library: Any) -> None:
+    server = Server(library, events(), "text/event-stream")
+    with server.client(asynchronous=False) as client, client.stream("POST", "http://gateway/x", json={}) as response:
+        next(response.iter_raw())
+    assert row(None).calls == 1 and row(None).completion_tokens == 0
+
+
+def test_answers_that_were_read_already_are_counted(library: Any) -> None:
+    transport = library.MockTransport(lambda request: library.Response(200, json=BODY))
+    with library.Client(transport=transport, event_hooks=httpx_hooks()) as client:
+        assert ask(client).json() == BODY
+    assert row("ask", "w").completion_tokens == 4
+
+
+def test_the_official_client_streams_through_the_hooks() -> None:
+    server = Server(httpx2, events(), "text/event-stream")
+    client = OpenAI(api_key="k", base_url="http://gateway/v1", http_client=server.client(asynchronous=False))
+
+    @step("ask", workflow="w", session="s")
+    def run() -> str:
+        stream = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+    assert run() == "hh"
+    client.close()
+    check_counted(server)
+
+
+async def test_the_official_async_client() -> None:
+    server = Server(httpx2, json.dumps(BODY).encode(), "application/json")
+    client = AsyncOpenAI(api_key="k", base_url="http://gateway/v1", http_client=server.client(asynchronous=True))
+
+    @step("ask", workflow="w", session="s")
+    async def run() -> str | None:
+        answer = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        return answer.choices[0].message.content
+
+    assert await run() == "hi"
+    await client.close()
+    check_counted(server)

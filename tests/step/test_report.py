@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import threading
+
+from rich.console import Console
+
+from agentspec.step.report import OTHER, Report, StepStatistics
+from agentspec.types import Speculation, Usage
+
+
+def test_rows_are_bounded_and_nothing_is_lost() -> None:
+    ledger = StepStatistics(max_rows=3)
+    for number in range(10):
+        ledger.add_call(("w", f"step {number}"), Usage(1, 1), None, 0.1)
+        ledger.add_run(("w", f"step {number}"), 0.1, failed=False)
+    rows = ledger.rows()
+    assert len(rows) == 4 and (rows[-1].workflow, rows[-1].step) == OTHER
+    assert sum(row.calls for row in rows) == sum(row.runs for row in rows) == 10
+
+
+def test_threads_do_not_lose_counts() -> None:
+    ledger = StepStatistics()
+
+    def work() -> None:
+        for _ in range(500):
+            ledger.add_call(("w", "s"), Usage(2, 3), Speculation(steps=1), 0.001)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (row,) = ledger.rows()
+    assert (row.calls, row.prompt_tokens, row.verified_tokens, row.verify_steps) == (2000, 4000, 6000, 2000)
+
+
+def test_a_report_is_a_snapshot_and_a_table() -> None:
+    ledger = StepStatistics()
+    ledger.add_call((None, "plan"), Usage(2, 6), Speculation(drafted=8, accepted=4, steps=2), 2.0)
+    report = Report(tuple(ledger.rows()), ledger)
+    ledger.add_call((None, "later"), None, None, 1.0)
+    assert [row.step for row in report] == ["plan"]
+    console = Console(width=200, record=True, quiet=True)
+    text = str(report)
+    console.print(report)
+    assert "plan" in text and "3.00" in text and "later" not in text
+    report.reset()
+    assert ledger.rows() == [] and len(report.rows) == 1

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import closing
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.background import _Portal, call_sync, iterate_async, iterate_sync
+from agentspec.errors import EngineError
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import GenerateRequest
+
+pytestmark = pytest.mark.anyio
+
+
+def ask(model: str) -> GenerateRequest:
+    return GenerateRequest(model=model, text="hello")
+
+
+def upstream(**settings: Any) -> OpenAISettings:
+    return OpenAISettings(base_url=cast(Any, "http://127.0.0.1:9/v1"), **settings)
+
+
+async def counted(stop: int, closed: list[str], latency: float = 0.0) -> AsyncIterator[int]:
+    try:
+        with anyio.CancelScope():  # a scope across yields: only a single task may run this
+            for number in range(stop):
+                await anyio.sleep(latency)
+                yield number
+    finally:
+        closed.append(threading.current_thread().name)
+
+
+def test_iterate_sync_runs_on_the_background_loop() -> None:
+    closed: list[str] = []
+    assert list(iterate_sync(lambda: counted(3, closed))) == [0, 1, 2]
+    assert closed == ["agentspec"]
+
+
+def test_iterate_sync_raises_what_the_iterator_raises() -> None:
+    fake = FakeBackend(Answer(text="a b", error=EngineError("broken"), error_after=1))
+    seen = []
+    with pytest.raises(EngineError, match="broken"):
+        for delta in iterate_sync(lambda: fake.generate(ask("m"))):
+            seen.append(delta.text)
+    assert seen == ["a"]
+
+
+def test_closing_iterate_sync_cancels_at_once() -> None:
+    closed: list[str] = []
+    began = time.monotonic()
+    with closing(cast(Any, iterate_sync(lambda: counted(100_000, closed, 0.01)))) as numbers:
+        assert next(numbers) == 0
+    assert closed == ["agentspec"] and time.monotonic() - began < 5
+
+
+def test_iterate_async_serves_loops_that_come_and_go() -> None:
+    closed: list[str] = []
+
+    async def consume() -> list[int]:
+        return [number async for number in iterate_async(lambda: counted(2, closed))]
+
+    assert asyncio.run(consume()) == asyncio.run(consume()) == [0, 1]
+    assert closed == ["agentspec", "agentspec"]
+
+
+async def test_cancelled_iterate_async_cancels_the_work() -> None:
+    closed: list[str] = []
+    with anyio.move_on_after(0.1) as scope:
+        async for _ in iterate_async(lambda: counted(100_000, closed, 0.01)):
+            pass
+    assert scope.cancelled_caught and closed == ["agentspec"]
+
+
+def test_call_sync() -> None:
+    async def add(left: int, right: int) -> int:
+        return left + right
+
+    assert call_sync(add, 1, 2) == 3
+
+
+def test_the_shared_runtime_takes_any_local_model_where_nothing_is_configured() -> None:
+    portal = _Portal()
+    default = portal.runtime(None)
+    other = portal.runtime("./my-model")
+    assert portal.runtime("smollm2-135m") is default and portal.runtime("./my-model") is other is not default
+    assert other.models() == ["./my-model"] and other.cache is default.cache
+    portal.close()
+    portal.close()
+
+
+def test_a_configured_runtime_knows_its_own_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__LOCAL__DEVICE", "cpu")
+    portal = _Portal()
+    assert portal.runtime("./my-model") is portal.runtime(None)
+    portal.close()
+
+
+def test_equal_endpoints_share_connections() -> None:
+    portal = _Portal()
+    assert portal.remote(upstream()) is portal.remote(upstream())
+    assert portal.remote(upstream()) is not portal.remote(upstream(read_timeout=1.0))
+    portal.close()
+
+
+def test_the_program_ends_while_an_answer_is_half_read() -> None:
+    program = """
+from agentspec.background import iterate_sync
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import GenerateRequest
+fake = FakeBackend(Answer(text="one two three", latency=0.05))
+answer = iterate_sync(lambda: fake.generate(GenerateRequest(model="m", text="x")))
+print(next(answer).text)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")
