@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentspec.backends.vllm.drafting import ServerDrafter, Turn
+from agentspec.backends.vllm.drafting import ServerDrafter, DraftTurn
 from agentspec.benchmarks.synthetic_text import synthetic_tokens
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
@@ -37,7 +37,7 @@ def drafting_cost(requests: int = 8, cached: int = CACHED) -> DraftingCost:
         for start in range(0, cached, OUTPUT):
             with cache.request(text[max(0, start - 64) : start], session="past") as request:
                 request.extend(text[start : start + OUTPUT])
-        drafter = ServerDrafter(lambda conversation, prompt: cache.request(prompt), int(text.max()) + 1)
+        drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), int(text.max()) + 1)
         seconds, drafted = _steps(drafter, np.split(text[cached:], requests))
         drafter.close()
     median, p99 = np.percentile(1e3 * np.array(seconds[STEPS // 4 :]), [50, 99])
@@ -45,14 +45,14 @@ def drafting_cost(requests: int = 8, cached: int = CACHED) -> DraftingCost:
 
 
 def _steps(drafter: ServerDrafter, texts: list[np.ndarray]) -> tuple[list[float], int]:
-    conversations = [drafter.begin(text[:PROMPT]) for text in texts]
+    states = [drafter.begin(text[:PROMPT]) for text in texts]
     drafter.flush()
     at = [PROMPT] * len(texts)
     fresh = [text[PROMPT : PROMPT + 1] for text in texts]
     seconds, drafted = [], 0
     for _ in range(STEPS):
         ends = [text[: end + len(new)][-DEPTH:] for text, end, new in zip(texts, at, fresh, strict=True)]
-        turns = [Turn(*turn, MOST) for turn in zip(conversations, fresh, ends, strict=True)]
+        turns = [DraftTurn(*turn, MOST) for turn in zip(states, fresh, ends, strict=True)]
         started = time.perf_counter()
         chains = drafter.propose(turns)
         seconds.append(time.perf_counter() - started)

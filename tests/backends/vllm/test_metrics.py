@@ -22,7 +22,6 @@ def speculative(method: str, model: str | None = None) -> SimpleNamespace:
         (None, True, "none"),
         (speculative("suffix"), True, "agentspec"),
         (speculative("suffix"), False, "arctic"),
-        (speculative("custom_class", "agentspec.backends.vllm.SuffixProposer"), False, "agentspec"),
         (speculative("custom_class", "theirs.Proposer"), True, "custom_class"),
         (speculative("ngram"), True, "ngram"),
         (speculative("eagle3", "some/model"), True, "eagle3"),
