@@ -92,7 +92,7 @@ class ServerDrafter:
         self.stats = RoundStats()
 
     def begin(self, prompt: Tokens, request: RequestInfo = ANY) -> RequestState:
-        """A request came. `open_cache` decides where it is remembered."""
+        """A request came. `open_cache` decides where it is kept."""
         state = RequestState(len(prompt), RequestStats(), request)
         self._recorder.begin(state, prompt)
         return state

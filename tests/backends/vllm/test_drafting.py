@@ -39,9 +39,9 @@ class Client:
     def __init__(self, drafter: ServerDrafter, prompt: Tokens) -> None:
         self.state, self.tokens = drafter.begin(prompt), prompt
 
-    def turn(self, fresh: Tokens, most: int) -> DraftTurn:
+    def turn(self, fresh: Tokens, limit: int) -> DraftTurn:
         self.tokens = np.concatenate((self.tokens, fresh))
-        return DraftTurn(self.state, fresh, self.tokens[-DEPTH:], most)
+        return DraftTurn(self.state, fresh, self.tokens[-DEPTH:], limit)
 
 
 @pytest.fixture
@@ -57,12 +57,12 @@ def drafter(cache: SuffixCache) -> Iterator[ServerDrafter]:
     drafter.close()
 
 
-def answer(drafter: ServerDrafter, prompt: Tokens, output: Tokens, most: int = 8) -> list[list[int]]:
+def answer(drafter: ServerDrafter, prompt: Tokens, output: Tokens, limit: int = 8) -> list[list[int]]:
     """One request alone, whose target writes `output`; the chain of each round."""
     client = Client(drafter, prompt)
     chains, at, fresh = [], 1, output[:1]
     while at < len(output):
-        (chain,) = drafter.propose([client.turn(fresh, min(most, len(output) - at))])
+        (chain,) = drafter.propose([client.turn(fresh, min(limit, len(output) - at))])
         drafter.flush()
         chains.append(chain)
         right = next((i for i, token in enumerate(chain) if token != output[at + i]), len(chain))
@@ -100,9 +100,9 @@ def test_no_more_than_asked_and_nothing_the_model_does_not_know(drafter: ServerD
     assert drafter.propose([client.turn(tokens(1, 2, 3), 8)]) == [[]]
     other = Client(drafter, np.tile(TEXT, 3))
     drafter.flush()
-    for most in (3, 1, 0):
-        (chain,) = drafter.propose([other.turn(TEXT[:3], most)])
-        assert len(chain) <= most
+    for limit in (3, 1, 0):
+        (chain,) = drafter.propose([other.turn(TEXT[:3], limit)])
+        assert len(chain) <= limit
 
 
 def test_sessions_are_recognised_by_their_prompts(drafter: ServerDrafter, cache: SuffixCache) -> None:
