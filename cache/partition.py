@@ -11,8 +11,6 @@ from functools import cache
 import numpy as np
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.eviction import Eviction
-from agentspec.cache.eviction import order as eviction_order
 from agentspec.cache.index import Drafter, Frozen, SuffixIndex
 from agentspec.cache.sequence_meta import Origin
 from agentspec.cache.sessions import Sessions
@@ -27,9 +25,8 @@ _ORIGIN_BYTES = 256  # bytes of an Origin with its place in the table
 class Space:
     """Namespaces share nothing, neither tokens nor what was learned. The caller holds the cache's lock."""
 
-    def __init__(self, namespace: Namespace, eviction: Eviction = "lru") -> None:
+    def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
-        self._eviction: Eviction = eviction
         self.shared = SuffixIndex()
         self.drafter = Drafter()
         self.sessions = Sessions()
@@ -82,7 +79,8 @@ class Space:
     def evict(self, excess: int) -> int:
         """Give back about `excess` bytes; returns how many sequences and sessions went, 0 when none could.
 
-        The larger of shared past and sessions gives: the least recently used session, the past as `eviction` says.
+        The larger of shared past and sessions gives: what was used least recently,
+        where being added and every token that was right because of it is a use of a sequence.
         """
         past = self._past_bytes()
         if self.sessions.memory_bytes >= past and self.sessions.evict():
@@ -93,7 +91,7 @@ class Space:
 
     def _evict_past(self, share: float) -> int:
         usage = self.shared.usage()
-        order = eviction_order(usage, self._eviction)
+        order = np.argsort(usage.last_used, kind="stable")
         quota = max(share, 1 / 16) * self.shared.token_count
         # Removing is one pass over the index whatever it removes, so at least a sixteenth goes at once.
         gone = order[: int(np.searchsorted(np.cumsum(usage.lengths[order]), quota)) + 1]

@@ -17,7 +17,6 @@ from agentspec.cache.batch import draft_batch
 from agentspec.cache.content_filter import Refusal
 from agentspec.cache.deleter import Forgetter
 from agentspec.cache.deletion import Decode, seconds_of, select
-from agentspec.cache.eviction import Eviction
 from agentspec.cache.maintenance import Keeper
 from agentspec.cache.memory_budget import MemoryBudget
 from agentspec.cache.partition import Space
@@ -63,7 +62,6 @@ class SuffixCache:
         tenant_memory_bytes: int | None,
         retention: float | None,
         refusal: Refusal | None,
-        eviction: Eviction,
         store_error: str | None,
     ) -> None:
         self._store = store
@@ -75,7 +73,6 @@ class SuffixCache:
         self._counts: Counter[str] = Counter()
         self._learned: dict[str, bytes] = {}
         self._budget = MemoryBudget(self._spaces, self._learned, memory_bytes, tenant_memory_bytes)
-        self._eviction: Eviction = eviction
         self._store_error = store_error  # why there is no store, where there should be one
         self._forgetter = Forgetter(store, self._spaces, self._learned, self._lock, retention)
         # Sequence numbers are unique among the processes that share a store.
@@ -98,7 +95,6 @@ class SuffixCache:
         disk_bytes: int | None = None,
         tenant_memory_bytes: int | None = None,
         tenant_disk_bytes: int | None = None,
-        eviction: Eviction = "lru",
         mode: Mode = "auto",
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
@@ -106,8 +102,8 @@ class SuffixCache:
         """A cache in memory, or with `path`, a folder or `postgresql://user@host/database`, one that outlives it.
 
         `namespace` is where requests go that name none. `memory_bytes` bounds the index, `disk_bytes` the database with
-        its segments, the tenant's bounds what one tenant takes of them. `eviction` says what goes first, see
-        `cache/eviction.py`. One process per database is its writer, which keeps it within bounds; any number follow.
+        its segments, the tenant's bounds what one tenant takes of them; the least recently used goes
+        first. One process per database is its writer, which keeps it within bounds; any number follow.
         Mode "writer" raises `CacheLockedError` where another process is the writer, "auto" follows then. Where the
         database cannot be had for now (no permission, no room, no server), "auto" warns and goes on in memory, and the
         other modes raise `CacheUnavailableError`.
@@ -119,8 +115,6 @@ class SuffixCache:
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
-        if eviction not in ("lru", "benefit"):
-            raise ConfigurationError(f"eviction must be 'lru' or 'benefit', not {eviction!r}")
         disk = {"disk_bytes": disk_bytes, "tenant_disk_bytes": tenant_disk_bytes}
         for name, limit in {"memory_bytes": memory_bytes, "tenant_memory_bytes": tenant_memory_bytes, **disk}.items():
             if limit is not None and not (isinstance(limit, int) and limit > 0):
@@ -131,7 +125,7 @@ class SuffixCache:
             raise ConfigurationError(error.message, param="retention") from None
         refusal = Refusal(refuse_patterns) if refuse_patterns else None
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
-        cache = cls(store, Namespace.of(namespace), memory_bytes, tenant_memory_bytes, kept, refusal, eviction, missing)
+        cache = cls(store, Namespace.of(namespace), memory_bytes, tenant_memory_bytes, kept, refusal, missing)
         try:
             cache._start()
         except BaseException:
@@ -366,7 +360,7 @@ class SuffixCache:
 
     def _space(self, namespace: Namespace) -> Space:
         if namespace not in self._spaces:
-            space = self._spaces[namespace] = Space(namespace, self._eviction)
+            space = self._spaces[namespace] = Space(namespace)
             if state := self._learned.get(namespace.key):
                 space.restore(state)
         return self._spaces[namespace]

@@ -53,11 +53,10 @@ def test_a_flood_leaves_another_tenants_hit_rate_as_it_was(share: int | None) ->
 @settings(max_examples=15, deadline=None)
 @given(
     turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 6000)), max_size=60),
-    eviction=st.sampled_from(["benefit", "lru"]),
 )
-def test_every_share_is_kept_whatever_comes(turns: list[tuple[int, int, int]], eviction: str) -> None:
+def test_every_share_is_kept_whatever_comes(turns: list[tuple[int, int, int]]) -> None:
     limit, share = 3 * MIB, MIB
-    with SuffixCache.open(memory_bytes=limit, tenant_memory_bytes=share, eviction=eviction) as cache:  # type: ignore[arg-type]
+    with SuffixCache.open(memory_bytes=limit, tenant_memory_bytes=share) as cache:
         for seed, (tenant, model, length) in enumerate(turns):
             record(cache, text(seed, length), Namespace(f"t{tenant}", f"m{model}"), session=f"s{seed % 5}")
             taken = cache.tenant_bytes()
