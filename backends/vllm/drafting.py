@@ -11,7 +11,7 @@ from agentspec.backends.vllm.recorder import Open, Recorder, Said, wait_ready
 from agentspec.backends.vllm.request_state import NOTHING, Ahead, Conversation, Request
 from agentspec.backends.vllm.stats import RoundStats
 from agentspec.backends.vllm.step_cost import StepCost
-from agentspec.cache.index import Job, propose_batch
+from agentspec.cache.index import DraftJob, propose_batch
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats, allocate_budget
 from agentspec.telemetry.safe_errors import safe_message
@@ -141,7 +141,7 @@ class ServerDrafter:
             conversation.ahead = self._legal(Ahead(draft.tokens.tolist(), draft.probabilities.tolist()))
 
     @staticmethod
-    def _job(turn: Turn, floor: float) -> Job | None:
+    def _job(turn: Turn, floor: float) -> DraftJob | None:
         """What to search for, where a request may be drafted for and does not know it yet."""
         conversation, memory = turn.conversation, turn.conversation.memory
         if memory is None or conversation.over or turn.most <= 0 or not conversation.pace.ask():
