@@ -32,10 +32,10 @@ except ImportError as error:
 DEPTH = 64
 """Contexts count up to this many tokens."""
 
-Counts = tuple[int, int, int, int]
+PartCounts = tuple[int, int, int, int]
 """A number for each part of a frozen index."""
 
-ITEM_BYTES: Counts = (32, 12, 4, 4)
+ITEM_BYTES: PartCounts = (32, 12, 4, 4)
 """Of one item of each part. That of a sequence begins with its number."""
 
 _SCAN_LIMIT = 64
@@ -78,12 +78,12 @@ class Frozen:
         return sequence_numbers(self.sequences)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> PartCounts:
         one, two, three, four = (part.nbytes // size for part, size in zip(self.parts, ITEM_BYTES, strict=True))
         return one, two, three, four
 
     @property
-    def checksums(self) -> Counts:
+    def checksums(self) -> PartCounts:
         """One for each array."""
         one, two, three, four = (checksum(part.view(np.uint8)) for part in self.parts)
         return one, two, three, four
@@ -114,7 +114,7 @@ class SuffixIndex:
         self.native = _native.SuffixIndex(tail, ratio)
 
     @classmethod
-    def load(cls, file: int, offset: int, counts: Counts, checksums: Counts) -> SuffixIndex:
+    def load(cls, file: int, offset: int, counts: PartCounts, checksums: PartCounts) -> SuffixIndex:
         """A frozen index, used where it lies: from byte `offset` to the end of the open file of that descriptor.
 
         The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` where it is not

@@ -12,7 +12,7 @@ import numpy as np
 
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.index import Frozen, IndexDrafter, SuffixIndex
-from agentspec.cache.record import Record, SequenceMeta
+from agentspec.cache.record import SequenceMeta, SequenceRecord
 from agentspec.cache.sessions import Sessions
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.errors import CacheFormatError
@@ -48,7 +48,7 @@ class Partition:
     def _past_bytes(self) -> int:
         return self.shared.memory_bytes() + _META_BYTES * len(self._meta)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: SequenceRecord) -> None:
         """Add a finished output to the shared past."""
         with self._meta_lock:
             self.shared.append(record.sequence, record.tokens, record.context)

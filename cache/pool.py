@@ -14,7 +14,7 @@ from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deletion import Decode, Scope
 from agentspec.cache.index import SuffixIndex
 from agentspec.cache.partition import Partition
-from agentspec.cache.record import Record
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.sessions import Session
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheClosedError
@@ -67,7 +67,7 @@ class CachePool:
         *,
         content_filter: ContentFilter | None = None,
         first_sequence: int = 0,
-        persist: Callable[[Record], None] | None = None,
+        persist: Callable[[SequenceRecord], None] | None = None,
     ) -> None:
         self.limit = memory_bytes
         self._tenant_limit = memory_bytes if tenant_memory_bytes is None else min(memory_bytes, tenant_memory_bytes)
@@ -140,7 +140,7 @@ class CachePool:
         with self._sharing:
             if session.forgotten:
                 return
-            record = Record(next(self._numbers), partition.namespace, labels, tokens, context, time.time())
+            record = SequenceRecord(next(self._numbers), partition.namespace, labels, tokens, context, time.time())
             partition.drafter.observe_end(int(tokens[-1]))
             partition.add(record)
             if self._persist:
@@ -168,7 +168,7 @@ class CachePool:
         with self._lock:
             return [one for one in self._partitions.values() if scope is None or scope.concerns(one.namespace)]
 
-    def ingest(self, records: Iterable[Record]) -> None:
+    def ingest(self, records: Iterable[SequenceRecord]) -> None:
         """Add what the store holds and this process does not."""
         for record in records:
             partition = self.partition(record.namespace)

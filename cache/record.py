@@ -18,7 +18,7 @@ class SequenceMeta(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SequenceRecord:
     """One finished output. `sequence` is its number, unique among the processes of a store.
 
     `context` is the end of what stood before `tokens`, at most `index.DEPTH` tokens.

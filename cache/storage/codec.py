@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
-from agentspec.cache.record import Record
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.schema import damaged
 from agentspec.types import Labels, Namespace
 
 
-def encode(record: Record) -> dict[str, object]:
+def encode(record: SequenceRecord) -> dict[str, object]:
     """The values of a row of `schema.sequences`, all but its id."""
     packed = zlib.compress(np.concatenate((record.context, record.tokens)).astype("<i4").tobytes(), level=1)
     return {
@@ -34,7 +34,7 @@ def encode(record: Record) -> dict[str, object]:
     }
 
 
-def decode(row: sa.Row[Any], database: str) -> Record:
+def decode(row: sa.Row[Any], database: str) -> SequenceRecord:
     """The sequence that a row holds. Raises `CacheFormatError`, naming the database, for one that is damaged."""
     try:
         packed = np.frombuffer(zlib.decompress(row.tokens), dtype="<i4").astype(np.int32)
@@ -43,7 +43,7 @@ def decode(row: sa.Row[Any], database: str) -> Record:
     if len(packed) < row.token_count or packed.min(initial=0) < 0:
         raise damaged(database, f"sequence {row.id}")
     split = len(packed) - row.token_count
-    return Record(
+    return SequenceRecord(
         row.number,
         Namespace(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash),
         Labels(row.session, row.workflow, row.step),

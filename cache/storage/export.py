@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentspec.cache.index import DEPTH
-from agentspec.cache.record import Record
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import as_tokens
 from agentspec.errors import ConfigurationError, InvalidRequestError
@@ -29,11 +29,11 @@ VERSION = 1
 HEADER = {"agentspec_export": VERSION}
 _WAITING = 1 << 20  # tokens handed to the store that it has not written yet
 
-Describe = Callable[[Record], str | None]
+Describe = Callable[[SequenceRecord], str | None]
 """The text of a sequence, or None where it is not to be written."""
 
 
-def write(path: Path, rows: Iterable[Record], describe: Describe = lambda row: None) -> int:
+def write(path: Path, rows: Iterable[SequenceRecord], describe: Describe = lambda row: None) -> int:
     """Write sequences to `path`, for its owner's eyes only, whole or not at all; returns how many.
 
     Raises `ConfigurationError` where the file cannot be written, and what `rows` raises.
@@ -47,14 +47,14 @@ def write(path: Path, rows: Iterable[Record], describe: Describe = lambda row: N
     return written
 
 
-def parse(line: bytes, place: str) -> Record | None:
+def parse(line: bytes, place: str) -> SequenceRecord | None:
     """The sequence on a line, numbered 0; None for the first line of a file. Raises `ConfigurationError`."""
     try:
         record = json.loads(line)
         if "agentspec_export" in record:
             _check_version(record["agentspec_export"], place)
             return None
-        row = Record(
+        row = SequenceRecord(
             0,
             Namespace(**record["namespace"]),
             Labels(record["session"], record["workflow"], record["step"]),
@@ -70,7 +70,7 @@ def parse(line: bytes, place: str) -> Record | None:
     return row
 
 
-def add(store: SequenceStore, rows: Iterable[Record]) -> tuple[int, int]:
+def add(store: SequenceStore, rows: Iterable[SequenceRecord]) -> tuple[int, int]:
     """Store the sequences that are not there yet, and wait until they are durable; returns (added, known).
 
     What is there already, with the same namespace, labels, tokens and end of the prompt, counts once for each time: a
@@ -94,7 +94,7 @@ def add(store: SequenceStore, rows: Iterable[Record]) -> tuple[int, int]:
     return added, known
 
 
-def identity(row: Record) -> bytes:
+def identity(row: SequenceRecord) -> bytes:
     """What makes two sequences the same, whenever they were stored."""
     names = json.dumps([row.namespace.key, row.labels.session, row.labels.workflow, row.labels.step])
     digest = hashlib.sha256(names.encode())
@@ -103,7 +103,7 @@ def identity(row: Record) -> bytes:
     return digest.digest()
 
 
-def _record(row: Record, text: str | None) -> dict[str, Any]:
+def _record(row: SequenceRecord, text: str | None) -> dict[str, Any]:
     record = {
         "namespace": asdict(row.namespace),
         **asdict(row.labels),

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from agentspec.cache.deletion import Scope
-from agentspec.cache.index import ITEM_BYTES, Counts, Frozen, SuffixIndex, checksum, sequence_numbers
+from agentspec.cache.index import ITEM_BYTES, Frozen, PartCounts, SuffixIndex, checksum, sequence_numbers
 from agentspec.cache.record import SequenceMeta
 from agentspec.errors import CacheDamagedError, CacheNamespaceError, CacheVersionError
 from agentspec.types import Namespace
@@ -49,8 +49,8 @@ class Segment:
     namespace: Namespace
     coverage: Coverage
     origins: Sequence[SequenceMeta]
-    counts: Counts
-    checksums: Counts
+    counts: PartCounts
+    checksums: PartCounts
     offset: int = 0  # of the index in the file
 
     @property
@@ -161,6 +161,6 @@ def _names(body: bytes, at: int, lengths: Sequence[int]) -> Iterator[str | None]
         at += length
 
 
-def _four(numbers: Sequence[int]) -> Counts:
+def _four(numbers: Sequence[int]) -> PartCounts:
     one, two, three, four = numbers
     return one, two, three, four

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.record import Record
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.connection import acquire_writer, connect, refuse
@@ -34,7 +34,7 @@ from agentspec.types import Namespace
 _REWRITTEN = 512 << 20  # bytes; rewriting a larger database would keep other processes from writing for too long
 _ATTEMPTS = 5  # to write the database anew beside others, each of which waits for them for seconds
 _ROOM = 64 << 20  # bytes of outputs that wait for a database that cannot be written
-_JOB = 1024  # bytes of the objects around an output
+_JOB_BYTES = 1024  # bytes of the objects around an output
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +44,9 @@ class _UsageUpdate:
     learned: dict[str, bytes]
 
 
+_Job = SequenceRecord | _UsageUpdate
+
+
 class SequenceStore:
     """The sequences of one database. Thread-safe. Open it with `SequenceStore.open`."""
 
@@ -51,7 +54,7 @@ class SequenceStore:
         self.segments = segments
         self._database = database
         self._budget = budget
-        self._writer: BatchWriter[Record | _UsageUpdate] = BatchWriter(
+        self._writer: BatchWriter[_Job] = BatchWriter(
             self._commit,
             name="agentspec-cache-writer",
             is_transient=database.is_transient,
@@ -118,7 +121,7 @@ class SequenceStore:
         """Bytes that database and segments may take."""
         return self._budget.limit
 
-    def put(self, record: Record) -> None:
+    def put(self, record: SequenceRecord) -> None:
         """Store a sequence soon; `flush` waits for it."""
         self._writer.put(record)
 
@@ -140,12 +143,12 @@ class SequenceStore:
         """Keep the database within its budgets, whoever wrote to it. Called every now and then."""
         self._budget.enforce()
 
-    def newest(self, limit: int, beyond: Mapping[str, int] | None = None) -> list[Record]:
+    def newest(self, limit: int, beyond: Mapping[str, int] | None = None) -> list[SequenceRecord]:
         """The newest sequences of at most `limit` tokens together, oldest first. Raises `CacheFormatError` for damage.
 
         Of the namespaces (by key) in `beyond` only rows after the one given.
         """
-        found: list[Record] = []
+        found: list[SequenceRecord] = []
         with self._reading() as connection:
             self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
             with contextlib.closing(self._newest(connection, beyond or {})) as rows:
@@ -166,7 +169,7 @@ class SequenceStore:
             with connection.execute(query.execution_options(yield_per=256)) as rows:
                 yield from rows
 
-    def poll(self, origin: int) -> list[Record]:
+    def poll(self, origin: int) -> list[SequenceRecord]:
         """Sequences that processes other than `origin` added since the last call. Raises `CacheError`."""
         with self._poll_lock, self._reading() as connection:
             newest = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
@@ -181,7 +184,7 @@ class SequenceStore:
             self.last_id = newest
         return list(self._readable(rows))
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[SequenceRecord]:
         """Every sequence, oldest first, read as they are asked for. Raises `CacheFormatError` for damage."""
         query = sa.select(sequences).order_by(sequences.c.id).execution_options(yield_per=256)
         with self._reading() as connection, connection.execute(query) as rows:
@@ -203,7 +206,7 @@ class SequenceStore:
         except CacheError as error:
             yield str(error)
 
-    def _readable(self, rows: Iterable[sa.Row[Any]]) -> Iterator[Record]:
+    def _readable(self, rows: Iterable[sa.Row[Any]]) -> Iterator[SequenceRecord]:
         for row in rows:
             try:
                 yield self._decode(row)
@@ -262,7 +265,7 @@ class SequenceStore:
         with contextlib.suppress(CacheError):
             self._writer.flush()
 
-        def leave(jobs: Iterable[Record | _UsageUpdate]) -> list[Record | _UsageUpdate]:
+        def leave(jobs: Iterable[_Job]) -> list[_Job]:
             self.last_deletion = number
             return _allowed(jobs, [scope])
 
@@ -328,17 +331,17 @@ class SequenceStore:
         self._writer.close()
         self._database.close()
 
-    def _decode(self, row: sa.Row[Any]) -> Record:
+    def _decode(self, row: sa.Row[Any]) -> SequenceRecord:
         return codec.decode(row, self._database.name)
 
     # In the writer's thread.
 
-    def _commit(self, jobs: list[Record | _UsageUpdate]) -> None:
+    def _commit(self, jobs: list[_Job]) -> None:
         with self._database.writing() as connection:
             # A deletion of another process that this one has not applied yet: what it covers came before it.
             scopes = [scope for _, scope in deletion_log.since(connection, self.last_deletion)]
             allowed = _allowed(jobs, scopes)
-            added = [codec.encode(job) for job in allowed if isinstance(job, Record)]
+            added = [codec.encode(job) for job in allowed if isinstance(job, SequenceRecord)]
             if added:
                 # A commit whose answer was lost is tried again: its rows may be there.
                 insert = self._database.insert(sequences).on_conflict_do_nothing(index_elements=["number"])
@@ -360,11 +363,11 @@ class SequenceStore:
             connection.execute(saved.on_conflict_do_update(index_elements=["namespace"], set_={"state": state}))
 
 
-def _allowed(jobs: Iterable[Record | _UsageUpdate], scopes: Sequence[Scope]) -> list[Record | _UsageUpdate]:
+def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:
     """What may be written after the deletions of these scopes: no sequence that they cover, nothing learned before."""
     if not scopes:
         return list(jobs)
-    kept = (job for job in jobs if not (isinstance(job, Record) and _covered(job, scopes)))
+    kept = (job for job in jobs if not (isinstance(job, SequenceRecord) and _covered(job, scopes)))
     return [_UsageUpdate(job.hits, {}) if isinstance(job, _UsageUpdate) else job for job in kept]
 
 
@@ -373,10 +376,10 @@ def _rows(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool
     return [mine] if until is None else [mine, sequences.c.id <= until]
 
 
-def _covered(record: Record, scopes: Sequence[Scope]) -> bool:
+def _covered(record: SequenceRecord, scopes: Sequence[Scope]) -> bool:
     meta = record.meta
     return any(scope.concerns(record.namespace) and scope.covers(meta.session, meta.created_at) for scope in scopes)
 
 
-def _size(job: Record | _UsageUpdate) -> int:
-    return _JOB + (4 * (len(job.tokens) + len(job.context)) if isinstance(job, Record) else 0)
+def _size(job: _Job) -> int:
+    return _JOB_BYTES + (4 * (len(job.tokens) + len(job.context)) if isinstance(job, SequenceRecord) else 0)

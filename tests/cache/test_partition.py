@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from agentspec.cache.partition import Partition
-from agentspec.cache.record import Record
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.tokens import EMPTY
 from agentspec.types import Labels, Namespace, Source
 
@@ -12,7 +12,7 @@ def partition_with(count: int) -> Partition:
     partition = Partition(Namespace("t"))
     for sequence in range(count):
         tokens = 1000 * sequence + np.arange(500, dtype=np.int32)
-        partition.add(Record(sequence, Namespace("t"), Labels(), tokens, EMPTY, 0.0))
+        partition.add(SequenceRecord(sequence, Namespace("t"), Labels(), tokens, EMPTY, 0.0))
     return partition
 
 

@@ -28,7 +28,7 @@ from agentspec.types import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from agentspec.backends.torch.text.model_text import ModelText
-    from agentspec.cache.record import Record
+    from agentspec.cache.record import SequenceRecord
     from agentspec.settings.load import Settings
 
 
@@ -56,7 +56,7 @@ def import_files(
     text = _text(settings, model) if model is not None else None
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
-        rows: list[Record] = []
+        rows: list[SequenceRecord] = []
         for file in files:
             found = list(_rows(file, format_, text, tenant, on_bad, advance))
             if not found:
@@ -91,7 +91,7 @@ def export(
     folder = folder_of(settings, path)
     text = _text(settings, model) if model is not None else None
 
-    def describe(row: Record) -> str | None:
+    def describe(row: SequenceRecord) -> str | None:
         mine = text is not None and row.namespace.tokenizer_hash == text.tokenizer_hash
         return text.codec.decode(row.tokens.tolist()) if text is not None and mine else None
 
@@ -106,7 +106,7 @@ def export(
 
 def _rows(
     file: Path, format_: Format | None, text: ModelText | None, tenant: str | None, on_bad: OnBad, advance: Advance
-) -> Iterator[Record]:
+) -> Iterator[SequenceRecord]:
     """The sequences of a file."""
     format_ = format_ or detect(file)
     if format_ is Format.export:
@@ -123,7 +123,7 @@ def _rows(
             on_bad(BadLineError(recorded.place, error.message))
 
 
-def _admitted(rows: list[Record], settings: Settings, text: ModelText | None) -> list[Record]:
+def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText | None) -> list[SequenceRecord]:
     """Those that no configured pattern refuses."""
     from agentspec.cache.content_filter import ContentFilter
 
@@ -133,7 +133,7 @@ def _admitted(rows: list[Record], settings: Settings, text: ModelText | None) ->
     return [row for row in rows if not refusal.refuses(row.context, row.tokens, decode)]
 
 
-def _store(folder: Path | str, rows: list[Record]) -> tuple[int, int]:
+def _store(folder: Path | str, rows: list[SequenceRecord]) -> tuple[int, int]:
     from agentspec.cache.storage.export import add
     from agentspec.cache.storage.sequence_store import SequenceStore
 
@@ -144,7 +144,7 @@ def _store(folder: Path | str, rows: list[Record]) -> tuple[int, int]:
         store.close()
 
 
-def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[Record]:
+def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[SequenceRecord]:
     from agentspec.cache.storage.export import parse
 
     for place, line in lines(file):
@@ -157,16 +157,16 @@ def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[Record]
             yield row if tenant is None else replace(row, namespace=replace(row.namespace, tenant=tenant))
 
 
-def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> Record:
+def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> SequenceRecord:
     """What the engine would have stored for this call. Raises `InvalidRequestError` for a call without tokens."""
     from agentspec.cache.index import DEPTH
-    from agentspec.cache.record import Record
+    from agentspec.cache.record import SequenceRecord
     from agentspec.cache.tokens import as_tokens
 
     prompt, answer = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)
     created_at = time.time() if recorded.created_at is None else recorded.created_at
     tokens, context = as_tokens(answer), as_tokens(prompt[-DEPTH:])
-    return Record(0, text.namespace(tenant), recorded.labels, tokens, context, created_at)
+    return SequenceRecord(0, text.namespace(tenant), recorded.labels, tokens, context, created_at)
 
 
 def _text(settings: Settings, model: str) -> ModelText:

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import sqlalchemy as sa
 
-from agentspec.cache.record import Record
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Labels, Namespace
 
 
-def row(number: int, tokens: object, context: object = ()) -> Record:
+def row(number: int, tokens: object, context: object = ()) -> SequenceRecord:
     labels = Labels("s", "w", None)
     arrays = [np.asarray(part, dtype=np.int32) for part in (tokens, context)]
-    return Record(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
+    return SequenceRecord(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
 
 
 def text(seed: int, length: int) -> Tokens:

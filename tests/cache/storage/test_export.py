@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.record import Record
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.export import add, identity, parse, write
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import ConfigurationError
@@ -22,7 +22,7 @@ from agentspec.types import Labels, Namespace
 NAMES = st.none() | st.text(max_size=5)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=64).map(lambda ids: np.array(ids, dtype=np.int32))
 ROWS = st.builds(
-    Record,
+    SequenceRecord,
     sequence=st.just(0),
     namespace=st.builds(Namespace, *[st.text(max_size=5)] * 4),
     labels=st.builds(Labels, NAMES, NAMES, NAMES),
@@ -32,11 +32,13 @@ ROWS = st.builds(
 )
 
 
-def row(*tokens: int, session: str | None = "s", tenant: str = "t") -> Record:
-    return Record(0, Namespace(tenant), Labels(session), np.array(tokens, np.int32), np.array([1], np.int32), 5.0)
+def row(*tokens: int, session: str | None = "s", tenant: str = "t") -> SequenceRecord:
+    return SequenceRecord(
+        0, Namespace(tenant), Labels(session), np.array(tokens, np.int32), np.array([1], np.int32), 5.0
+    )
 
 
-def read(path: Path) -> list[Record]:
+def read(path: Path) -> list[SequenceRecord]:
     rows = [parse(line, f"{path}:{number}") for number, line in enumerate(path.read_bytes().splitlines(), 1)]
     return [row for row in rows if row is not None]
 
@@ -48,13 +50,13 @@ def store(tmp_path: Path) -> Iterator[SequenceStore]:
     store.close()
 
 
-def told(rows: list[Record]) -> list[tuple[bytes, float]]:
+def told(rows: list[SequenceRecord]) -> list[tuple[bytes, float]]:
     return sorted((identity(row), row.created_at) for row in rows)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(st.lists(ROWS, max_size=5))
-def test_what_is_written_is_read(tmp_path: Path, rows: list[Record]) -> None:
+def test_what_is_written_is_read(tmp_path: Path, rows: list[SequenceRecord]) -> None:
     assert write(tmp_path / "f.jsonl", rows) == len(rows)
     assert told(read(tmp_path / "f.jsonl")) == told(rows)
 
@@ -62,7 +64,7 @@ def test_what_is_written_is_read(tmp_path: Path, rows: list[Record]) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
 @given(st.lists(ROWS, max_size=4), st.lists(ROWS, max_size=3))
 def test_adding_again_adds_nothing(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[Record], more: list[Record]
+    tmp_path_factory: pytest.TempPathFactory, rows: list[SequenceRecord], more: list[SequenceRecord]
 ) -> None:
     rows = [*rows, *rows[:1]]  # what was said twice
     store = SequenceStore.open(tmp_path_factory.mktemp("cache"), disk_bytes=None, mode="follower")
@@ -106,7 +108,7 @@ def test_an_export_is_its_owners_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
     path.write_text("before")
 
-    def breaks() -> Iterator[Record]:
+    def breaks() -> Iterator[SequenceRecord]:
         yield row(1)
         raise RuntimeError
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
-from agentspec.cache.record import Record
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
@@ -25,10 +25,10 @@ from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, Con
 from agentspec.types import Labels, Namespace
 
 
-def row(number: int, tokens: object, context: object = ()) -> Record:
+def row(number: int, tokens: object, context: object = ()) -> SequenceRecord:
     labels = Labels("s", "w", None)
     arrays = [np.asarray(part, dtype=np.int32) for part in (tokens, context)]
-    return Record(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
+    return SequenceRecord(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
 
 
 def text(seed: int, length: int) -> Tokens:
