@@ -10,7 +10,7 @@ from typing import NamedTuple
 from agentspec.backends.vllm.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
 from agentspec.backends.vllm.request_state import NOTHING, Continuation, RequestInfo, RequestState
 from agentspec.backends.vllm.step_cost import StepTimeModel
-from agentspec.cache.index import Job, propose_batch
+from agentspec.cache.index import DraftJob, propose_batch
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats, allocate_budget
 from agentspec.telemetry.safe_errors import safe_message
@@ -173,7 +173,7 @@ class ServerDrafter:
             state.continuation = self._legal(Continuation(draft.tokens.tolist(), draft.probabilities.tolist()))
 
     @staticmethod
-    def _job(turn: DraftTurn, floor: float) -> Job | None:
+    def _job(turn: DraftTurn, floor: float) -> DraftJob | None:
         """What to search for; None where nothing may be drafted or nothing need be searched."""
         state, cache = turn.state, turn.state.cache
         if cache is None or state.finished or turn.limit <= 0 or not state.stats.ask():

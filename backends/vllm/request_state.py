@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from agentspec.cache.index import DEPTH, Drafter, Sourced, SuffixIndex
+from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats
 from agentspec.types import Labels, Source
@@ -21,7 +21,7 @@ class RequestCache(Protocol):
     """Where a request's output is kept; `CacheRequest` is one. Only the recorder calls its methods."""
 
     @property
-    def drafter(self) -> Drafter: ...
+    def drafter(self) -> IndexDrafter: ...
 
     @property
     def indexes(self) -> list[Sourced]: ...
@@ -39,7 +39,7 @@ class PrivateCache:
     """For a request that must leave nothing behind and see nothing of others: gone when it ends."""
 
     def __init__(self, prompt: Tokens) -> None:
-        self.drafter = Drafter()
+        self.drafter = IndexDrafter()
         self._context = prompt[-DEPTH:]
         self._index = SuffixIndex()
         self._index.append(_TRANSCRIPT, prompt)
