@@ -95,7 +95,7 @@ class RequestStats:
 
     def observe(self, expected: float, accepted: int, cost: float, saved: float) -> None:
         """One round asked: tokens expected and accepted, seconds beyond `FREE` spent asking, and what the accepted
-        tokens are worth in seconds. What it costs to verify in vain is `allocate_budget`'s business, which hears of it by `factor`.
+        tokens are worth in seconds. `allocate_budget` weighs what it costs to verify in vain; it sees it in `factor`.
         """
         self.expected = self.expected * PACE_FADE + expected
         self.accepted = self.accepted * PACE_FADE + accepted
@@ -135,8 +135,8 @@ class Governor:
 
         `worths[i]` are the probabilities that the nodes of request i's tree are accepted, as `expectations` gives
         them. The step computes `tokens` tokens of `batch` sequences in any case (at least one for each request), over
-        `context` rows. `needs` as in `allocate_budget`. Maximises the expected tokens per second of all together; what a step
-        spends on reading prompts has to be spent sometime and makes drafts no cheaper.
+        `context` rows. `needs` as in `allocate_budget`. Maximises the expected tokens per second of all together; what a
+        step spends on reading prompts has to be spent sometime and makes drafts no cheaper.
         """
         requests = len(worths)
         tokens, batch = tokens or requests, batch or requests

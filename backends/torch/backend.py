@@ -14,24 +14,24 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import NONE, Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.drafters import Drafting
-from agentspec.backends.torch.drafters.factory import SmallModel
-from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.drafters import DrafterFactory
+from agentspec.backends.torch.drafters.factory import DraftModel
+from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.sequence import Job, Shared
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.stats import EngineStats
-from agentspec.backends.torch.loader import Loaded, load, load_draft
+from agentspec.backends.torch.loader import LoadedModel, load, load_draft
 from agentspec.backends.torch.model.calibrate import measure_batches, measure_costs
-from agentspec.backends.torch.model.device import waits_are_dear
+from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.model.vector_scan import RowScan
+from agentspec.backends.torch.model.vector_scan import VectorScan
 from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ids_of_end
-from agentspec.backends.torch.text.output_parser import Reading
-from agentspec.backends.torch.text.structured_output import Forms
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.output_parser import OutputParserSpec
+from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, OverloadedError
 from agentspec.types import Delta, GenerateRequest, Message, Source
 
@@ -50,10 +50,10 @@ class TorchBackend:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         settings: TorchSettings,
         cache: SuffixCache | None = None,
-        small: SmallModel | None = None,
+        small: DraftModel | None = None,
     ) -> None:
         self.settings = settings
         self.model_name = loaded.name
@@ -61,11 +61,13 @@ class TorchBackend:
         self.tokenizer: Any = loaded.tokenizer
         self._loaded = loaded
         self._cache = cache
-        self._codec = Codec(loaded.tokenizer)
+        self._codec = TokenizerAdapter(loaded.tokenizer)
         self._stop_ids = end_ids(loaded)
-        self._form = Forms(self._codec, loaded.target.vocab_size, self._stop_ids)
-        self._drafting = Drafting(settings.drafter_names(cache=cache is not None), small)
-        shared = Shared(loaded.target, self._codec, max_draft_tokens=settings.max_draft_tokens, drafting=self._drafting)
+        self._form = StructuredOutputBuilder(self._codec, loaded.target.vocab_size, self._stop_ids)
+        self._drafting = DrafterFactory(settings.drafter_names(cache=cache is not None), small)
+        shared = EngineContext(
+            loaded.target, self._codec, max_draft_tokens=settings.max_draft_tokens, drafting=self._drafting
+        )
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             shared.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(shared, settings, self._open_memory)
@@ -108,9 +110,9 @@ class TorchBackend:
             async for delta in deltas:
                 yield readers[delta.index].read(delta)
 
-    async def _answers(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta]:
+    async def _answers(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
         """What the engine delivers for the choices of one request; the totals come with the last end."""
-        queue: asyncio.Queue[tuple[Job, Delta | Exception]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[EngineRequest, Delta | Exception]] = asyncio.Queue()
         loop, choices = asyncio.get_running_loop(), Choices(len(jobs))
         for job in jobs:
             job.deliver = partial(self._deliver, loop, queue, job)
@@ -131,7 +133,7 @@ class TorchBackend:
             for job in jobs:
                 self._engine.cancel(job)
 
-    def _submitted(self, job: Job) -> bool:
+    def _submitted(self, job: EngineRequest) -> bool:
         """Whether there was a place for one more choice of a request that runs already."""
         try:
             self._engine.submit(job)
@@ -142,8 +144,8 @@ class TorchBackend:
     def _deliver(
         self,
         loop: asyncio.AbstractEventLoop,
-        queue: asyncio.Queue[tuple[Job, Delta | Exception]],
-        job: Job,
+        queue: asyncio.Queue[tuple[EngineRequest, Delta | Exception]],
+        job: EngineRequest,
         item: Delta | Exception,
     ) -> None:
         try:
@@ -175,19 +177,19 @@ class TorchBackend:
         (job, *_), reading = await asyncio.to_thread(self.prepare_all, request)
         return TorchSession(self.target, job, self._tasks, self._codec, reading.reader())
 
-    async def open_scan(self, rows: NDArray[np.float16]) -> RowScan:
+    async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
         """Copy `rows` [n, width] to where the model computes, in float32."""
-        return await computed(self._tasks, lambda: RowScan(rows, self.target.device))
+        return await computed(self._tasks, lambda: VectorScan(rows, self.target.device))
 
     async def aclose(self) -> None:
         self._tasks.close()
         await asyncio.to_thread(self._engine.close)
 
-    def prepare(self, request: GenerateRequest) -> Job:
+    def prepare(self, request: GenerateRequest) -> EngineRequest:
         """The first choice of `prepare_all`."""
         return self.prepare_all(request)[0][0]
 
-    def prepare_all(self, request: GenerateRequest) -> tuple[list[Job], Reading]:
+    def prepare_all(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
         """Tokenize and check a request: a job for each choice, and how to read their answers.
 
         Raises `InvalidRequestError` with `param` naming what is wrong.
@@ -199,7 +201,7 @@ class TorchBackend:
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
         form = self._form.of(request, text)
-        job = Job(
+        job = EngineRequest(
             request=request,
             prompt=prompt,
             max_tokens=self._max_tokens(request, len(prompt)),
@@ -278,12 +280,12 @@ class TorchBackend:
             cost_seconds=engine.shared.governor.cost.table(),
         )
 
-    def _open_memory(self, job: Job) -> Memory:
+    def _open_memory(self, job: EngineRequest) -> CacheSession:
         request = job.request
         wanted = request.store or (request.speculation and self.capabilities.speculation)
         namespace = self._loaded.namespace(request.tenant)
-        cache, late = self._cache if wanted else None, waits_are_dear(self.target.device)
-        return Memory.open(cache, request, job.prompt, namespace, self._codec.decode, late=late)
+        cache, late = self._cache if wanted else None, is_async_device(self.target.device)
+        return CacheSession.open(cache, request, job.prompt, namespace, self._codec.decode, late=late)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._loaded.target.vocab_size
@@ -300,7 +302,7 @@ class TorchBackend:
         return min(self.settings.default_max_tokens, room) if wanted is None else wanted
 
 
-def end_ids(loaded: Loaded) -> frozenset[int]:
+def end_ids(loaded: LoadedModel) -> frozenset[int]:
     """The token ids that end an answer, by the model's generation settings and its tokenizer."""
     return ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
 

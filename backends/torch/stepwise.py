@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from agentspec.backends.base import Floats, State
+from agentspec.backends.base import Floats, StepOutput
 from agentspec.backends.torch.engine.compute_thread import Tasks
-from agentspec.backends.torch.engine.sequence import Job
-from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.engine.sequence import EngineRequest
+from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.backends.torch.text.output_parser import AnswerReader
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.output_parser import OutputParser
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import AgentSpecError, EngineError, InvalidRequestError
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.text.detokenizer import Detokenizer
@@ -32,7 +32,7 @@ CHUNK = 256  # tokens of a prompt read in one forward
 class TorchSteps:
     """`Steps` over a model whose rows can be rewound. Lives in the computing thread."""
 
-    def __init__(self, target: TargetModel, job: Job) -> None:
+    def __init__(self, target: TargetModel, job: EngineRequest) -> None:
         self._target, self._job = target, job
         self._tokens = list(job.prompt)
         rows = target.new_rows(len(job.prompt) + min(job.max_tokens, CHUNK))
@@ -61,7 +61,7 @@ class TorchSteps:
         chunk = self._tokens[self._rows.length : self._rows.length + min(CHUNK, self.unread)]
         self._target.prefill(self._rows, chunk)
 
-    def advance(self) -> State:
+    def advance(self) -> StepOutput:
         while self.unread:
             self.read()
         last = len(self._tokens) - 1
@@ -71,7 +71,7 @@ class TorchSteps:
         logits, state = self._target.forward_shown(self._rows, self._tokens[last])
         self._rows.commit(1, ())
         self._read = list(self._tokens)
-        return State(logits.cpu().numpy(), state.cpu().numpy())
+        return StepOutput(logits.cpu().numpy(), state.cpu().numpy())
 
     def draw(self, scores: Floats) -> int:
         self._sampler.begin(to_device(scores[None], self._target.device))
@@ -105,7 +105,9 @@ class TorchSteps:
 class TorchSession:
     """`StepSession`: the steps in the computing thread, and the answer's text here."""
 
-    def __init__(self, target: TargetModel, job: Job, tasks: Tasks, codec: Codec, reader: AnswerReader) -> None:
+    def __init__(
+        self, target: TargetModel, job: EngineRequest, tasks: Tasks, codec: TokenizerAdapter, reader: OutputParser
+    ) -> None:
         self._target, self._job, self._tasks, self._reader = target, job, tasks, reader
         self._steps: TorchSteps | None = None
         self._detokenizer = Detokenizer(codec.decoder(job.rules.shown), job.prompt)
@@ -174,11 +176,11 @@ def states_of(target: TargetModel, texts: Sequence[Sequence[int]]) -> list[Float
     """For each text of token ids its hidden states [tokens, width], all in one forward."""
     if not texts:
         return []
-    states = target.states_batch([Piece(target.new_rows(len(text)), text) for text in texts])
+    states = target.states_batch([BatchItem(target.new_rows(len(text)), text) for text in texts])
     return [rows.cpu().numpy() for rows in states]
 
 
-def prompt_of(job: Job, codec: Codec) -> Prompt:
+def prompt_of(job: EngineRequest, codec: TokenizerAdapter) -> Prompt:
     """The prompt as the model reads it."""
     ids, text = tuple(job.prompt), job.request.text
     return Prompt(codec.decode(ids) if text is None else text, ids)

@@ -111,8 +111,8 @@ class ServerDrafter:
     def _judge(self, turns: Sequence[Turn], seconds: float) -> None:
         """Learn what the step cost, and for each request whether asking for drafts pays.
 
-        What it costs to verify them in vain is left to `allocate_budget`, which hears of it by the pace's factor: a request that
-        cannot be drafted for now may copy a page next.
+        What it costs to verify them in vain is left to `allocate_budget`, which sees it in the request's factor: one
+        that cannot be drafted for now may copy a page next.
         """
         asked = [conversation for conversation in self._last if conversation.asked]
         self._cost.observe(len(turns) + sum(len(conversation.chain) for conversation in asked), seconds)

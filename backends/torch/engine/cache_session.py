@@ -20,7 +20,7 @@ HELD = 16  # tokens that may wait to be learned while nothing is drafted: few ca
 logger = logging.getLogger(__name__)
 
 
-class Memory:
+class CacheSession:
     """An open cache request, or nothing where there is no cache.
 
     The cache learns what is said as it is said; `late`, it does so when `learn` is called, which costs no time while a
@@ -45,7 +45,7 @@ class Memory:
         decode: Callable[[Sequence[int]], str] | None = None,
         *,
         late: bool = False,
-    ) -> Memory:
+    ) -> CacheSession:
         """Open a place for `prompt`; what is generated is recorded at a clean `close` if the request allows it.
 
         `decode` is the tokenizer's, for a cache that refuses some texts.

@@ -10,13 +10,13 @@ from time import perf_counter
 import torch
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.compute_thread import compute_thread
 from agentspec.backends.torch.engine.fair_queue import FairQueue
-from agentspec.backends.torch.engine.kv_budget import RowBudget
-from agentspec.backends.torch.engine.prefix_cache import PrefixStore
-from agentspec.backends.torch.engine.sequence import Generation, Job, Shared
-from agentspec.backends.torch.engine.step import play
+from agentspec.backends.torch.engine.kv_budget import KVBudget
+from agentspec.backends.torch.engine.prefix_cache import PrefixCache
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Generation
+from agentspec.backends.torch.engine.step import run_step
 from agentspec.backends.torch.model.kv_cache import Rows, SequenceCache
 from agentspec.errors import AgentSpecError, EngineError, OverloadedError, ShuttingDownError
 from agentspec.telemetry.safe_errors import error_location
@@ -36,24 +36,26 @@ class Engine:
     wrong in one job is delivered to that job alone.
     """
 
-    def __init__(self, shared: Shared, settings: TorchSettings, open_memory: Callable[[Job], Memory]) -> None:
+    def __init__(
+        self, shared: EngineContext, settings: TorchSettings, open_memory: Callable[[EngineRequest], CacheSession]
+    ) -> None:
         self.shared = shared
-        self.prefixes = PrefixStore(int(settings.prefix_bytes) if shared.target.rewindable else 0)
-        self.rows = RowBudget.of(shared.target, settings.kv_bytes)
+        self.prefixes = PrefixCache(int(settings.prefix_bytes) if shared.target.rewindable else 0)
+        self.rows = KVBudget.of(shared.target, settings.kv_bytes)
         shared.relieve = self.prefixes.clear
         self._settings = settings
         self._open_memory = open_memory
         self._waiting = FairQueue()
         self._active: list[Generation] = []
-        self._paused: dict[Job, Generation] = {}
-        self._jobs: set[Job] = set()
+        self._paused: dict[EngineRequest, Generation] = {}
+        self._jobs: set[EngineRequest] = set()
         self._lock = threading.RLock()
         self._closing, self._ended = False, threading.Event()
         self._answer_seconds = ANSWER_SECONDS
         self._thread = compute_thread(shared.target.device)
         self._thread.add(self)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: EngineRequest) -> None:
         """Queue a job. Raises `OverloadedError` when the queue is full, `ContextLengthError` for one that the memory
         for rows can never hold, and `ShuttingDownError` after `close`.
         """
@@ -69,7 +71,7 @@ class Engine:
             self.shared.counters.requests += 1
         self._thread.wake()
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: EngineRequest) -> None:
         """Free the job's place now; its work ends before the next step. Does nothing for a finished job."""
         with self._lock:
             if job not in self._jobs:
@@ -123,7 +125,7 @@ class Engine:
         self._make_room()
         if not self._active:
             return
-        for generation, outcome in play(self._active, self.shared):
+        for generation, outcome in run_step(self._active, self.shared):
             self._finish(generation, outcome)
 
     def _drop_cancelled(self) -> None:
@@ -131,7 +133,7 @@ class Engine:
             if generation.job.cancelled:
                 self._leave(generation, clean=False)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> EngineRequest | None:
         """The job to admit now, if there is one and a place and memory for it."""
         with self._lock:
             job = self._waiting.first()
@@ -145,17 +147,17 @@ class Engine:
             self._waiting.remove(job)
             return job
 
-    def _has_room(self, job: Job, others: list[Generation]) -> bool:
+    def _has_room(self, job: EngineRequest, others: list[Generation]) -> bool:
         paused = self._paused.get(job)
         rows = self.rows.first(job, None if paused is None else len(paused.tokens))
         return len(others) < self._settings.max_active and self.rows.fits(rows, others)
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: EngineRequest) -> None:
         if (paused := self._paused.pop(job, None)) is not None:
             paused.rows = self._rows(job, paused.tokens)
             self._active.append(paused)
             return
-        memory: Memory | None = None
+        memory: CacheSession | None = None
         try:
             memory = self._open_memory(job)
             self._active.append(Generation(job, self.shared, self._rows(job, job.prompt), memory))
@@ -164,7 +166,7 @@ class Engine:
                 memory.close(clean=False)
             self._fail(job, error)
 
-    def _rows(self, job: Job, tokens: list[int]) -> Rows:
+    def _rows(self, job: EngineRequest, tokens: list[int]) -> Rows:
         """Rows of an earlier call for as much of `tokens` as they cover, at least the last one excepted."""
         capacity = self.rows.first(job, len(tokens))
         found = self.prefixes.find(job.request.tenant, tokens[:-1], capacity)
@@ -232,7 +234,7 @@ class Engine:
             logger.warning("the rows of an answer are not kept for the next call: %s", error)
             self.prefixes.clear()
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: EngineRequest, error: Exception) -> None:
         with self._lock:
             self._jobs.discard(job)
         self.shared.counters.failed += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from agentspec.backends.torch.engine.sequence import Generation, Job
+from agentspec.backends.torch.engine.sequence import EngineRequest, Generation
 from agentspec.backends.torch.model.kv_cache import GROWTH, SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import ContextLengthError
@@ -19,20 +19,20 @@ CUDA_SHARE = 0.8  # of the memory that is free once the model is loaded
 
 
 @dataclass(frozen=True, slots=True)
-class RowBudget:
+class KVBudget:
     """At most `limit` rows in all; None where rows cannot be counted. `row_bytes` is the size of one."""
 
     limit: int | None
     row_bytes: int = 0
 
     @classmethod
-    def of(cls, target: TargetModel, wanted_bytes: int | None) -> RowBudget:
+    def of(cls, target: TargetModel, wanted_bytes: int | None) -> KVBudget:
         row_bytes = target.row_bytes()
         if not row_bytes:
             return cls(None)
         return cls((default_bytes(target.device) if wanted_bytes is None else wanted_bytes) // row_bytes, row_bytes)
 
-    def check(self, job: Job) -> None:
+    def check(self, job: EngineRequest) -> None:
         """Raise `ContextLengthError` for a job that could not be finished even alone."""
         rows = most_rows(job)
         if self.limit is not None and rows > self.limit:
@@ -43,7 +43,7 @@ class RowBudget:
             )
             raise ContextLengthError(message, param="max_tokens")
 
-    def first(self, job: Job, tokens: int | None = None) -> int:
+    def first(self, job: EngineRequest, tokens: int | None = None) -> int:
         """The rows that a job begins with, or goes on with from `tokens` tokens."""
         return min((tokens or len(job.prompt)) + AHEAD, most_rows(job))
 
@@ -70,7 +70,7 @@ class RowBudget:
         return False
 
 
-def most_rows(job: Job) -> int:
+def most_rows(job: EngineRequest) -> int:
     """The rows that a job has at most, drafts included."""
     return len(job.prompt) + job.max_tokens + ROOM
 

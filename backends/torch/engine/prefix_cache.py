@@ -16,7 +16,7 @@ SHORTEST = 8  # a shorter common prefix is computed again sooner than copied
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class PrefixEntry:
     """The rows of one finished sequence; `tokens[i]` is the token of row i."""
 
     tenant: str
@@ -24,7 +24,7 @@ class Kept:
     rows: SequenceCache
 
 
-class PrefixStore:
+class PrefixCache:
     """Finished sequences by tenant, found by longest common prefix, the least recently used evicted first.
 
     Rows handed out are copies, so that branches of one conversation may run at once. Not thread-safe.
@@ -32,7 +32,7 @@ class PrefixStore:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._kept: OrderedDict[int, PrefixEntry] = OrderedDict()
         self._next = 0
         self.nbytes = 0
 
@@ -67,7 +67,7 @@ class PrefixStore:
                 return
             if shared == len(kept.tokens):
                 self._drop(key)
-        self._kept[self._next] = Kept(tenant, own, rows)
+        self._kept[self._next] = PrefixEntry(tenant, own, rows)
         self._next += 1
         self.nbytes += rows.nbytes
         while self.nbytes > self._limit:

@@ -9,20 +9,20 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.drafters import Drafter, Drafting, PredictionDrafter
-from agentspec.backends.torch.drafters.constrained import GuidedDrafter
-from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
-from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.drafters import Drafter, DrafterFactory, PredictionDrafter
+from agentspec.backends.torch.drafters.constrained import ConstrainedDrafter
+from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
+from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.logprobs import PromptScorer, token_logprobs
-from agentspec.backends.torch.engine.speculator import Bill, Proposal, Proposer
+from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepCost
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import Rows
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.acceptance import walk
-from agentspec.backends.torch.sampling.constraints import Rules
+from agentspec.backends.torch.sampling.acceptance import accept_path
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor
 from agentspec.text.detokenizer import Detokenizer
 from agentspec.text.stop_strings import StopScanner
@@ -30,7 +30,7 @@ from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Sampli
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class EngineRequest:
     """A request made ready for the engine; `deliver` is called from the engine's thread and must not block."""
 
     request: GenerateRequest
@@ -40,7 +40,7 @@ class Job:
     prediction: list[int] | None
     deliver: Callable[[Delta | Exception], None]
     cancelled: bool = False
-    rules: Rules = field(default_factory=Rules)
+    rules: ConstraintSpec = field(default_factory=ConstraintSpec)
     shares_prompt: bool = False
 
     @property
@@ -49,16 +49,16 @@ class Job:
 
 
 @dataclass(slots=True)
-class Shared:
+class EngineContext:
     """What all generations of one engine use, one at a time."""
 
     target: TargetModel
-    codec: Codec
+    codec: TokenizerAdapter
     governor: Governor = field(default_factory=Governor)
     counters: Counters = field(default_factory=Counters)
     max_draft_tokens: int = 48
     relieve: Callable[[], None] = lambda: None  # lets go of memory that is only kept to save time
-    drafting: Drafting = field(default_factory=Drafting)
+    drafting: DrafterFactory = field(default_factory=DrafterFactory)
     draws_ahead: bool | None = None  # whether samplers do; None: where waiting for the device is dear
 
     def speculates(self, request: GenerateRequest) -> bool:
@@ -71,7 +71,7 @@ class Generation:
     They may be replaced by fewer: what is missing is computed again.
     """
 
-    def __init__(self, job: Job, shared: Shared, rows: Rows, memory: Memory) -> None:
+    def __init__(self, job: EngineRequest, shared: EngineContext, rows: Rows, memory: CacheSession) -> None:
         self.job = job
         self.tokens = list(job.prompt)
         self.rows = rows
@@ -96,7 +96,7 @@ class Generation:
         self._scanner = StopScanner(job.sampling.stop)
         self._prediction = None if job.prediction is None else PredictionDrafter(job.prediction, len(job.prompt))
         self._drafter = self._open_drafter() if shared.speculates(job.request) else None
-        self._proposer = Proposer(self._drafter, shared.governor, shared.counters, target.vocab_size, _step_name(job))
+        self._proposer = Speculator(self._drafter, shared.governor, shared.counters, target.vocab_size, _step_name(job))
         self._scorer = self._prompt_scorer()
         self._prompt_due = job.request.return_prompt or self._scorer is not None
         self._logits = torch.empty(0)
@@ -110,9 +110,9 @@ class Generation:
 
     def _open_drafter(self) -> Drafter:
         shared, job, constraint = self._shared, self.job, self.sampler.limits.constraint
-        noise = CoupledSampler(job.sampling, self.seed, job.rules.choice)
+        noise = SharedNoiseSampler(job.sampling, self.seed, job.rules.choice)
         drafter = shared.drafting.open(self._memory, self._prediction, noise, shared.governor.cost)
-        return drafter if constraint is None else GuidedDrafter(drafter, constraint)
+        return drafter if constraint is None else ConstrainedDrafter(drafter, constraint)
 
     def _prompt_scorer(self) -> PromptScorer | None:
         """For the first choice of a request that asks for it."""
@@ -164,10 +164,10 @@ class Generation:
         self._logits, self._drawn_from = logits, []
         self.sampler.begin(logits, draft.tokens, draft.parents)
 
-    def commit(self, read: int, draft: Proposal, bill: Bill) -> Delta:
+    def commit(self, read: int, draft: Proposal, bill: StepCost) -> Delta:
         """Draw from the logits of a step that read `read` tokens; tell what was added."""
         committed = len(self.tokens)
-        path = walk(draft.tokens, draft.parents, self.sampler.choose, self._emit)
+        path = accept_path(draft.tokens, draft.parents, self.sampler.choose, self._emit)
         self.rows.commit(read, path)
         fresh = self.tokens[committed:]
         self._first_at = self._first_at or perf_counter()
@@ -251,7 +251,7 @@ class Generation:
         )
 
 
-def _step_name(job: Job) -> str | None:
+def _step_name(job: EngineRequest) -> str | None:
     """The workflow step whose record of acceptance the request shares."""
     labels = job.request.labels
     named = labels.workflow is not None or labels.step is not None

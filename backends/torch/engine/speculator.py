@@ -39,7 +39,7 @@ NOTHING = Proposal()
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class StepCost:
     """What a step cost, estimated: without any drafts, what they added, and without them for each token gained."""
 
     plain: float
@@ -47,7 +47,7 @@ class Bill:
     token: float
 
 
-class Proposer:
+class Speculator:
     """Asks one request's drafter, and reports to governor and counters what became of its drafts."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Proposer:
         seconds = perf_counter() - started
         return replace(legal, worth=worth, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
 
-    def learn(self, proposal: Proposal, path: Sequence[int], bill: Bill) -> None:
+    def learn(self, proposal: Proposal, path: Sequence[int], bill: StepCost) -> None:
         """A step is over in which `path` of the proposal was accepted."""
         hit = set(path)
         accepted = [node in hit for node in range(len(proposal))]

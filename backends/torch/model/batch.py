@@ -15,11 +15,11 @@ from transformers import Cache
 
 from agentspec.backends.torch.model.attention import Ragged
 from agentspec.backends.torch.model.kv_cache import Rows, SequenceCache
-from agentspec.backends.torch.model.tree_mask import Layout, attention_mask, first_visible, tree_layout
+from agentspec.backends.torch.model.tree_mask import TreeLayout, attention_mask, first_visible, tree_layout
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BatchItem:
     """One sequence's part in a forward: a chain of tokens behind its committed rows, and a draft tree behind that.
 
     `wanted` is False where no logits are needed, as for all but the last chunk of a prompt.
@@ -41,7 +41,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class LayerView:
     """What one kind of layer sees of every sequence: from which row on, and through which mask."""
 
     firsts: Sequence[int]
@@ -56,7 +56,7 @@ class PackedCache(Cache):
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], windows: Sequence[int | None], groups: int, dtype: torch.dtype, device: Any
+        self, pieces: Sequence[BatchItem], windows: Sequence[int | None], groups: int, dtype: torch.dtype, device: Any
     ) -> None:
         super().__init__(layers=[])
         self._caches = [_sequence(piece.rows) for piece in pieces]
@@ -97,24 +97,29 @@ def _sequence(rows: Rows) -> SequenceCache:
 
 
 def _view(
-    layouts: Sequence[Layout], pasts: Sequence[int], window: int | None, groups: int, dtype: torch.dtype, device: Any
-) -> View:
+    layouts: Sequence[TreeLayout],
+    pasts: Sequence[int],
+    window: int | None,
+    groups: int,
+    dtype: torch.dtype,
+    device: Any,
+) -> LayerView:
     firsts = [first_visible(past, window) for past in pasts]
     mask = partial(attention_mask, window=window, groups=groups, dtype=dtype, device=device)
     masks = [
         None if len(layout) == 1 else mask(layout, past, first=first)  # one token sees every row from `first` on
         for layout, past, first in zip(layouts, pasts, firsts, strict=True)
     ]
-    return View(firsts, masks)
+    return LayerView(firsts, masks)
 
 
-def wanted_rows(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+def wanted_rows(pieces: Sequence[BatchItem]) -> NDArray[np.int64]:
     """Which rows of the packed forward's tokens need logits, ascending."""
     ends = np.cumsum([len(piece) for piece in pieces])
     spans = [np.arange(end - piece.outputs, end) for piece, end in zip(pieces, ends, strict=True)]
     return np.concatenate(spans).astype(np.int64)
 
 
-def packed_ids(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+def packed_ids(pieces: Sequence[BatchItem]) -> NDArray[np.int64]:
     """The token ids of the packed forward."""
     return np.array([token for piece in pieces for token in (*piece.chain, *piece.tokens)], dtype=np.int64)

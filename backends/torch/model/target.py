@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentspec.backends.torch.model.attention import ATTENTION_NAME
-from agentspec.backends.torch.model.batch import PackedCache, Piece, packed_ids, wanted_rows
+from agentspec.backends.torch.model.batch import BatchItem, PackedCache, packed_ids, wanted_rows
 from agentspec.backends.torch.model.cuda_graphs import Graphs
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.head_input import HeadInput
@@ -60,7 +60,7 @@ class TargetModel:
         return SequenceCache(capacity) if self.rewindable else StateCache(self._config)
 
     @torch.inference_mode()
-    def forward_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def forward_batch(self, pieces: Sequence[BatchItem]) -> list[Tensor]:
         """For each piece its logits [outputs, vocab] in float32: after the chain's last token, then each draft node.
 
         Appends a row to its sequence for every token given; `rows.commit` must follow and say which to keep. After an
@@ -73,7 +73,7 @@ class TargetModel:
         outputs = [piece.outputs for piece in pieces]
         return list(logits[: len(wanted)].split_with_sizes(outputs))
 
-    def _logits(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Tensor:
+    def _logits(self, pieces: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Tensor:
         """The logits [len(wanted), vocab] of these rows, by a recorded forward where one is large enough."""
         if self.graphs is not None and self.graphs.fits(sum(map(len, pieces))):
             logits = self.graphs.replay(packed_ids(pieces), self._cache_of(pieces))
@@ -85,11 +85,11 @@ class TargetModel:
     def forward_shown(self, rows: Rows, token: int) -> tuple[Tensor, Tensor]:
         """For one token its logits [vocab] and what the output head read to make them [width], both in float32."""
         with HeadInput(self.module) as head:
-            logits: Tensor = self._run([Piece(rows, [token])], np.zeros(1, np.int64)).logits
+            logits: Tensor = self._run([BatchItem(rows, [token])], np.zeros(1, np.int64)).logits
         return logits[0, 0].float(), head.states[-1]
 
     @torch.inference_mode()
-    def states_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def states_batch(self, pieces: Sequence[BatchItem]) -> list[Tensor]:
         """For each piece what the output head would read, [tokens, width] in float32: the hidden state behind every
         token given, after the last norm. Rows as with `forward_batch`; the head itself hardly runs.
         """
@@ -104,18 +104,18 @@ class TargetModel:
         self, rows: Rows, chain: Sequence[int], tokens: Sequence[int] = (), parents: Sequence[int] = ()
     ) -> Tensor:
         """The logits [1 + len(tokens), vocab] of `forward_batch` for one sequence alone."""
-        return self.forward_batch([Piece(rows, chain, tokens, parents)])[0]
+        return self.forward_batch([BatchItem(rows, chain, tokens, parents)])[0]
 
     def prefill(self, rows: Rows, chain: Sequence[int]) -> None:
         """Compute and keep the rows of `chain`."""
-        self.forward_batch([Piece(rows, chain, wanted=False)])
+        self.forward_batch([BatchItem(rows, chain, wanted=False)])
         rows.commit(len(chain), ())
 
-    def _run(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
+    def _run(self, pieces: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
         """The forward; `wanted` are the rows that reach the head, ascending and at least one."""
         return self._packed(pieces, wanted) if self._packs else self._own(pieces, wanted)
 
-    def _packed(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
+    def _packed(self, pieces: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
         cache = self._cache_of(pieces)
         return self.module(
             input_ids=to_device(packed_ids(pieces), self.device)[None],
@@ -125,10 +125,10 @@ class TargetModel:
             logits_to_keep=to_device(wanted, self.device),
         )
 
-    def _cache_of(self, pieces: Sequence[Piece]) -> PackedCache:
+    def _cache_of(self, pieces: Sequence[BatchItem]) -> PackedCache:
         return PackedCache(pieces, self._layer_windows, self._groups, self.dtype, self.device)
 
-    def _own(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
+    def _own(self, pieces: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
         """One sequence through the model's own attention; the rows it wants are its last ones."""
         (piece,) = pieces
         rows, where = piece.rows, dict[str, Any]()

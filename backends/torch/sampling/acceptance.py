@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 
-def walk(
+def accept_path(
     tokens: Sequence[int], parents: Sequence[int], choose: Callable[[int], int], emit: Callable[[int, int], bool]
 ) -> list[int]:
     """Walk a verified draft tree from its root and return the accepted nodes, root to leaf.

@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.sampling.grammar import Constraint, Grammar
+from agentspec.backends.torch.sampling.grammar import CompiledGrammar, GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ConstraintSpec:
     """What a request demands of its answer, made ready: `choice` is its index, `bad_words` are token sequences.
 
     `shown` are special tokens that stand in the answer's text all the same, since its reader looks for them.
     """
 
-    grammar: Grammar | None = None
+    grammar: CompiledGrammar | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     choice: int = 0
     shown: frozenset[int] = frozenset()
 
-    def limits(self, min_tokens: int, end_ids: Collection[int], vocab_size: int) -> Limits:
+    def limits(self, min_tokens: int, end_ids: Collection[int], vocab_size: int) -> Constraints:
         """Those of an answer that has no token yet."""
         constraint = None if self.grammar is None else self.grammar.start()
-        return Limits(constraint, self.bad_words, min_tokens, end_ids, vocab_size)
+        return Constraints(constraint, self.bad_words, min_tokens, end_ids, vocab_size)
 
 
-class Limits:
+class Constraints:
     """Follows one answer and says what may come next. Each rule yields where it would leave nothing to say.
 
     A bad word is barred at its last token, once its others were said; ends are barred before `min_tokens`.
@@ -38,7 +38,7 @@ class Limits:
 
     def __init__(
         self,
-        constraint: Constraint | None = None,
+        constraint: GrammarMatcher | None = None,
         bad_words: Sequence[tuple[int, ...]] = (),
         min_tokens: int = 0,
         end_ids: Collection[int] = (),

@@ -11,9 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.model.device import to_device, waits_are_dear
-from agentspec.backends.torch.sampling.constraints import Limits
-from agentspec.backends.torch.sampling.top_k_top_p import truncated, truncates
+from agentspec.backends.torch.model.device import is_async_device, to_device
+from agentspec.backends.torch.sampling.constraints import Constraints
+from agentspec.backends.torch.sampling.top_k_top_p import apply_top_k_top_p, has_top_k_top_p
 from agentspec.types import SamplingParams
 
 GREEDY_BELOW: Final = 1e-5  # colder than this, scaling would overflow before it changed anything
@@ -77,16 +77,16 @@ class Sampler:
         device: torch.device,
         *,
         choice: int = 0,
-        limits: Limits | None = None,
+        limits: Constraints | None = None,
         ahead: bool | None = None,
     ) -> None:
-        self.limits = limits or Limits()
+        self.limits = limits or Constraints()
         self._choice = choice
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.greedy = params.temperature < GREEDY_BELOW
         self._params = params
-        self._ahead = waits_are_dear(device) if ahead is None else ahead
-        self._truncates = not self.greedy and truncates(params, vocab_size)
+        self._ahead = is_async_device(device) if ahead is None else ahead
+        self._truncates = not self.greedy and has_top_k_top_p(params, vocab_size)
         self._ids = torch.arange(vocab_size, device=device)
         self._bias = _bias_vector(params, vocab_size, device)
         self._penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
@@ -115,7 +115,7 @@ class Sampler:
         """
         self._logits, self._drawn, self._pending = logits, None, None
         if (self._ahead or self._raw) and (self.limits.idle or not self._truncates):
-            self._pending = self._draw(logits, lineages(tokens, parents))
+            self._pending = self._draw(logits, ancestor_tokens(tokens, parents))
 
     def choose(self, row: int) -> int:
         """The token that follows the history, drawn from row `row`; the lowest id where scores are equal."""
@@ -142,7 +142,7 @@ class Sampler:
         scores = self._penalties(rows, paths)
         if self.greedy:
             return scores.argmax(-1)
-        scores = truncated(scores / self._params.temperature, self._params, patient=not self._ahead)
+        scores = apply_top_k_top_p(scores / self._params.temperature, self._params, patient=not self._ahead)
         keys = [position_key(self.seed, self._choice, self._position + len(path)) for path in paths]
         if self._truncates and not self._ahead:
             return self._best_survivor(scores[0], keys[0])
@@ -186,7 +186,7 @@ def fetch(samplers: Sequence[Sampler]) -> None:
         sampler._pending, sampler._drawn = None, list(islice(tokens, len(pending)))
 
 
-def lineages(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+def ancestor_tokens(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
     """For each row of a tree's logits the drafted tokens that lead there: none to the root, then those of each node."""
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens, parents, strict=True):

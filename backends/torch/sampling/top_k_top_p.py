@@ -12,12 +12,12 @@ from agentspec.types import SamplingParams
 NUCLEUS_HEAD: Final = 1024  # candidates sorted before falling back to sorting them all
 
 
-def truncates(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether `truncated` may leave anything out."""
+def has_top_k_top_p(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether `apply_top_k_top_p` may leave anything out."""
     return params.min_p > 0 or 0 < params.top_k < vocab_size or params.top_p < 1
 
 
-def truncated(scores: Tensor, params: SamplingParams, *, patient: bool) -> Tensor:
+def apply_top_k_top_p(scores: Tensor, params: SamplingParams, *, patient: bool) -> Tensor:
     """`scores` [rows, vocab] with what does not survive at minus infinity; equal ones at a boundary survive together.
 
     The host waits for the device only if it is `patient`, which saves sorting whole rows where a few tokens are enough.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentspec.backends.torch.text.reasoning_parser import Expectation, ReasoningSplitter
-from agentspec.backends.torch.text.tool_parser import CallReader, Piece, ToolFormat
+from agentspec.backends.torch.text.reasoning_parser import Expectation, ReasoningParser
+from agentspec.backends.torch.text.tool_parser import OutputPiece, ToolCallParser, ToolFormat
 from agentspec.types import Delta, GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class OutputParserSpec:
     """How to read the answers to one request."""
 
     expected: Expectation = "never"
@@ -21,7 +21,7 @@ class Reading:
     named: bool = False
 
     @classmethod
-    def of(cls, request: GenerateRequest, format: ToolFormat | None, expected: Expectation) -> Reading:
+    def of(cls, request: GenerateRequest, format: ToolFormat | None, expected: Expectation) -> OutputParserSpec:
         called = format if request.tool_choice != "none" else None
         return cls(
             expected=expected if request.split_reasoning else "never",
@@ -31,19 +31,21 @@ class Reading:
             named=request.tool_choice not in ("auto", "none", "required"),
         )
 
-    def reader(self) -> AnswerReader:
+    def reader(self) -> OutputParser:
         """A reader of one answer."""
-        calls = None if self.format is None else CallReader(self.format, self.names, self.parallel and not self.named)
-        return AnswerReader(self, ReasoningSplitter(self.expected), calls)
+        calls = (
+            None if self.format is None else ToolCallParser(self.format, self.names, self.parallel and not self.named)
+        )
+        return OutputParser(self, ReasoningParser(self.expected), calls)
 
 
 @dataclass(slots=True)
-class AnswerReader:
+class OutputParser:
     """Turns the engine's deltas into the reader's; nothing of the text is lost or repeated."""
 
-    reading: Reading
-    _splitter: ReasoningSplitter
-    _calls: CallReader | None
+    reading: OutputParserSpec
+    _splitter: ReasoningParser
+    _calls: ToolCallParser | None
     _called: bool = field(default=False)
 
     def read(self, delta: Delta) -> Delta:
@@ -52,7 +54,7 @@ class AnswerReader:
         if delta.finish_reason is not None:
             rest = self._splitter.finish()
             thoughts, text = thoughts + rest[0], text + rest[1]
-        pieces: list[Piece] = [text] if self._calls is None else self._calls.feed(text)
+        pieces: list[OutputPiece] = [text] if self._calls is None else self._calls.feed(text)
         if self._calls is not None and delta.finish_reason is not None:
             pieces += self._calls.finish()
         calls = [piece for piece in pieces if isinstance(piece, dict)]

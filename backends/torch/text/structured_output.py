@@ -5,43 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentspec.backends.torch.sampling.constraints import Rules
-from agentspec.backends.torch.sampling.grammar import Grammar, Grammars
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.sampling.grammar import CompiledGrammar, GrammarCompiler
 from agentspec.backends.torch.text.chat_template import template_of, tool_format
 from agentspec.backends.torch.text.grammar_builder import grammar_of
-from agentspec.backends.torch.text.output_parser import Reading
+from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, expectation
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.backends.torch.text.tool_parser import ToolFormat
 from agentspec.errors import InvalidRequestError
 from agentspec.types import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StructuredOutput:
     """One request's: the grammar and bad words for the engine, and how to read what comes."""
 
-    reading: Reading
-    grammar: Grammar | None
+    reading: OutputParserSpec
+    grammar: CompiledGrammar | None
     bad_words: tuple[tuple[int, ...], ...]
     shown: frozenset[int]
 
-    def rules(self, choices: int) -> list[Rules]:
+    def rules(self, choices: int) -> list[ConstraintSpec]:
         """Those of each choice."""
-        return [Rules(self.grammar, self.bad_words, choice, self.shown) for choice in range(choices)]
+        return [ConstraintSpec(self.grammar, self.bad_words, choice, self.shown) for choice in range(choices)]
 
 
-class Forms:
+class StructuredOutputBuilder:
     """Makes the forms of one model's requests. Thread-safe."""
 
-    def __init__(self, codec: Codec, vocab_size: int, end_ids: frozenset[int]) -> None:
+    def __init__(self, codec: TokenizerAdapter, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._codec = codec
         self._vocab_size = vocab_size
-        self._grammars = Grammars(codec.tokenizer, vocab_size, end_ids)
+        self._grammars = GrammarCompiler(codec.tokenizer, vocab_size, end_ids)
         self._vocabulary = _vocabulary(codec)
         self._thinks = END in self._vocabulary or END in template_of(codec.tokenizer)
 
-    def of(self, request: GenerateRequest, prompt: str) -> Form:
+    def of(self, request: GenerateRequest, prompt: str) -> StructuredOutput:
         """The form of the answer to `request`, whose prompt was rendered as `prompt`. Raises `InvalidRequestError`."""
         chat = request.messages is not None
         called = bool(request.tools) and request.tool_choice != "none"
@@ -49,8 +49,8 @@ class Forms:
         expected = expectation(prompt, thinks=chat and self._thinks)
         source = grammar_of(request, format, expected, self._grammars.symbol)
         param = "tools" if request.sampling.structured_outputs is None else "structured_outputs"
-        return Form(
-            reading=Reading.of(request, format, expected),
+        return StructuredOutput(
+            reading=OutputParserSpec.of(request, format, expected),
             grammar=None if source is None else self._grammars.compile(source, param=param),
             bad_words=self._bad_words(request.sampling.bad_words),
             shown=self._shown(format, BEGIN, END) if chat else frozenset(),
@@ -75,6 +75,6 @@ class Forms:
         return tuple(found)
 
 
-def _vocabulary(codec: Codec) -> dict[str, int]:
+def _vocabulary(codec: TokenizerAdapter) -> dict[str, int]:
     known = getattr(codec.tokenizer, "get_vocab", dict)
     return dict(known())

@@ -42,15 +42,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from agentspec.backends.torch.drafters import Drafting, make_draft
-from agentspec.backends.torch.engine.cache_session import Memory
-from agentspec.backends.torch.engine.sequence import Generation, Job, Shared
-from agentspec.backends.torch.engine.step import play
-from agentspec.backends.torch.loader import Loaded, prepare
+from agentspec.backends.torch.drafters import DrafterFactory, make_draft
+from agentspec.backends.torch.engine.cache_session import CacheSession
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Generation
+from agentspec.backends.torch.engine.step import run_step
+from agentspec.backends.torch.loader import LoadedModel, prepare
 from agentspec.backends.torch.model.attention import ATTENTION_NAME, packed_attention
 from agentspec.backends.torch.model.kv_cache import Rows
-from agentspec.backends.torch.sampling.constraints import Rules
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor, RequestStats
 from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
 
@@ -146,7 +146,7 @@ class AlwaysAsk(RequestStats):
         return True
 
 
-class ScriptedMemory(Memory):
+class ScriptedMemory(CacheSession):
     """A place in a cache whose drafts come from a function of the text so far and the budget."""
 
     def __init__(self, script: Callable[[list[int], int], Draft | None], prompt: Sequence[int]) -> None:
@@ -203,17 +203,17 @@ class Ask:
     stop_ids: Sequence[int] = (EOS,)
     prediction: Sequence[int] | None = None
     speculates: bool = False  # without a script too
-    rules: Rules = field(default_factory=Rules)
+    rules: ConstraintSpec = field(default_factory=ConstraintSpec)
     request: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, shared: Shared, rows: Rows | None) -> Generation:
+    def begin(self, shared: EngineContext, rows: Rows | None) -> Generation:
         prompt = list(self.prompt)
         speculation = self.speculates or self.script is not None or self.prediction is not None
         request = GenerateRequest(
             "tiny", token_ids=prompt, sampling=self.sampling, speculation=speculation, **self.request
         )
         predicted = None if self.prediction is None else list(self.prediction)
-        job = Job(
+        job = EngineRequest(
             request, prompt, self.max_tokens, frozenset(self.stop_ids), predicted, lambda item: None, rules=self.rules
         )
         memory = ScriptedMemory(self.script or (lambda text, budget: None), prompt)
@@ -238,9 +238,9 @@ class Lab:
 
     def __init__(self, module: Any, tokenizer: Any = None) -> None:
         self.reference = copy.deepcopy(module)
-        self.loaded: Loaded = prepare(module, tokenizer or byte_tokenizer(), name="tiny", fingerprint="f")
+        self.loaded: LoadedModel = prepare(module, tokenizer or byte_tokenizer(), name="tiny", fingerprint="f")
         self.target = self.loaded.target
-        self.codec = Codec(self.loaded.tokenizer)
+        self.codec = TokenizerAdapter(self.loaded.tokenizer)
         self.divergences: list[str] = []
         self.draws_ahead: bool | None = None
 
@@ -253,7 +253,7 @@ class Lab:
         rows: Rows | None = None,
         governor: Governor | None = None,
         max_draft: int = 48,
-        drafting: Drafting | None = None,
+        drafting: DrafterFactory | None = None,
         **options: Any,
     ) -> Outcome:
         """Generate one answer; `options` as `Ask` has them."""
@@ -267,7 +267,7 @@ class Lab:
         governor: Governor | None = None,
         max_draft: int = 48,
         rows: Rows | None = None,
-        drafting: Drafting | None = None,
+        drafting: DrafterFactory | None = None,
         between: Callable[[list[Generation]], None] = lambda generations: None,
     ) -> list[Outcome]:
         """Generate all answers through the engine's own steps, verifying every draft of their scripts.
@@ -275,13 +275,13 @@ class Lab:
         `between` is called before each step with the generations that take part in it, and may take some out or
         change their rows.
         """
-        shared = Shared(
+        shared = EngineContext(
             self.target,
             self.codec,
             governor=governor or EagerGovernor(),
             max_draft_tokens=max_draft,
             relieve=no_forward_fails,
-            drafting=drafting or Drafting(),
+            drafting=drafting or DrafterFactory(),
             draws_ahead=self.draws_ahead,
         )
         generations = [ask.begin(shared, rows if len(asks) == 1 else None) for ask in asks]
@@ -290,7 +290,7 @@ class Lab:
         with torch.inference_mode():
             while active:
                 between(active)
-                for generation, outcome in play(active, shared):
+                for generation, outcome in run_step(active, shared):
                     if isinstance(outcome, Exception):
                         raise outcome
                     if outcome is not None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import loader
-from agentspec.backends.torch.loader import Check, load, load_draft, prepare
+from agentspec.backends.torch.loader import SelfCheck, load, load_draft, prepare
 from agentspec.backends.torch.model.attention import ATTENTION_NAME
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import ConfigurationError, ModelUnavailableError
@@ -22,7 +22,7 @@ from agentspec.errors import ConfigurationError, ModelUnavailableError
 def test_a_wrong_tree_forward_is_not_used(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mask that hides nothing from siblings the check fails and the model's own decoding is used."""
     module = tiny_model("llama")
-    check = Check.of(module)
+    check = SelfCheck.of(module)
     module.set_attn_implementation(ATTENTION_NAME)
     target = TargetModel(module, rewindable=True)
     assert check.passes(target) and check.difference(target) < 1e-4

@@ -72,21 +72,26 @@ MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         acceptance,
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if t == token), None)",
-        (sequence, "walk"),
+        (sequence, "accept_path"),
     ),
     "first child always": (
         acceptance,
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if p == node), None)",
-        (sequence, "walk"),
+        (sequence, "accept_path"),
     ),
     "goes on past the end": (
         acceptance,
         "if emit(token, node + 1):",
         "if emit(token, node + 1) and False:",
-        (sequence, "walk"),
+        (sequence, "accept_path"),
     ),
-    "row of the parent": (acceptance, "token = choose(node + 1)", "token = choose(max(node, 0))", (sequence, "walk")),
+    "row of the parent": (
+        acceptance,
+        "token = choose(node + 1)",
+        "token = choose(max(node, 0))",
+        (sequence, "accept_path"),
+    ),
     "illegal ids pass": (speculator, "0 <= token < vocab_size", "True", (speculator, "usable")),
 }
 
@@ -150,7 +155,7 @@ RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         grammar,
         "self._matcher.consume_token(token)",
         "pass",
-        (grammar.Constraint, "advance"),
+        (grammar.GrammarMatcher, "advance"),
     ),
     "mask not applied": (
         sampler,
@@ -169,13 +174,13 @@ RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         constraints,
         "self._count < self._early",
         "self._count + 1 < self._early",
-        (constraints.Limits, "_barred"),
+        (constraints.Constraints, "_barred"),
     ),
     "history of bad words not kept": (
         constraints,
         "self._said = [*self._said, token][-self._longest :]",
         "pass",
-        (constraints.Limits, "observe"),
+        (constraints.Constraints, "observe"),
     ),
     "choices share their noise": (
         sampler,
@@ -199,8 +204,13 @@ AHEAD_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         "(len(paths) - 1 - row) * size + token",
         (sampler.Sampler, "_counts_along"),
     ),
-    "paths end at the parent": (sampler, "(*paths[parent + 1], token)", "paths[parent + 1]", (sampler, "lineages")),
-    "paths from the node before": (sampler, "paths[parent + 1]", "paths[-1]", (sampler, "lineages")),
+    "paths end at the parent": (
+        sampler,
+        "(*paths[parent + 1], token)",
+        "paths[parent + 1]",
+        (sampler, "ancestor_tokens"),
+    ),
+    "paths from the node before": (sampler, "paths[parent + 1]", "paths[-1]", (sampler, "ancestor_tokens")),
     "tokens of another answer": (sampler, "list(islice(tokens, len(pending)))", "list(tokens)", (step, "fetch")),
 }
 
@@ -341,7 +351,7 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
         shortest = replace(sampling, min_tokens=15)
         want = lab.oracle(PROMPT, shortest, max_tokens=20, allowed=allowed, choice=1)
         for script in scripts(want, tree_of)[:2]:
-            rules = constraints.Rules(words, (bad,), choice=1)
+            rules = constraints.ConstraintSpec(words, (bad,), choice=1)
             got = lab.run(PROMPT, shortest, script, max_tokens=20, rules=rules)
             assert got.tokens == want
         eager = replace(sampling, min_tokens=5, logit_bias={END: 100.0})
@@ -350,7 +360,7 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
 
 @pytest.fixture(scope="module")
 def grammars(byte_tokens: Any) -> Any:
-    return grammar.Grammars(byte_tokens, 259, [END])
+    return grammar.GrammarCompiler(byte_tokens, 259, [END])
 
 
 def test_the_battery_of_rules_passes_without_a_mutation(lab: Any, tree_of: Any, grammars: Any) -> None:
@@ -366,5 +376,5 @@ def test_a_broken_rule_is_caught(lab: Any, tree_of: Any, grammars: Any, name: st
 
 
 def test_modules_are_whole_again() -> None:
-    assert importlib.import_module("agentspec.backends.torch.sampling.acceptance").walk is sequence.walk
+    assert importlib.import_module("agentspec.backends.torch.sampling.acceptance").accept_path is sequence.accept_path
     assert np.array_equal(target.tree_layout(1, [-1, -1]).sees, [[1, 0, 0], [1, 1, 0], [1, 0, 1]])

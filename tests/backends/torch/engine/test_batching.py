@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentspec.backends.torch.engine import step
 from agentspec.backends.torch.engine.sequence import Generation
-from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.speculation.governor import CHUNKS, Governor
@@ -54,7 +54,7 @@ def test_packed_logits_are_those_of_each_path_alone(family: Any, data: st.DataOb
         rows = family.target.new_rows(data.draw(st.integers(1, 40)))
         if before:
             family.target.prefill(rows, before)
-        pieces.append(Piece(rows, chain, tokens, parents, wanted))
+        pieces.append(BatchItem(rows, chain, tokens, parents, wanted))
     outputs = family.target.forward_batch(pieces)
     for (before, chain, tokens, parents, wanted), logits in zip(parts, outputs, strict=True):
         assert logits.shape == ((1 + len(tokens)) * wanted, 259) and logits.dtype == torch.float32
@@ -99,7 +99,7 @@ def test_forwards_are_shared(lab: Any, ask_of: Any, tree_of: Any, monkeypatch: p
     sizes: list[int] = []
     forward = TargetModel.forward_batch
 
-    def counted(target: TargetModel, pieces: Sequence[Piece]) -> Any:
+    def counted(target: TargetModel, pieces: Sequence[BatchItem]) -> Any:
         sizes.append(len(pieces))
         return forward(target, pieces)
 
@@ -151,11 +151,11 @@ def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> 
     asks = [ask_of(PROMPT, SAMPLINGS[1], max_tokens=20, stop_ids=()), ask_of(PROMPT * 20, SAMPLINGS[1], max_tokens=1)]
     short, long = (ask.begin(shared, None) for ask in asks)
     with torch.inference_mode():
-        step.play([short], shared)
+        step.run_step([short], shared)
         for chunk in range(1, 10):
-            step.play([short, long], shared)
+            step.run_step([short, long], shared)
             assert (len(short.tokens), long.rows.length) == (len(PROMPT) + 1 + chunk, CHUNKS[-1] * chunk)
-        step.play([short, long], shared)
+        step.run_step([short, long], shared)
     assert long.finish == "length"
     for ask, generation in zip(asks, (short, long), strict=True):
         answer = generation.tokens[len(ask.prompt) :]
@@ -175,7 +175,7 @@ def test_a_forward_that_fails_is_the_fault_of_whoever_fails_alone(
     shared = step.Shared(lab.target, lab.codec, relieve=lambda: freed.append(forgotten()))
     generations = [ask.begin(shared, None) for ask in asks]
 
-    def breaking(target: TargetModel, pieces: Sequence[Piece]) -> Any:
+    def breaking(target: TargetModel, pieces: Sequence[BatchItem]) -> Any:
         assert forgotten()
         if any(piece.rows is generations[2].rows for piece in pieces):
             held = forward(target, pieces)[0]  # rows are written all the same
@@ -188,7 +188,7 @@ def test_a_forward_that_fails_is_the_fault_of_whoever_fails_alone(
     failed: list[Generation] = []
     with torch.inference_mode():
         while active := [g for g in generations if g.finish is None and g not in failed]:
-            for generation, outcome in step.play(active, shared):
+            for generation, outcome in step.run_step(active, shared):
                 if isinstance(outcome, Exception):
                     failed.append(generation)
                 elif outcome is not None:

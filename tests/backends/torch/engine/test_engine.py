@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine, is_out_of_memory
-from agentspec.backends.torch.engine.kv_budget import RowBudget
-from agentspec.backends.torch.engine.prefix_cache import PrefixStore
-from agentspec.backends.torch.engine.sequence import Job, Shared
+from agentspec.backends.torch.engine.kv_budget import KVBudget
+from agentspec.backends.torch.engine.prefix_cache import PrefixCache
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.cache import SuffixCache
 from agentspec.errors import ContextLengthError, EngineError, OverloadedError, ShuttingDownError
 from agentspec.speculation.governor import CHUNKS
@@ -37,7 +37,7 @@ class Client:
         self.engine = engine
         sampling = SamplingParams(temperature=1.0, seed=seed)
         request = GenerateRequest("m", token_ids=prompt, sampling=sampling, **params)
-        self.job = Job(request, prompt, max_tokens, frozenset(), None, self.items.put)
+        self.job = EngineRequest(request, prompt, max_tokens, frozenset(), None, self.items.put)
 
     def submit(self) -> Client:
         self.engine.submit(self.job)
@@ -58,8 +58,10 @@ class Client:
 def engine_of(lab: Any) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def make(memory: Callable[[Job], Memory] = lambda job: Memory(None), **settings: Any) -> Engine:
-        engines.append(Engine(Shared(lab.target, lab.codec), TorchSettings(**settings), memory))
+    def make(
+        memory: Callable[[EngineRequest], CacheSession] = lambda job: CacheSession(None), **settings: Any
+    ) -> Engine:
+        engines.append(Engine(EngineContext(lab.target, lab.codec), TorchSettings(**settings), memory))
         return engines[-1]
 
     yield make
@@ -74,7 +76,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-class Gate(Memory):
+class Gate(CacheSession):
     """A place in a cache that holds the engine's thread until it is opened."""
 
     def __init__(self) -> None:
@@ -86,7 +88,7 @@ class Gate(Memory):
         assert self.opened.wait(WAIT)
 
 
-class Broken(Memory):
+class Broken(CacheSession):
     def __init__(self, error: BaseException) -> None:
         super().__init__(None)
         self.error = error
@@ -164,7 +166,7 @@ def test_cancelling_in_the_middle_of_a_prompt_or_an_answer_stops_the_work(lab: A
 def test_an_error_in_one_request_is_that_requests_alone(
     engine_of: Any, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memories = iter([Memory(None), Broken(error), Memory(None)])
+    memories = iter([CacheSession(None), Broken(error), CacheSession(None)])
     engine = engine_of(lambda job: next(memories), max_active=3)
     clients = [Client(engine, max_tokens=12).submit() for _ in range(3)]
     with pytest.raises(EngineError) as caught:
@@ -192,13 +194,13 @@ def test_the_end_of_the_thread_or_its_device_leaves_nobody_waiting(engine_of: An
 
 
 def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:
-    calls: list[Job] = []
+    calls: list[EngineRequest] = []
 
-    def open_memory(job: Job) -> Memory:
+    def open_memory(job: EngineRequest) -> CacheSession:
         calls.append(job)
         if len(calls) == 1:
             raise OSError("disk")
-        return Memory(None)
+        return CacheSession(None)
 
     engine = engine_of(open_memory)
     with pytest.raises(EngineError, match=r"failed on this request$"):
@@ -223,8 +225,8 @@ def test_answers_are_the_same_where_the_cache_learns_beside_the_forwards(lab: An
         assert cache.stats().accepted > 100 and cache.stats().tokens == 3 * 4 * 40
 
 
-def late_memory(cache: SuffixCache, job: Job) -> Memory:
-    return Memory.open(cache, job.request, job.prompt, Namespace("t", "model"), late=True)
+def late_memory(cache: SuffixCache, job: EngineRequest) -> CacheSession:
+    return CacheSession.open(cache, job.request, job.prompt, Namespace("t", "model"), late=True)
 
 
 def test_what_a_cancelled_answer_said_stays_partial_where_the_cache_learns_late(engine_of: Any) -> None:
@@ -243,7 +245,7 @@ def test_a_cache_that_breaks_beside_a_forward_costs_only_speed(
     want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=30, stop_ids=())
     with SuffixCache.open() as cache:
         broken = Breaking(cache.request(PROMPT))
-        engine = engine_of(lambda job: Memory(broken, late=True))  # type: ignore[arg-type]
+        engine = engine_of(lambda job: CacheSession(broken, late=True))  # type: ignore[arg-type]
         assert Client(engine, max_tokens=30).submit().result()[0] == want
         assert broken.told == 3 and caplog.text.count("the disk is gone") == 1
 
@@ -298,7 +300,7 @@ def test_the_next_prompt_of_a_conversation_is_not_computed_again(lab: Any, engin
 def test_a_request_that_cannot_begin_gives_its_place_in_the_cache_back(engine_of: Any) -> None:
     closed: list[bool] = []
 
-    class Watched(Memory):
+    class Watched(CacheSession):
         def close(self, *, clean: bool) -> None:
             closed.append(clean)
 
@@ -326,7 +328,7 @@ def test_rows_that_find_no_room_are_let_go(engine_of: Any) -> None:
     engine = engine_of()
     Client(engine).submit().result()
 
-    class Full(PrefixStore):
+    class Full(PrefixCache):
         def keep(self, tenant: str, tokens: Any, rows: Any) -> None:
             raise torch.OutOfMemoryError("full")
 
@@ -355,10 +357,10 @@ def test_answers_that_do_not_fit_together_are_put_back_and_go_on_where_they_stoo
     assert engine.kv_rows == 0
 
 
-class Tight(RowBudget):
+class Tight(KVBudget):
     """Begins with little, so that answers meet while they grow."""
 
-    def first(self, job: Job, tokens: int | None = None) -> int:
+    def first(self, job: EngineRequest, tokens: int | None = None) -> int:
         return (tokens or len(job.prompt)) + 20
 
 
@@ -399,7 +401,7 @@ def test_what_was_put_back_can_be_cancelled(engine_of: Any) -> None:
     closed: list[bool] = []
     gate = Gate()
     gate.close = lambda *, clean: closed.append(clean)  # type: ignore[method-assign]
-    engine = engine_of(lambda job: gate if job.request.priority else Memory(None), max_active=1)
+    engine = engine_of(lambda job: gate if job.request.priority else CacheSession(None), max_active=1)
     slow = Client(engine, max_tokens=400, priority=5).submit()
     assert gate.reached.wait(WAIT)
     urgent = Client(engine, [2, *PROMPT], max_tokens=200, priority=0).submit()
@@ -415,7 +417,7 @@ def test_two_engines_compute_in_one_thread_and_take_turns(lab: Any, engine_of: A
     engines = [engine_of(), engine_of()]
     names: set[str] = set()
 
-    class Told(Memory):
+    class Told(CacheSession):
         def extend(self, tokens: Any) -> None:
             names.add(f"{threading.current_thread().name}-{threading.get_ident()}")
 

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.drafters import Drafter, make_draft
-from agentspec.backends.torch.engine.speculator import NOTHING, Bill, Proposal, Proposer, subtree, trunk_first, usable
+from agentspec.backends.torch.engine.speculator import (
+    NOTHING,
+    Proposal,
+    Speculator,
+    StepCost,
+    subtree,
+    trunk_first,
+    usable,
+)
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.speculation.governor import Governor, best_nodes
 from agentspec.types import Draft
@@ -53,10 +61,10 @@ class Scripted(Drafter):
         return self.draft
 
 
-def proposer(draft: Draft | None, **costs: Any) -> tuple[Proposer, Scripted, Counters]:
+def proposer(draft: Draft | None, **costs: Any) -> tuple[Speculator, Scripted, Counters]:
     drafter, counters, governor = Scripted(draft), Counters(), Governor()
     governor.cost.calibrate([(1, 0, 1.0), (48, 0, 1.2)])
-    return Proposer(drafter, governor, counters, 100), drafter, counters
+    return Speculator(drafter, governor, counters, 100), drafter, counters
 
 
 def chain(tokens: list[int], chance: float, source: int = 0) -> Draft:
@@ -64,7 +72,7 @@ def chain(tokens: list[int], chance: float, source: int = 0) -> Draft:
     return make_draft(tokens, range(-1, count - 1), [chance] * count, [1] * count, [source] * count)
 
 
-BILL = Bill(plain=1.0, drafts=0.05, token=1.0)
+BILL = StepCost(plain=1.0, drafts=0.05, token=1.0)
 
 
 def test_what_is_proposed_carries_what_it_is_worth() -> None:
@@ -78,7 +86,7 @@ def test_what_is_proposed_carries_what_it_is_worth() -> None:
 def test_nobody_is_asked_without_a_budget_or_a_drafter() -> None:
     subject, drafter, counters = proposer(chain([1], 0.9))
     assert subject.propose([5], 0) is NOTHING and drafter.calls == 0
-    none = Proposer(None, Governor(), counters, 100)
+    none = Speculator(None, Governor(), counters, 100)
     assert none.propose([5], 9) is NOTHING and none.speculation is None
 
 
@@ -95,7 +103,7 @@ def test_totals_are_counted_by_source() -> None:
 
 def test_asking_that_takes_long_and_never_pays_is_done_ever_less_often_and_again_when_it_might() -> None:
     subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
-    slow = Bill(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
+    slow = StepCost(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
     for _ in range(60):
         subject.learn(subject.propose([5, 6], 10), [], slow)
     assert drafter.calls < 20

@@ -14,8 +14,8 @@ import torch
 from agentspec.backends.torch.engine import step
 from agentspec.backends.torch.engine.sequence import Generation
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.constraints import Rules
-from agentspec.backends.torch.sampling.grammar import Grammars
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.sampling.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.types import SamplingParams
 
@@ -41,18 +41,18 @@ SAMPLINGS = {
 
 
 @pytest.fixture(scope="module")
-def form(byte_tokens: Any) -> Rules:
+def form(byte_tokens: Any) -> ConstraintSpec:
     source = 'start: "{" /[a-p]{3,9}/ ":" /[0-9]{2,5}/ "}"'
-    return Rules(Grammars(byte_tokens, 259, [256]).compile(source, param="p"), bad_words=((97, 97),))
+    return ConstraintSpec(GrammarCompiler(byte_tokens, 259, [256]).compile(source, param="p"), bad_words=((97, 97),))
 
 
-def asks_of(lab: Any, ask_of: Any, tree_of: Any, form: Rules) -> list[Any]:
+def asks_of(lab: Any, ask_of: Any, tree_of: Any, form: ConstraintSpec) -> list[Any]:
     """Each kind of request as two choices, with drafts that are right now and then; some read their prompts longer."""
     asks = []
     for number, (name, sampling) in enumerate(SAMPLINGS.items()):
         for choice in range(2):
             prompt = PROMPT[: 4 + number] * (1 + number % 3)
-            rules = replace(form if "form" in name else Rules(), choice=choice)
+            rules = replace(form if "form" in name else ConstraintSpec(), choice=choice)
             plain = lab.run(prompt, sampling, rules=rules, max_tokens=18)
             script = winding([*prompt, *plain.tokens], tree_of, number)
             asks.append(ask_of(prompt, sampling, script, rules=rules, max_tokens=18))
@@ -66,7 +66,7 @@ def winding(whole: Sequence[int], tree_of: Any, seed: int) -> Any:
 
 @pytest.mark.parametrize("together", [1, 5, 28])
 def test_answers_are_the_same_drawn_ahead(
-    lab: Any, ask_of: Any, tree_of: Any, form: Rules, together: int, monkeypatch: pytest.MonkeyPatch
+    lab: Any, ask_of: Any, tree_of: Any, form: ConstraintSpec, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wants = [lab.run_batch([ask])[0] for ask in asks_of(lab, ask_of, tree_of, form)]
     asks = asks_of(lab, ask_of, tree_of, form)
@@ -103,7 +103,7 @@ def test_a_step_waits_once_for_its_draws_and_once_for_an_answers_log_probabiliti
     monkeypatch.setattr(TargetModel, "forward_batch", computed)
     with torch.inference_mode(), waits(seen):
         for _ in range(3):
-            step.play(generations, shared)
+            step.run_step(generations, shared)
             assert seen == {"tolist": 1, "cpu": scored}
             assert not any(generation.finish for generation in generations), "ended too early to be counted"
 
@@ -113,7 +113,7 @@ def outcomes_of(generations: Sequence[Generation], shared: step.Shared) -> list[
     told: dict[Generation, list[int] | Exception] = {generation: [] for generation in generations}
     with torch.inference_mode():
         while active := [each for each in generations if each.finish is None and isinstance(told[each], list)]:
-            for generation, outcome in step.play(active, shared):
+            for generation, outcome in step.run_step(active, shared):
                 said = told[generation]
                 assert isinstance(said, list)
                 if outcome is not None:

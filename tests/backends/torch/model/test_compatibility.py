@@ -13,7 +13,7 @@ import transformers as hf
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.loader import load, prepare
-from agentspec.backends.torch.model.compatibility import exact_context, masks_known
+from agentspec.backends.torch.model.compatibility import has_known_masks, max_exact_context
 from agentspec.backends.torch.model.kv_cache import StateCache
 from agentspec.errors import ModelUnavailableError
 from agentspec.types import SamplingParams
@@ -147,10 +147,10 @@ def test_a_cache_of_its_own_kind_is_refused(byte_tokens: Any, config: Any) -> No
 
 
 def test_limits_under_other_names_are_not_overlooked() -> None:
-    assert masks_known(hf.LlamaConfig(**SHAPE))
-    assert masks_known(hf.MistralConfig(**SHAPE, sliding_window=6))
-    assert not masks_known(STATEFUL["gpt_neo"]())
-    assert not masks_known(STATEFUL["llama4"]())
+    assert has_known_masks(hf.LlamaConfig(**SHAPE))
+    assert has_known_masks(hf.MistralConfig(**SHAPE, sliding_window=6))
+    assert not has_known_masks(STATEFUL["gpt_neo"]())
+    assert not has_known_masks(STATEFUL["llama4"]())
 
 
 def longrope() -> Any:
@@ -163,7 +163,7 @@ def longrope() -> Any:
 def test_texts_end_where_positions_begin_to_move(lab_class: Any, tree_of: Any, caplog: Any) -> None:
     """Behind that point a draft would change the angles of the tokens before it, and with them the answer."""
     subject = lab_class(model_of(longrope()))
-    assert exact_context(longrope()) == subject.target.context_length == 32
+    assert max_exact_context(longrope()) == subject.target.context_length == 32
     assert "takes texts of up to 32 tokens" in caplog.text
     sampling, prompt = SamplingParams(temperature=0), list(range(20))
     want = subject.oracle(prompt, sampling, max_tokens=12, stop_ids=())
@@ -180,9 +180,9 @@ def test_texts_end_where_positions_begin_to_move(lab_class: Any, tree_of: Any, c
 
 
 def test_fixed_positions_have_no_end_of_their_own() -> None:
-    assert exact_context(hf.LlamaConfig(**SHAPE)) is None
-    assert exact_context(hf.Gemma3TextConfig(**SHAPE)) is None
+    assert max_exact_context(hf.LlamaConfig(**SHAPE)) is None
+    assert max_exact_context(hf.Gemma3TextConfig(**SHAPE)) is None
     for kind in ("linear", "dynamic"):
         scaled = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-        assert exact_context(hf.LlamaConfig(**SHAPE, rope_parameters=scaled)) is None
-    assert exact_context(hf.GPT2Config()) is None
+        assert max_exact_context(hf.LlamaConfig(**SHAPE, rope_parameters=scaled)) is None
+    assert max_exact_context(hf.GPT2Config()) is None

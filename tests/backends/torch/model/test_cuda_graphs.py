@@ -18,7 +18,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import load, prepare
 from agentspec.backends.torch.model import cuda_graphs
-from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.cuda_graphs import Graphs, NotRecordable, record_graphs
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.cache import SuffixCache
@@ -106,7 +106,7 @@ def test_replayed_logits_are_launched_ones(recorded: tuple[TargetModel, TargetMo
     outputs = []
     for target in recorded:
         rows = [rows_of(target, before) for before, *_ in parts]
-        pieces = [Piece(r, c, t, p, wanted=w) for r, (_, c, t, p), w in zip(rows, parts, wanted, strict=True)]
+        pieces = [BatchItem(r, c, t, p, wanted=w) for r, (_, c, t, p), w in zip(rows, parts, wanted, strict=True)]
         outputs.append(target.forward_batch(pieces))
     for launched, replayed in zip(*outputs, strict=True):
         assert launched.shape == replayed.shape and replayed.dtype == torch.float32
@@ -173,21 +173,25 @@ MUTATIONS: dict[str, tuple[str, str, tuple[Any, str]]] = {
     "positions as they were recorded": (
         "padded[:, :tokens] = ids, cache.positions",
         "padded[0, :tokens] = ids",
-        (cuda_graphs.Recording, "replay"),
+        (cuda_graphs.CapturedForward, "replay"),
     ),
     "tokens as they were recorded": (
         "padded[:, :tokens] = ids, cache.positions",
         "padded[1, :tokens] = cache.positions",
-        (cuda_graphs.Recording, "replay"),
+        (cuda_graphs.CapturedForward, "replay"),
     ),
-    "attention of the recording": ("self.result[:, :tokens] =", "_ =", (cuda_graphs.Gap, "fill")),
-    "the padding attends": ("gap.fill(cache, tokens)", "gap.fill(cache, self.size)", (cuda_graphs.Recording, "replay")),
-    "the last segment left out": ("self._segments[-1].replay()", "pass", (cuda_graphs.Recording, "replay")),
+    "attention of the recording": ("self.result[:, :tokens] =", "_ =", (cuda_graphs.AttentionBreak, "fill")),
+    "the padding attends": (
+        "gap.fill(cache, tokens)",
+        "gap.fill(cache, self.size)",
+        (cuda_graphs.CapturedForward, "replay"),
+    ),
+    "the last segment left out": ("self._segments[-1].replay()", "pass", (cuda_graphs.CapturedForward, "replay")),
     "a size too small": ("bisect_left(self.sizes, len(ids))", "0", (cuda_graphs.Graphs, "replay")),
     "one layer's rows for all": (
         "self.value[:, :, :tokens], self.layer)",
         "self.value[:, :, :tokens], 0)",
-        (cuda_graphs.Gap, "fill"),
+        (cuda_graphs.AttentionBreak, "fill"),
     ),
 }
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.torch.text.output_parser import Reading
-from agentspec.backends.torch.text.structured_output import Forms
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.output_parser import OutputParserSpec
+from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 END, TOGETHER, LENGTH = 256, 16, 20
@@ -120,7 +120,7 @@ def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, whol
             assert (len(outcome.tokens), outcome.text, outcome.finish) == want
 
 
-def put_together(reading: Reading, outcome: Any) -> tuple[str, list[list[str]], str]:
+def put_together(reading: OutputParserSpec, outcome: Any) -> tuple[str, list[list[str]], str]:
     """Text, calls and end, as a client has them that adds up the deltas of a stream."""
     reader, text, calls, finish = reading.reader(), "", list[list[str]](), ""
     for delta in map(reader.read, outcome.deltas):
@@ -141,7 +141,7 @@ def test_forms_and_calls_are_those_without_drafts(
     fields = dict(FORMS[name])
     asked = SamplingParams(structured_outputs=fields.pop("form", None))
     request = GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=asked, **fields)
-    form = Forms(Codec(byte_tokens), 259, frozenset({END})).of(request, "x")
+    form = StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END})).of(request, "x")
     (rules,) = form.rules(1)
     requests = [
         ask_of(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, rules=rules)
