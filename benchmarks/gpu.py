@@ -256,7 +256,7 @@ def questions(count: int) -> list[ExactnessCase]:
 @torch.inference_mode()
 def step_seconds(target: TargetModel, context: int, size: int) -> float:
     """Median seconds of a forward of `size` tokens, a chain drafted behind one, over `context` rows, draws included."""
-    rows = target.new_rows(context + size)
+    rows = target.new_cache(context + size)
     assert isinstance(rows, SequenceCache)
     target.forward(rows, [0])
     rows.fill_blank(context)
@@ -277,7 +277,7 @@ def waits(target: TargetModel, sampling: SamplingParams) -> int | None:
         return None
 
     def step() -> None:
-        rows, sampler = target.new_rows(64), Sampler(sampling, target.vocab_size, [0], target.device)
+        rows, sampler = target.new_cache(64), Sampler(sampling, target.vocab_size, [0], target.device)
         sampler.begin(target.forward(rows, [0], [0] * 7, range(-1, 6)), [0] * 7, range(-1, 6))
         for row in range(8):
             sampler.observe(sampler.choose(row))

@@ -136,8 +136,8 @@ def _gaps(
 @torch.inference_mode()
 def _logits(target: TargetModel, prompt: Sequence[int], written: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The logits [vocab] behind prompt and answer: the answer's tokens one after another, and all in one forward."""
-    whole = target.forward(target.new_rows(len(prompt) + len(written)), [*prompt, *written])[0]
-    rows = target.new_rows(len(prompt) + len(written))
+    whole = target.forward(target.new_cache(len(prompt) + len(written)), [*prompt, *written])[0]
+    rows = target.new_cache(len(prompt) + len(written))
     logits = target.forward(rows, prompt)[0]
     rows.commit(len(prompt), ())
     for token in written:

@@ -31,7 +31,7 @@ from agentspec.types import Namespace
 
 logger = logging.getLogger(__name__)
 
-CHECK_CHAIN, CHECK_TREE, CHECK_PARENTS = 5, 4, (-1, -1, 0, 1)
+CHECK_TOKENS, CHECK_TREE, CHECK_PARENTS = 5, 4, (-1, -1, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ def load_draft(settings: TorchSettings, target: LoadedModel) -> DraftModel | Non
         message = f"{small.name!r} cannot draft: it keeps a state that cannot be rewound. Name another draft_model"
         raise ConfigurationError(message, param="draft_model")
     shared = small.tokenizer.get_vocab() == target.tokenizer.get_vocab()
-    codecs = None if shared else (TokenizerAdapter(target.tokenizer), TokenizerAdapter(small.tokenizer))
+    tokenizers = None if shared else (TokenizerAdapter(target.tokenizer), TokenizerAdapter(small.tokenizer))
     logger.info("%s drafts, %s", small.name, "in the same tokens" if shared else "through text: its tokenizer differs")
-    return DraftModel(small.name, small.target, codecs)
+    return DraftModel(small.name, small.target, tokenizers)
 
 
 def _load(settings: TorchSettings, model: str, adapter: str | None) -> LoadedModel:
@@ -191,7 +191,7 @@ def choose_target(module: Any, check: SelfCheck) -> TargetModel | None:
 class SelfCheck:
     """A few tokens, a tree behind them, and the model's own logits [1 + tree, vocab], each path computed by itself."""
 
-    chain: list[int]
+    tokens: list[int]
     nodes: list[int]
     logits: Tensor
 
@@ -199,10 +199,10 @@ class SelfCheck:
     @torch.inference_mode()
     def of(cls, module: Any) -> SelfCheck:
         vocab = module.config.get_text_config().vocab_size
-        ids = torch.randint(vocab, (CHECK_CHAIN + CHECK_TREE,), generator=torch.Generator().manual_seed(0)).tolist()
-        chain, nodes = ids[:CHECK_CHAIN], ids[CHECK_CHAIN:]
-        texts = [chain + _path(nodes, CHECK_PARENTS, node) for node in range(-1, len(nodes))]
-        return cls(chain, nodes, torch.stack([_own_logits(module, text) for text in texts]))
+        ids = torch.randint(vocab, (CHECK_TOKENS + CHECK_TREE,), generator=torch.Generator().manual_seed(0)).tolist()
+        tokens, nodes = ids[:CHECK_TOKENS], ids[CHECK_TOKENS:]
+        texts = [tokens + _path(nodes, CHECK_PARENTS, node) for node in range(-1, len(nodes))]
+        return cls(tokens, nodes, torch.stack([_own_logits(module, text) for text in texts]))
 
     def passes(self, target: TargetModel) -> bool:
         try:
@@ -213,11 +213,11 @@ class SelfCheck:
         return difference <= target.tolerance
 
     def difference(self, target: TargetModel) -> float:
-        """Largest logit difference of one forward over rows, chain and tree; of a single token if not rewindable."""
-        nodes, parents, known = (self.nodes, CHECK_PARENTS, 2) if target.rewindable else ([], (), CHECK_CHAIN - 1)
-        rows = target.new_rows(1)
-        target.prefill(rows, self.chain[:known])
-        logits = target.forward(rows, self.chain[known:], nodes, parents)
+        """Largest logit difference of one forward over slots, tokens and tree; of a single token if not rewindable."""
+        nodes, parents, known = (self.nodes, CHECK_PARENTS, 2) if target.rewindable else ([], (), CHECK_TOKENS - 1)
+        cache = target.new_cache(1)
+        target.prefill(cache, self.tokens[:known])
+        logits = target.forward(cache, self.tokens[known:], nodes, parents)
         return float((logits - self.logits[: len(logits)]).abs().max())
 
 

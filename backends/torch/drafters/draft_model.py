@@ -28,7 +28,7 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(self, model: TargetModel, sampler: SharedNoiseSampler, least: Least, *, width: int = WIDTH) -> None:
-        rows = model.new_rows(1)
+        rows = model.new_cache(1)
         assert isinstance(rows, SequenceCache), "a draft model must be rewindable"
         self._model, self._sampler, self._least, self._width = model, sampler, least, width
         self._rows = rows

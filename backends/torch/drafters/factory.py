@@ -23,11 +23,11 @@ from agentspec.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A draft model. `own` and `other` are the codecs of target and draft model where their tokenizers differ."""
+    """A draft model. `tokenizers` are those of target and draft model where they differ."""
 
     name: str
     model: TargetModel
-    codecs: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
+    tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
 
     def drafter(self, noise: SharedNoiseSampler, cost: CostModel) -> Drafter:
         """A drafter for one answer that draws with its noise; greedily where tokens have to be translated."""
@@ -35,10 +35,10 @@ class DraftModel:
         def least(seconds: float, context: int) -> float:
             return seconds / cost.seconds(1, context)
 
-        if self.codecs is None:
+        if self.tokenizers is None:
             return ModelDrafter(self.model, noise, least)
         greedy = SharedNoiseSampler(SamplingParams(temperature=0), 0)
-        return CrossTokenizerDrafter(ModelDrafter(self.model, greedy, least, width=1), *self.codecs)
+        return CrossTokenizerDrafter(ModelDrafter(self.model, greedy, least, width=1), *self.tokenizers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class DrafterFactory:
     """The drafters of one engine, by name, and the draft model that `model` stands for."""
 
     names: Sequence[DrafterName] = ("suffix", "prediction")
-    small: DraftModel | None = None
+    draft_model: DraftModel | None = None
 
     def open(
         self,
-        memory: DraftingRequest,
+        session: DraftingRequest,
         prediction: PredictionDrafter | None,
         noise: SharedNoiseSampler,
         cost: CostModel,
@@ -58,12 +58,12 @@ class DrafterFactory:
         """One answer's drafter: the cheap ones' trees merged, and the draft model where it pays."""
         found: list[Drafter] = []
         if "suffix" in self.names:
-            found.append(SuffixDrafter(memory))
+            found.append(SuffixDrafter(session))
         if "prediction" in self.names and prediction is not None:
             found.append(prediction)
         if "ngram" in self.names:
             found.append(NgramDrafter())
         cheap = MergedDrafter(found)
-        if "model" not in self.names or self.small is None:
+        if "model" not in self.names or self.draft_model is None:
             return cheap
-        return GatedDrafter(cheap, self.small.drafter(noise, cost), lambda rows: cost.seconds(1, rows))
+        return GatedDrafter(cheap, self.draft_model.drafter(noise, cost), lambda rows: cost.seconds(1, rows))

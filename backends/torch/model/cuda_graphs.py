@@ -276,7 +276,7 @@ def _record(target: TargetModel, recorder: GraphRecorder, sizes: Sequence[int]) 
 
 def _logits(target: TargetModel, sizes: Sequence[int]) -> Tensor:
     """The logits [sum of sizes, vocab] of forwards of these many tokens: one behind some rows and a draft behind it."""
-    rows = target.new_rows(max(sizes) + 1)
+    rows = target.new_cache(max(sizes) + 1)
     target.prefill(rows, [0])
     ids = [token % target.vocab_size for token in range(1, max(sizes) + 1)]
     return torch.cat([target.forward(rows, ids[:1], ids[1:size], range(-1, size - 2)) for size in sizes])

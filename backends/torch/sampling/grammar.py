@@ -85,7 +85,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """What may follow the answer so far. Not thread-safe.
+    """The grammar's state behind the answer so far. Not thread-safe.
 
     An end token may come once the grammar is satisfied, and must come when nothing else can.
     """

@@ -1,4 +1,4 @@
-"""An answer as its reader wants it: thoughts and tool calls taken out of the text as it arrives."""
+"""An answer as its client wants it: reasoning and tool calls taken out of the text as it arrives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentspec.types import Delta, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class OutputParserSpec:
-    """How to read the answers to one request."""
+    """How to parse the answers to one request."""
 
     expected: Expectation = "never"
     format: ToolFormat | None = None
@@ -31,8 +31,8 @@ class OutputParserSpec:
             named=request.tool_choice not in ("auto", "none", "required"),
         )
 
-    def reader(self) -> OutputParser:
-        """A reader of one answer."""
+    def parser(self) -> OutputParser:
+        """A parser of one answer."""
         calls = (
             None if self.format is None else ToolCallParser(self.format, self.names, self.parallel and not self.named)
         )
@@ -41,14 +41,14 @@ class OutputParserSpec:
 
 @dataclass(slots=True)
 class OutputParser:
-    """Turns the engine's deltas into the reader's; nothing of the text is lost or repeated."""
+    """Turns the engine's deltas into the client's; nothing of the text is lost or repeated."""
 
-    reading: OutputParserSpec
+    spec: OutputParserSpec
     _splitter: ReasoningParser
     _calls: ToolCallParser | None
     _called: bool = field(default=False)
 
-    def read(self, delta: Delta) -> Delta:
+    def parse(self, delta: Delta) -> Delta:
         """The same delta with its text sorted into text, thoughts and calls."""
         thoughts, text = self._splitter.feed(delta.text)
         if delta.finish_reason is not None:
@@ -64,6 +64,6 @@ class OutputParser:
             extra["tool_calls"] = calls
         said = "".join(piece for piece in pieces if isinstance(piece, str))
         finish = delta.finish_reason
-        if finish == "stop" and self._called and not self.reading.named:
+        if finish == "stop" and self._called and not self.spec.named:
             finish = "tool_calls"  # OpenAI keeps "stop" for a call of the tool that was named
         return replace(delta, text=said, extra={**delta.extra, **extra}, finish_reason=finish)

@@ -48,7 +48,7 @@ def test_a_model_that_differs_from_itself_is_refused(tiny_model: Any, byte_token
 
 def test_low_precision_has_its_head_in_float32(tiny_model: Any, byte_tokens: Any) -> None:
     loaded = prepare(tiny_model("llama").to(torch.bfloat16), byte_tokens, name="m", fingerprint="f")
-    logits = loaded.target.forward(loaded.target.new_rows(1), [1, 2, 3])
+    logits = loaded.target.forward(loaded.target.new_cache(1), [1, 2, 3])
     assert loaded.target.dtype == torch.bfloat16 and loaded.packed == 0
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.to(torch.bfloat16).float())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.torch.engine import sequence, speculator, step
+from agentspec.backends.torch.engine import scheduler, sequence, speculator, step
 from agentspec.backends.torch.model import attention, batch, kv_cache, target, tree_mask
 from agentspec.backends.torch.sampling import acceptance, constraints, grammar, sampler
 from agentspec.errors import EngineError
@@ -112,9 +112,9 @@ BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     "two tokens without a mask": (batch, "len(layout) == 1", "len(layout) <= 2", (batch, "_view")),
     "logits of the row before": (
         batch,
-        "np.arange(end - piece.outputs, end)",
-        "np.arange(end - piece.outputs, end) - 1",
-        (target, "wanted_rows"),
+        "np.arange(end - item.outputs, end)",
+        "np.arange(end - item.outputs, end) - 1",
+        (target, "logit_rows"),
     ),
     "all rows in the first sequence": (
         batch,
@@ -135,18 +135,23 @@ BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         (attention.Ragged, "attend"),
     ),
     "rows lost in growing": (kv_cache, "room[:, :, :length] = rows[:, :, :length]", "pass", (kv_cache, "_room")),
-    "a prompt's chunk draws": (step, "draws=read == sequence.unread", "draws=True", (step, "schedule")),
+    "a prompt's chunk draws": (
+        scheduler,
+        "draws=tokens == uncomputed",
+        "draws=True",
+        (scheduler.Schedule, "of"),
+    ),
     "logits of another sequence": (
         step,
-        "for turn, logits in zip(turns, outputs, strict=True)",
-        "for turn, logits in zip(turns, outputs[::-1], strict=True)",
+        "for each, logits in zip(scheduled, outputs, strict=True)",
+        "for each, logits in zip(scheduled, outputs[::-1], strict=True)",
         (step, "run_together"),
     ),
     "rows of a chunk kept twice": (
         sequence,
-        "self.rows.commit(count, ())",
-        "self.rows.commit(count + 1, ())",
-        (sequence.Generation, "read"),
+        "self.kv_cache.commit(count, ())",
+        "self.kv_cache.commit(count + 1, ())",
+        (sequence.Sequence, "commit_chunk"),
     ),
 }  # fmt: skip
 # The same for what a request's rules bar.
@@ -159,17 +164,17 @@ RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     ),
     "mask not applied": (
         sampler,
-        "self.limits.apply(self._logits[row])[None]",
+        "self.constraints.apply(self._logits[row])[None]",
         "self._logits[row][None]",
         (sampler.Sampler, "choose"),
     ),
     "best token taken unasked": (
         sampler,
-        " and (self.limits.idle or self._foresees(self._drawn[row]))",
+        " and (self.constraints.idle or self._holds(self._drawn[row]))",
         "",
         (sampler.Sampler, "choose"),
     ),
-    "rules do not hear of tokens": (sampler, "self.limits.observe(token)", "pass", (sampler.Sampler, "observe")),
+    "rules do not hear of tokens": (sampler, "self.constraints.observe(token)", "pass", (sampler.Sampler, "observe")),
     "end allowed one token early": (
         constraints,
         "self._count < self._early",
@@ -178,7 +183,7 @@ RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     ),
     "history of bad words not kept": (
         constraints,
-        "self._said = [*self._said, token][-self._longest :]",
+        "self._recent = [*self._recent, token][-self._longest :]",
         "pass",
         (constraints.Constraints, "observe"),
     ),
@@ -352,7 +357,7 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
         want = lab.oracle(PROMPT, shortest, max_tokens=20, allowed=allowed, choice=1)
         for script in scripts(want, tree_of)[:2]:
             rules = constraints.ConstraintSpec(words, (bad,), choice=1)
-            got = lab.run(PROMPT, shortest, script, max_tokens=20, rules=rules)
+            got = lab.run(PROMPT, shortest, script, max_tokens=20, constraints=rules)
             assert got.tokens == want
         eager = replace(sampling, min_tokens=5, logit_bias={END: 100.0})
         assert len(lab.run(PROMPT, eager, scripts(want, tree_of)[0], max_tokens=20).tokens) == 6

@@ -41,11 +41,11 @@ def asked(**sampling: Any) -> GenerateRequest:
 @torch.inference_mode()
 def test_states_are_what_the_head_turns_into_logits(family: Any) -> None:
     target = family.target
-    states = target.states_batch([BatchItem(target.new_rows(1), text) for text in TEXTS])
+    states = target.states_batch([BatchItem(target.new_cache(1), text) for text in TEXTS])
     for text, rows in zip(TEXTS, states, strict=True):
         assert rows.shape[0] == len(text) and rows.dtype == torch.float32
         with HeadInput(target.module) as head:
-            logits = target.forward(target.new_rows(1), text)
+            logits = target.forward(target.new_cache(1), text)
         assert torch.allclose(head.states[-1], rows[-1], atol=TOLERANCE)
         again = target.module.get_output_embeddings()(rows[-1:].to(target.dtype))
         if getattr(target.module.config, "final_logit_softcapping", None) is None:
@@ -120,7 +120,7 @@ async def test_tokens_added_again_are_not_computed_again(
     forwards = list[int]()
     run = backend.target._run
     monkeypatch.setattr(
-        backend.target, "_run", lambda pieces, wanted: (forwards.append(len(pieces[0])), run(pieces, wanted))[1]
+        backend.target, "_run", lambda items, wanted: (forwards.append(len(items[0])), run(items, wanted))[1]
     )
 
     def verify(steps: StepwiseDecoding) -> None:

@@ -93,7 +93,7 @@ def test_every_drafter_gives_the_oracles_answer(
         return tree_of(rest, [-1, 0])
 
     got = lab.run(
-        PROMPT, sampling, cache, max_tokens=30, stop_ids=(), drafting=drafting, governor=slow,
+        PROMPT, sampling, cache, max_tokens=30, stop_ids=(), drafters=drafting, governor=slow,
         prediction=[*want[:9], 1, *want[9:]],
     )  # fmt: skip
     lab.require_same(PROMPT, sampling, got.tokens, want)
@@ -109,7 +109,7 @@ def test_over_many_seeds_answers_have_the_targets_distribution(
     counted: Counter[tuple[int, ...]] = Counter()
     for seed in range(seeds):
         sampling = SamplingParams(temperature=1.0, top_k=4, seed=seed)
-        got = lab.run(PROMPT, sampling, max_tokens=4, stop_ids=(), drafting=drafting, prediction=[1, 2], governor=slow)
+        got = lab.run(PROMPT, sampling, max_tokens=4, stop_ids=(), drafters=drafting, prediction=[1, 2], governor=slow)
         counted[tuple(got.tokens[:2])] += 1
     expected = {
         (a, b): seeds * p * q
@@ -141,7 +141,7 @@ def test_a_close_model_saves_steps_and_itself_more(lab: Any, small_models: dict[
     sampling, steps = SamplingParams(temperature=1.0, seed=11), {}
     for name in ("close", "itself"):
         drafting = DrafterFactory(("model",), small_models[name])
-        outcome = lab.run(PROMPT, sampling, max_tokens=40, stop_ids=(), drafting=drafting, governor=slow)
+        outcome = lab.run(PROMPT, sampling, max_tokens=40, stop_ids=(), drafters=drafting, governor=slow)
         steps[name] = outcome.speculation.steps
     assert steps["itself"] <= steps["close"] < 40
     assert steps["itself"] < 25
@@ -154,7 +154,7 @@ def test_a_draft_model_that_computes_nonsense_changes_nothing(
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *args: broken(forward(*args)))
     drafting = DrafterFactory(("model", "ngram"), small_models["close"])
-    got = lab.run(PROMPT, sampling, max_tokens=20, stop_ids=(), drafting=drafting, governor=slow)
+    got = lab.run(PROMPT, sampling, max_tokens=20, stop_ids=(), drafters=drafting, governor=slow)
     lab.require_same(PROMPT, sampling, got.tokens, lab.oracle(PROMPT, sampling, max_tokens=20, stop_ids=()))
 
 
@@ -166,7 +166,7 @@ def test_a_draft_model_without_memory_changes_nothing(
 
     monkeypatch.setattr(small_models["close"].model, "forward", fail)
     drafting = DrafterFactory(("model",), small_models["close"])
-    got = lab.run(PROMPT, SAMPLINGS[0], max_tokens=20, stop_ids=(), drafting=drafting)
+    got = lab.run(PROMPT, SAMPLINGS[0], max_tokens=20, stop_ids=(), drafters=drafting)
     assert got.tokens == lab.oracle(PROMPT, SAMPLINGS[0], max_tokens=20, stop_ids=())
 
 
@@ -175,6 +175,6 @@ def test_the_end_of_an_answer_frees_the_draft_models_rows(
 ) -> None:
     closed: list[ModelDrafter] = []
     monkeypatch.setattr(ModelDrafter, "close", lambda self: closed.append(self))
-    outcome = lab.run(PROMPT, SAMPLINGS[0], max_tokens=5, drafting=DrafterFactory(("model",), small_models["close"]))
-    outcome.generation.close(clean=True)
+    outcome = lab.run(PROMPT, SAMPLINGS[0], max_tokens=5, drafters=DrafterFactory(("model",), small_models["close"]))
+    outcome.sequence.close(clean=True)
     assert len(closed) == 1

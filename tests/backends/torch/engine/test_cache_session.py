@@ -1,4 +1,4 @@
-"""A generation's place in the token cache: recorded, kept back, or lost without harm."""
+"""A sequence's place in the token cache: recorded, kept back, or lost without harm."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_an_error_of_learning_late_is_logged_once_and_not_raised(caplog: pytest.
     memory = CacheSession(request, late=True)  # type: ignore[arg-type]
     for _ in range(3):
         memory.extend([1])
-        memory.learn()
+        memory.flush_to_cache()
         assert memory.draft(3) is None
     assert request.calls == ["extend", "abandon"] and caplog.text.count("going on without the token cache") == 1
 
@@ -154,10 +154,10 @@ def test_what_is_learned_late_is_drafted_behind_until_then() -> None:
     request = Recording()
     memory = CacheSession(request, late=True)
     memory.draft(4)
-    memory.learn()
+    memory.flush_to_cache()
     memory.extend([1])
     memory.draft(4)
-    memory.learn()
+    memory.flush_to_cache()
     memory.extend([2])
     memory.extend([3, 4] * HELD)
     memory.draft(4)
@@ -176,7 +176,7 @@ def test_what_is_learned_at_once_waits_for_no_forward() -> None:
     request = Recording()
     memory = CacheSession(request)
     memory.extend([1])
-    memory.learn()
+    memory.flush_to_cache()
     assert request.calls == []
     memory.draft(4)
     memory.extend([2])
@@ -195,7 +195,7 @@ def test_late_or_not_the_cache_ends_with_the_same(clean: bool) -> None:
                 for start in range(0, len(ANSWER), 4):
                     draft = memory.draft(3)
                     drafts.append([] if draft is None else draft.tokens.tolist())
-                    memory.learn()
+                    memory.flush_to_cache()
                     memory.extend(ANSWER[start : start + 4])
                 memory.close(clean=clean)
             seen.append((drafts, replace(cache.stats(), memory_bytes=0)))

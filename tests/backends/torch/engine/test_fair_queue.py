@@ -69,7 +69,7 @@ def test_what_was_put_back_goes_on_before_anything_begins() -> None:
     new, old = job(), job("heavy")
     queue.charge(old, 1000)
     queue.push(new)
-    queue.put_back(old)
+    queue.push_preempted(old)
     assert served(queue, 2) == [old, new]
 
 

@@ -1,4 +1,4 @@
-"""Rows of earlier calls: the longest prefix of one tenant, within bytes, the oldest out first."""
+"""Slots of earlier calls: the longest prefix of one tenant, within bytes, the oldest out first."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_answers_are_the_same_with_reused_rows(family: Any, edit: str) -> None:
     sampling = SamplingParams(temperature=0.8, seed=21)
     first = list(range(20, 50))
     call = family.run(first, sampling, lambda text, budget: None)
-    history = call.generation.tokens
+    history = call.sequence.tokens
     prompt = {
         "extended": [*history, 1, 2, 3],
         "branched": [*history[:35], 9, 9, 9],
@@ -107,9 +107,9 @@ def test_answers_are_the_same_with_reused_rows(family: Any, edit: str) -> None:
         "same": first,
     }[edit]
     store = PrefixCache(1 << 20)
-    store.keep("t", history[: call.generation.rows.length], call.generation.rows)
+    store.keep("t", history[: call.sequence.kv_cache.length], call.sequence.kv_cache)
     rows = store.find("t", prompt[:-1], len(prompt))
     assert rows.length == min(shared(history, prompt), len(prompt) - 1, len(history) - 1)
-    again = family.run(prompt, sampling, lambda text, budget: None, rows=rows)
+    again = family.run(prompt, sampling, lambda text, budget: None, kv_cache=rows)
     assert again.usage.cached_tokens >= 24
     family.require_same(prompt, sampling, again.tokens, family.oracle(prompt, sampling))

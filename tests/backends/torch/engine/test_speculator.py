@@ -15,8 +15,8 @@ from agentspec.backends.torch.engine.speculator import (
     Proposal,
     Speculator,
     StepCost,
+    depth_first,
     subtree,
-    trunk_first,
     usable,
 )
 from agentspec.backends.torch.engine.stats import Counters
@@ -79,7 +79,7 @@ def test_what_is_proposed_carries_what_it_is_worth() -> None:
     subject, _, _ = proposer(chain([1, 2, 3], 0.9))
     draft = subject.propose([5, 6], 10)
     assert draft.tokens == [1, 2, 3] and draft.asked and draft.seconds > 0
-    assert draft.worth == [pytest.approx(0.9)] * 3
+    assert draft.acceptance == [pytest.approx(0.9)] * 3
     assert list(proposer(None)[0].propose([5, 6], 10).tokens) == []
 
 
@@ -93,7 +93,7 @@ def test_nobody_is_asked_without_a_budget_or_a_drafter() -> None:
 def test_totals_are_counted_by_source() -> None:
     subject, _, counters = proposer(chain([1, 2, 3], 0.9, source=2))
     for _ in range(2):
-        subject.learn(subject.propose([5, 6], 10), [0, 1], BILL)
+        subject.observe(subject.propose([5, 6], 10), [0, 1], BILL)
     assert (counters.drafted, counters.accepted, counters.steps) == ({2: 6}, {2: 4}, 2)
     assert counters.draft_sizes == {3: 2}
     total = subject.speculation
@@ -105,11 +105,11 @@ def test_asking_that_takes_long_and_never_pays_is_done_ever_less_often_and_again
     subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
     slow = StepCost(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
     for _ in range(60):
-        subject.learn(subject.propose([5, 6], 10), [], slow)
+        subject.observe(subject.propose([5, 6], 10), [], slow)
     assert drafter.calls < 20
     before = drafter.calls
     for _ in range(60):
-        subject.learn(draft := subject.propose([5, 6], 10), [0, 1, 2] if draft.tokens else [], BILL)
+        subject.observe(draft := subject.propose([5, 6], 10), [0, 1, 2] if draft.tokens else [], BILL)
     assert drafter.calls > before + 30
 
 
@@ -117,9 +117,9 @@ def test_verifying_in_vain_lowers_what_drafts_are_worth_and_stops_no_asking() ->
     subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
     first = subject.propose([5, 6], 10)
     for _ in range(20):
-        subject.learn(draft := subject.propose([5, 6], 10), [], BILL)
+        subject.observe(draft := subject.propose([5, 6], 10), [], BILL)
     assert drafter.calls == 21
-    assert sum(draft.worth) < 0.3 * sum(first.worth)
+    assert sum(draft.acceptance) < 0.3 * sum(first.acceptance)
 
 
 @given(st.data())
@@ -131,7 +131,7 @@ def test_the_likeliest_path_comes_first(data: st.DataObject) -> None:
         worth.append((worth[parent] if parent >= 0 else 1.0) * data.draw(st.sampled_from([0.9, 0.5, 0.1])))
     whole = Proposal(range(count), parents, worth, [0] * count, worth)
     kept = best_nodes(worth, data.draw(st.integers(0, count)))
-    order = trunk_first(whole, kept)
+    order = depth_first(whole, kept)
     assert sorted(order) == sorted(kept)
     path, node = list[int](), -1
     while children := [child for child in kept if parents[child] == node]:

@@ -93,7 +93,7 @@ def test_a_model_that_cannot_be_rewound_runs_without_speculation_and_says_so_onc
         subject = lab_class(model_of(STATEFUL[name]()))
     said = [record.message for record in caplog.records if "without speculation" in record.message]
     assert len(said) == 1 and "tiny" in said[0]
-    assert not subject.target.rewindable and isinstance(subject.target.new_rows(1), StateCache)
+    assert not subject.target.rewindable and isinstance(subject.target.new_cache(1), StateCache)
     sampling, prompt = SamplingParams(temperature=0.9, seed=3), list(range(30))
     outcome = subject.run(prompt, sampling, lambda text, budget: tree_of([1, 2], [-1, 0]), max_tokens=12)
     subject.require_same(prompt, sampling, outcome.tokens, subject.oracle(prompt, sampling, max_tokens=12))
@@ -174,7 +174,7 @@ def test_texts_end_where_positions_begin_to_move(lab_class: Any, tree_of: Any, c
 
     assert subject.run(prompt, sampling, right, max_tokens=12, stop_ids=()).tokens == want
     beyond = subject.logits([*prompt, *want, 1])
-    rows = subject.target.new_rows(1)
+    rows = subject.target.new_cache(1)
     subject.target.prefill(rows, [*prompt, *want])
     assert abs(subject.target.forward(rows, [1])[0].numpy() - beyond).max() > 0.1
 

@@ -109,10 +109,10 @@ def test_every_drafter_gives_the_oracles_answer(
     want = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
     if want[-1] == EOS:
         assert allowed.pattern.fullmatch(allowed.text(want))
-    off = lab.run(PROMPT, params, rules=rules, max_tokens=40)
+    off = lab.run(PROMPT, params, constraints=rules, max_tokens=40)
     lab.require_same(PROMPT, params, off.tokens, want, allowed)
     for name, script in drafters(want, allowed, tree_of).items():
-        outcome = lab.run(PROMPT, params, script, rules=rules, max_tokens=40)
+        outcome = lab.run(PROMPT, params, script, constraints=rules, max_tokens=40)
         print(name, outcome.speculation)
         lab.require_same(PROMPT, params, outcome.tokens, want, allowed)
         assert outcome.finish == ("stop" if want[-1] == EOS else "length")
@@ -122,7 +122,7 @@ def test_every_drafter_gives_the_oracles_answer(
 
 def test_what_a_grammar_forces_is_drafted(lab: Any, grammars: GrammarCompiler, byte_tokens: Any) -> None:
     rules = ConstraintSpec(grammars.compile(LANGUAGES["fixed"][0], param="p"))
-    outcome = lab.run(PROMPT, SAMPLINGS["plain"], lambda text, budget: None, rules=rules)
+    outcome = lab.run(PROMPT, SAMPLINGS["plain"], lambda text, budget: None, constraints=rules)
     assert outcome.text == "the only answer" and outcome.rounds <= 3
     assert outcome.speculation.accepted >= len(outcome.text) - 2
 
@@ -136,7 +136,7 @@ def test_the_answer_ends_at_max_tokens_inside_a_form(
     rules = ConstraintSpec(grammars.compile(source, param="p"))
     longer = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
     for script in drafters(longer, allowed, tree_of).values():
-        outcome = lab.run(PROMPT, params, script, rules=rules, max_tokens=max_tokens)
+        outcome = lab.run(PROMPT, params, script, constraints=rules, max_tokens=max_tokens)
         assert outcome.tokens == longer[:max_tokens]
 
 
@@ -152,7 +152,7 @@ def test_a_stop_string_inside_a_form_ends_it(
     whole = allowed.text(longer)
     assert whole.count('"') >= 5
     for script in drafters(longer, allowed, tree_of).values():
-        outcome = lab.run(PROMPT, params, script, rules=rules, max_tokens=40)
+        outcome = lab.run(PROMPT, params, script, constraints=rules, max_tokens=40)
         assert outcome.text == whole.partition(stop)[0] and outcome.finish in ("stop", "length")
 
 
@@ -192,7 +192,7 @@ def test_bad_words_never_appear(lab: Any, tree_of: Any, sampling: str) -> None:
     want = lab.oracle(PROMPT, params, allowed=allowed)
     assert want != free
     for script in [None, *drafters(want, allowed, tree_of).values(), *drafters(free, allowed, tree_of).values()]:
-        assert lab.run(PROMPT, params, script, rules=ConstraintSpec(bad_words=words)).tokens == want
+        assert lab.run(PROMPT, params, script, constraints=ConstraintSpec(bad_words=words)).tokens == want
 
 
 def test_every_choice_has_noise_of_its_own(lab: Any, tree_of: Any) -> None:
@@ -201,4 +201,4 @@ def test_every_choice_has_noise_of_its_own(lab: Any, tree_of: Any) -> None:
     assert len(set(map(tuple, answers))) == 3
     for choice, want in enumerate(answers):
         for script in [None, *drafters(want, lambda answer: range(259), tree_of).values()]:
-            assert lab.run(PROMPT, params, script, rules=ConstraintSpec(choice=choice)).tokens == want
+            assert lab.run(PROMPT, params, script, constraints=ConstraintSpec(choice=choice)).tokens == want

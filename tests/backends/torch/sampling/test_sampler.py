@@ -171,8 +171,8 @@ def test_drawing_ahead_under_limits_draws_what_is_drawn_under_them_row_by_row(
     drafts = [letters[row % 4] for row in range(8)]
 
     def answer(ahead: bool) -> list[int]:
-        limits = ConstraintSpec(grammar, ((letters[0], letters[1]),)).limits(sampling.min_tokens, [256], 259)
-        subject, said = Sampler(sampling, 259, [1], CPU, limits=limits, ahead=ahead), list[int]()
+        limits = ConstraintSpec(grammar, ((letters[0], letters[1]),)).start(sampling.min_tokens, [256], 259)
+        subject, said = Sampler(sampling, 259, [1], CPU, constraints=limits, ahead=ahead), list[int]()
 
         def emit(token: int, row: int) -> bool:
             subject.observe(token)

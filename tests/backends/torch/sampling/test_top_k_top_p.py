@@ -16,7 +16,7 @@ from agentspec.types import SamplingParams
 def kept(scores: torch.Tensor, **params: Any) -> list[int]:
     """The surviving ids of one row."""
     patient, hasty = (
-        apply_top_k_top_p(scores[None], SamplingParams(**params), patient=patient) for patient in (True, False)
+        apply_top_k_top_p(scores[None], SamplingParams(**params), may_sync=patient) for patient in (True, False)
     )
     assert torch.equal(patient, hasty)
     left = patient[0] > -torch.inf
@@ -64,9 +64,9 @@ def test_top_k_may_be_more_than_min_p_leaves() -> None:
 @pytest.mark.parametrize("params", [{"min_p": 0.1}, {"top_k": 9}, {"top_p": 0.9}])
 def test_rows_do_not_touch_each_other(params: dict[str, Any]) -> None:
     rows, sampling = torch.randn(6, 50) * torch.arange(1, 7)[:, None], SamplingParams(**params)
-    together = apply_top_k_top_p(rows, sampling, patient=False)
+    together = apply_top_k_top_p(rows, sampling, may_sync=False)
     for row, alone in zip(together, rows, strict=True):
-        assert torch.equal(row, apply_top_k_top_p(alone[None], sampling, patient=False)[0])
+        assert torch.equal(row, apply_top_k_top_p(alone[None], sampling, may_sync=False)[0])
 
 
 def test_what_leaves_everything_is_no_truncation() -> None:

@@ -50,12 +50,12 @@ def called(name: str) -> str:
 
 
 def test_a_plain_request_has_no_rules(forms: StructuredOutputBuilder) -> None:
-    form = forms.of(ask(), "x")
-    assert form.grammar is None and form.reading.format is None and form.shown == frozenset()
-    assert forms.of(ask(tools=TOOLS), "x").grammar is None
-    assert forms.of(ask(tools=TOOLS), "x").reading.format is not None
-    assert forms.of(ask(tools=TOOLS, tool_choice="none"), "x").reading.format is None
-    assert [rules.choice for rules in form.rules(3)] == [0, 1, 2]
+    form = forms.build(ask(), "x")
+    assert form.grammar is None and form.parser_spec.format is None and form.shown == frozenset()
+    assert forms.build(ask(tools=TOOLS), "x").grammar is None
+    assert forms.build(ask(tools=TOOLS), "x").parser_spec.format is not None
+    assert forms.build(ask(tools=TOOLS, tool_choice="none"), "x").parser_spec.format is None
+    assert [rules.choice for rules in form.constraints(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_plain_request_has_no_rules(forms: StructuredOutputBuilder) -> None:
 def test_calls_and_forms(
     forms: StructuredOutputBuilder, byte_tokens: Any, fields: dict[str, Any], right: Any, wrong: Any
 ) -> None:
-    form = forms.of(ask(tools=TOOLS, **fields), "x")
+    form = forms.build(ask(tools=TOOLS, **fields), "x")
     assert [allows(form, byte_tokens, text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
 
 
@@ -91,11 +91,11 @@ def test_calls_of_strict_tools_keep_to_them_in_any_text(tokenizer_of: Any, marke
     if marked:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     forms = StructuredOutputBuilder(TokenizerAdapter(tokenizer), len(tokenizer), frozenset({END}))
-    assert forms.of(ask(tools=TOOLS), "x").grammar is None
-    form = forms.of(ask(tools=STRICT), "x")
+    assert forms.build(ask(tools=TOOLS), "x").grammar is None
+    form = forms.build(ask(tools=STRICT), "x")
     assert [allows(form, tokenizer, text) for text in FREE] == [True] * 4
     assert [allows(form, tokenizer, text) for text in BOUND] == [False] * 4
-    one = forms.of(ask(tools=STRICT, parallel_tool_calls=False), "x")
+    one = forms.build(ask(tools=STRICT, parallel_tool_calls=False), "x")
     assert allows(one, tokenizer, FREE[2]) and (not marked or not allows(one, tokenizer, FREE[3]))
 
 
@@ -114,7 +114,7 @@ def test_calls_of_strict_tools_keep_to_them_in_any_text(tokenizer_of: Any, marke
 def test_every_kind_of_form(
     forms: StructuredOutputBuilder, byte_tokens: Any, form: StructuredOutputs, right: str, wrong: str
 ) -> None:
-    made = forms.of(ask(form), "x")
+    made = forms.build(ask(form), "x")
     assert allows(made, byte_tokens, right) and not allows(made, byte_tokens, wrong)
 
 
@@ -130,13 +130,13 @@ def test_every_kind_of_form(
 )
 def test_forms_that_cannot_be_are_refused(forms: StructuredOutputBuilder, form: StructuredOutputs) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        forms.of(ask(form), "x")
+        forms.build(ask(form), "x")
     assert caught.value.param == "structured_outputs"
 
 
 def test_thoughts_come_before_the_form(thinking: StructuredOutputBuilder, byte_tokens: Any) -> None:
     request = ask(StructuredOutputs(choice=("x",)))
-    maybe, begun, never = (thinking.of(request, prompt) for prompt in ("q", "q<think>", "q<think>\n</think>"))
+    maybe, begun, never = (thinking.build(request, prompt) for prompt in ("q", "q<think>", "q<think>\n</think>"))
     spoken = {"x": (1, 0, 1), "<think>x {</think>\n\nx": (1, 1, 0), "hm</think>x": (0, 1, 0), "<think>x": (0, 0, 0)}
     for text, want in spoken.items():
         assert tuple(allows(form, byte_tokens, text) for form in (maybe, begun, never)) == tuple(map(bool, want)), text
@@ -145,9 +145,9 @@ def test_thoughts_come_before_the_form(thinking: StructuredOutputBuilder, byte_t
 def test_thoughts_and_calls_are_read_off_the_answer(thinking: StructuredOutputBuilder) -> None:
     answer = "<think>hm</think>\n\nwell " + called("one")
     for split, text, thoughts in ((True, "well ", "hm"), (False, "<think>hm</think>\n\nwell ", None)):
-        reader = thinking.of(ask(tools=TOOLS, split_reasoning=split), "q").reading.reader()
-        deltas = [reader.read(Delta(text=character)) for character in answer] + [
-            reader.read(Delta(finish_reason="stop"))
+        reader = thinking.build(ask(tools=TOOLS, split_reasoning=split), "q").parser_spec.parser()
+        deltas = [reader.parse(Delta(text=character)) for character in answer] + [
+            reader.parse(Delta(finish_reason="stop"))
         ]
         assert "".join(delta.text for delta in deltas) == text
         assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == (thoughts or "")
@@ -157,7 +157,7 @@ def test_thoughts_and_calls_are_read_off_the_answer(thinking: StructuredOutputBu
 
 
 def test_bad_words_are_meant_with_and_without_a_blank(forms: StructuredOutputBuilder, byte_tokens: Any) -> None:
-    words = forms.of(ask(sampling=SamplingParams(bad_words=("ab", "c"))), "x").bad_words
+    words = forms.build(ask(sampling=SamplingParams(bad_words=("ab", "c"))), "x").bad_words
     assert words == (tuple(byte_tokens.encode("ab")), tuple(byte_tokens.encode("c")))
     with pytest.raises(InvalidRequestError) as caught:
         StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 3, frozenset({END})).of(
