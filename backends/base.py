@@ -103,14 +103,14 @@ class HiddenStates(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class State:
+class StepOutput:
     """What a model computed behind a text's last token: `logits` [vocab], and the `hidden` [width] its head read."""
 
     logits: Floats
     hidden: Floats
 
 
-class Steps(Protocol):
+class StepwiseDecoding(Protocol):
     """One answer, token by token, in the hands of who decides what the next token is drawn from.
 
     `tokens` are the prompt and what was added. Only for use inside `StepSession.run`.
@@ -124,7 +124,7 @@ class Steps(Protocol):
         """Whether the next token is simply the one with the best score, the lowest id among equals."""
         ...
 
-    def advance(self) -> State:
+    def advance(self) -> StepOutput:
         """Compute the last token, and the prompt before it where that has not been done.
 
         Each token has a forward of its own, so that what it gives does not depend on what was rewound before.
@@ -160,7 +160,7 @@ class Scan(Protocol):
 class StepSession(Protocol):
     """An answer made step by step, where the model computes."""
 
-    async def run(self, play: Callable[[Steps], T]) -> T:
+    async def run(self, play: Callable[[StepwiseDecoding], T]) -> T:
         """What `play` returns or raises, run in the model's computing thread, between the work of other requests."""
         ...
 

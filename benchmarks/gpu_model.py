@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agentspec.backends.torch.loader import Loaded, prepare
+from agentspec.backends.torch.loader import LoadedModel, prepare
 from agentspec.backends.torch.model.target import TargetModel
 
 CONTEXT = 16_384
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, int]] = {
 """Llama 3's, by size (`config.json` of meta-llama/Llama-3.2-1B and Llama-3.1-8B), and one for tests."""
 
 
-def build(shape: str, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, spread: float = 0.02) -> Loaded:
+def build(shape: str, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, spread: float = 0.02) -> LoadedModel:
     """A Llama of random weights with standard deviation `spread`, ready for the engine, float32 head included.
 
     Raises like `prepare`, which also checks that chains and trees are computed rightly.

@@ -29,9 +29,9 @@ class Unloaded:
 
     def __init__(self, model: str) -> None:
         from agentspec.backends.torch.loader import load_tokenizer
-        from agentspec.backends.torch.text.tokenizer import Codec
+        from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 
-        self._codec = Codec(load_tokenizer(model)[0])
+        self._codec = TokenizerAdapter(load_tokenizer(model)[0])
 
     async def render(
         self,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, make_draft
-from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
-from agentspec.backends.torch.model.device import wait_for
+from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
+from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.types import Draft, Source
@@ -27,8 +27,8 @@ class ModelDrafter(Drafter):
     forward of `seconds` must promise to be worth its time. The model is shared by all answers of the engine's thread.
     """
 
-    def __init__(self, model: TargetModel, sampler: CoupledSampler, least: Least, *, width: int = WIDTH) -> None:
-        rows = model.new_rows(1)
+    def __init__(self, model: TargetModel, sampler: SharedNoiseSampler, least: Least, *, width: int = WIDTH) -> None:
+        rows = model.new_cache(1)
         assert isinstance(rows, SequenceCache), "a draft model must be rewindable"
         self._model, self._sampler, self._least, self._width = model, sampler, least, width
         self._rows = rows
@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
 
     def _read(self, tokens: list[int]) -> None:
         self._model.prefill(self._rows, tokens)
-        wait_for(self._model.device)  # what the reading takes is its own cost, not that of the step behind it
+        synchronize(self._model.device)  # what the reading takes is its own cost, not that of the step behind it
         self._known += tokens
 
     def _grow(self, waiting: list[int], position: int, budget: int) -> Draft:

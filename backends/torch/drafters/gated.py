@@ -18,7 +18,7 @@ RATE = 0.15
 LONGEST_WAIT = 64  # rounds between two trials of a model that does not pay
 
 
-class HybridDrafter(Drafter):
+class GatedDrafter(Drafter):
     """Asks `costly` in rounds where the others expect less than it has lately brought, and lays its tree over theirs.
 
     What it brings is counted in tokens: those of its draft that came true, less those that the target would have made

@@ -57,7 +57,7 @@ class PromptScorer:
         self._prompt = prompt
         self._top = top
         self._spell = spell
-        self._rows = target.new_rows(len(prompt))
+        self._rows = target.new_cache(len(prompt))
         self._chunk = CHUNK if target.rewindable else 1
 
     @property

@@ -7,8 +7,8 @@ from time import perf_counter
 
 import torch
 
-from agentspec.backends.torch.model.batch import Piece
-from agentspec.backends.torch.model.device import wait_for
+from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 
@@ -27,7 +27,7 @@ def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple
     if not target.rewindable:
         return []
     started = perf_counter()
-    rows = target.new_rows(FAR + max(SIZES))
+    rows = target.new_cache(FAR + max(SIZES))
     assert isinstance(rows, SequenceCache)
     target.forward(rows, [0])
     samples: list[tuple[int, int, float]] = []
@@ -45,18 +45,18 @@ def measure_batches(target: TargetModel) -> list[tuple[int, float]]:
     """Timed forwards of one token for each of several sequences, as (sequences, seconds)."""
     if not target.batched:
         return []
-    pieces = [Piece(target.new_rows(1), [0]) for _ in range(max(SEQUENCES))]
-    target.forward_batch(pieces)
-    return [(count, _clocked(target, pieces[:count])) for count in SEQUENCES for _ in range(PASSES)]
+    items = [BatchItem(target.new_cache(1), [0]) for _ in range(max(SEQUENCES))]
+    target.forward_batch(items)
+    return [(count, _clocked(target, items[:count])) for count in SEQUENCES for _ in range(PASSES)]
 
 
 def _timed(target: TargetModel, rows: SequenceCache, size: int, context: int) -> float:
     rows.fill_blank(max(context, 0))
-    return _clocked(target, [Piece(rows, [0], [0] * (size - 1), range(-1, size - 2))])
+    return _clocked(target, [BatchItem(rows, [0], [0] * (size - 1), range(-1, size - 2))])
 
 
-def _clocked(target: TargetModel, pieces: Sequence[Piece]) -> float:
-    wait_for(target.device)
+def _clocked(target: TargetModel, items: Sequence[BatchItem]) -> float:
+    synchronize(target.device)
     started = perf_counter()
-    target.forward_batch(pieces)[0][0, 0].item()
+    target.forward_batch(items)[0][0, 0].item()
     return perf_counter() - started

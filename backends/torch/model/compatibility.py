@@ -23,7 +23,7 @@ def require_decoder(config: Any, name: str) -> None:
         raise ModelUnavailableError(f"{name!r} is no language model that continues text: its type is {kind!r}")
 
 
-def masks_known(config: Any) -> bool:
+def has_known_masks(config: Any) -> bool:
     """Whether what each layer attends to follows from its kind and `sliding_window`, which is what our masks build.
 
     A limit under any other name (chunks, local windows inside the layers) would show in long texts only.
@@ -32,7 +32,7 @@ def masks_known(config: Any) -> bool:
     return layer_windows(text) is not None and not any(getattr(text, name, None) for name in LIMITS)
 
 
-def exact_context(config: Any) -> int | None:
+def max_exact_context(config: Any) -> int | None:
     """The longest context with the same rotary angles at every length; None where they do not change inside it.
 
     LongRoPE has two sets of angles and takes one by a forward's longest position (the dynamic kind changes only behind

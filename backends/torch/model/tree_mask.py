@@ -17,7 +17,7 @@ ALIGNED = 16  # columns: CUDA kernels copy a mask first whose rows do not begin 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TreeLayout:
     """The L tokens of one forward: `depths[i]` counts from the first of them, `sees[i, j]` includes i itself."""
 
     depths: NDArray[np.int64]
@@ -27,7 +27,7 @@ class Layout:
         return len(self.depths)
 
 
-def tree_layout(chain: int, parents: Sequence[int]) -> Layout:
+def tree_layout(chain: int, parents: Sequence[int]) -> TreeLayout:
     """`chain` consecutive tokens, then tree nodes; a parent of -1 is the chain's last token, else a node's index."""
     total = chain + len(parents)
     depths = np.arange(total, dtype=np.int64)
@@ -37,7 +37,7 @@ def tree_layout(chain: int, parents: Sequence[int]) -> Layout:
         depths[row] = depths[above] + 1
         sees[row] = sees[above]
         sees[row, row] = True
-    return Layout(depths, sees)
+    return TreeLayout(depths, sees)
 
 
 def first_visible(past: int, window: int | None) -> int:
@@ -46,7 +46,7 @@ def first_visible(past: int, window: int | None) -> int:
 
 
 def attention_mask(
-    layout: Layout,
+    layout: TreeLayout,
     past: int,
     *,
     window: int | None,

@@ -23,7 +23,7 @@ from agentspec.errors import EngineError, InvalidRequestError
 KEPT = 64  # compiled grammars: agents send the same schema again and again
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for one model. Thread-safe. The tokenizer's tables are built on first use (about a second)."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) -> None:
@@ -42,7 +42,7 @@ class Grammars:
                 self._tables = self._built()
             return self._tables
 
-    def compile(self, source: str, *, param: str) -> Grammar:
+    def compile(self, source: str, *, param: str) -> CompiledGrammar:
         """`source` in llguidance's notation. Raises `InvalidRequestError`, naming `param`, for one that is wrong."""
         try:
             return self._compile(source)
@@ -55,11 +55,11 @@ class Grammars:
         special = token is not None and self.tables.is_special_token(token)
         return f"<[{token}]>" if special else lark_string(text)
 
-    def _compiled(self, source: str) -> Grammar:
+    def _compiled(self, source: str) -> CompiledGrammar:
         matcher = llguidance.LLMatcher(self.tables, source, log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error().partition("\n<state>")[0][:2000])
-        return Grammar(self, matcher)
+        return CompiledGrammar(self, matcher)
 
     def _built(self) -> llguidance.LLTokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -73,24 +73,24 @@ class Grammars:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grammar:
+class CompiledGrammar:
     """A compiled grammar, shared by the answers that follow it."""
 
-    owner: Grammars
+    owner: GrammarCompiler
     _matcher: llguidance.LLMatcher
 
-    def start(self) -> Constraint:
+    def start(self) -> GrammarMatcher:
         """The state of an answer that has no token yet."""
-        return Constraint(self.owner, self._matcher.deep_copy())
+        return GrammarMatcher(self.owner, self._matcher.deep_copy())
 
 
-class Constraint:
-    """What may follow the answer so far. Not thread-safe.
+class GrammarMatcher:
+    """The grammar's state behind the answer so far. Not thread-safe.
 
     An end token may come once the grammar is satisfied, and must come when nothing else can.
     """
 
-    def __init__(self, owner: Grammars, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, owner: GrammarCompiler, matcher: llguidance.LLMatcher) -> None:
         self._owner = owner
         self._matcher = matcher
         self._bits = np.zeros((max(owner.vocab_size, owner.tables.vocab_size) + 31) // 32, dtype=np.int32)

@@ -12,7 +12,7 @@ _NAMED = ("properties", "$defs", "definitions")
 _PLAIN = ("enum", "const", "default", "examples")
 
 
-def guided(schema: Mapping[str, Any]) -> dict[str, Any]:
+def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema`, in which objects that list their properties have no others unless it speaks of others.
 
     A model that may add what it likes rarely comes to an end. Schemas that are put together of parts, each of which

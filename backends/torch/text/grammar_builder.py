@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 
 from agentspec.backends.torch.sampling.grammar import lark_string
-from agentspec.backends.torch.sampling.json_schema import guided
+from agentspec.backends.torch.sampling.json_schema import closed_schema
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation
 from agentspec.backends.torch.text.tool_parser import ToolFormat
 from agentspec.errors import InvalidRequestError
@@ -83,10 +83,10 @@ def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
 def _form(form: StructuredOutputs) -> dict[str, Any]:
     """One grammar in llguidance's list of them. Raises `InvalidRequestError`."""
     if form.json_object:
-        return {"json_schema": guided({"type": "object"})}
+        return {"json_schema": closed_schema({"type": "object"})}
     if form.json is not None:
         schema = form.json if isinstance(form.json, Mapping) else ({} if form.json else {"not": {}})
-        return {"json_schema": guided(schema)}
+        return {"json_schema": closed_schema(schema)}
     if form.regex is not None:
         return {"lark_grammar": f"start: /{_slashed(form.regex)}/"}
     if form.choice is not None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from agentspec.backends.torch.loader import hashes, read_tokenizer
 from agentspec.backends.torch.model.lora import with_adapter
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError, ModelUnavailableError
 from agentspec.types import Message, Namespace
 
@@ -19,7 +19,7 @@ from agentspec.types import Message, Namespace
 class ModelText:
     """Tokenizer, chat template and the ids that end an answer, with the hashes that a namespace is made of."""
 
-    codec: Codec
+    codec: TokenizerAdapter
     fingerprint: str
     tokenizer_hash: str
     template_hash: str
@@ -35,7 +35,7 @@ class ModelText:
         tokenizer_hash, template_hash = hashes(tokenizer)
         ends = ids_of_end(_generation_config(files.folder), tokenizer)
         fingerprint = with_adapter(files.fingerprint, adapter)
-        return cls(Codec(tokenizer), fingerprint, tokenizer_hash, template_hash, ends)
+        return cls(TokenizerAdapter(tokenizer), fingerprint, tokenizer_hash, template_hash, ends)
 
     def namespace(self, tenant: str) -> Namespace:
         """Where the engine keeps this model's tokens for a tenant."""

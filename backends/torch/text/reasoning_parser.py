@@ -20,7 +20,7 @@ def expectation(prompt: str, *, thinks: bool) -> Expectation:
 
 
 @dataclass(slots=True)
-class ReasoningSplitter:
+class ReasoningParser:
     """Splits thoughts from the answer. Joined, the parts do not depend on how the text was cut.
 
     Thoughts begin with the answer, or with a `<think>` that nothing but blanks precedes, and end with `</think>`.

@@ -14,7 +14,7 @@ from agentspec.text.detokenizer import Decode
 from agentspec.types import GenerateRequest, Message
 
 
-class Codec:
+class TokenizerAdapter:
     """A tokenizer's two directions, with special tokens skipped when decoding. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.torch.engine import sequence, speculator, step
+from agentspec.backends.torch.engine import scheduler, sequence, speculator, step
 from agentspec.backends.torch.model import attention, batch, kv_cache, target, tree_mask
 from agentspec.backends.torch.sampling import acceptance, constraints, grammar, sampler
 from agentspec.errors import EngineError
@@ -72,21 +72,26 @@ MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         acceptance,
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if t == token), None)",
-        (sequence, "walk"),
+        (sequence, "accept_path"),
     ),
     "first child always": (
         acceptance,
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if p == node), None)",
-        (sequence, "walk"),
+        (sequence, "accept_path"),
     ),
     "goes on past the end": (
         acceptance,
         "if emit(token, node + 1):",
         "if emit(token, node + 1) and False:",
-        (sequence, "walk"),
+        (sequence, "accept_path"),
     ),
-    "row of the parent": (acceptance, "token = choose(node + 1)", "token = choose(max(node, 0))", (sequence, "walk")),
+    "row of the parent": (
+        acceptance,
+        "token = choose(node + 1)",
+        "token = choose(max(node, 0))",
+        (sequence, "accept_path"),
+    ),
     "illegal ids pass": (speculator, "0 <= token < vocab_size", "True", (speculator, "usable")),
 }
 
@@ -107,9 +112,9 @@ BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
     "two tokens without a mask": (batch, "len(layout) == 1", "len(layout) <= 2", (batch, "_view")),
     "logits of the row before": (
         batch,
-        "np.arange(end - piece.outputs, end)",
-        "np.arange(end - piece.outputs, end) - 1",
-        (target, "wanted_rows"),
+        "np.arange(end - item.outputs, end)",
+        "np.arange(end - item.outputs, end) - 1",
+        (target, "logit_rows"),
     ),
     "all rows in the first sequence": (
         batch,
@@ -130,18 +135,23 @@ BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         (attention.Ragged, "attend"),
     ),
     "rows lost in growing": (kv_cache, "room[:, :, :length] = rows[:, :, :length]", "pass", (kv_cache, "_room")),
-    "a prompt's chunk draws": (step, "draws=read == sequence.unread", "draws=True", (step, "schedule")),
+    "a prompt's chunk draws": (
+        scheduler,
+        "draws=tokens == uncomputed",
+        "draws=True",
+        (scheduler.Schedule, "of"),
+    ),
     "logits of another sequence": (
         step,
-        "for turn, logits in zip(turns, outputs, strict=True)",
-        "for turn, logits in zip(turns, outputs[::-1], strict=True)",
+        "for each, logits in zip(scheduled, outputs, strict=True)",
+        "for each, logits in zip(scheduled, outputs[::-1], strict=True)",
         (step, "run_together"),
     ),
     "rows of a chunk kept twice": (
         sequence,
-        "self.rows.commit(count, ())",
-        "self.rows.commit(count + 1, ())",
-        (sequence.Generation, "read"),
+        "self.kv_cache.commit(count, ())",
+        "self.kv_cache.commit(count + 1, ())",
+        (sequence.Sequence, "commit_chunk"),
     ),
 }  # fmt: skip
 # The same for what a request's rules bar.
@@ -150,32 +160,32 @@ RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         grammar,
         "self._matcher.consume_token(token)",
         "pass",
-        (grammar.Constraint, "advance"),
+        (grammar.GrammarMatcher, "advance"),
     ),
     "mask not applied": (
         sampler,
-        "self.limits.apply(self._logits[row])[None]",
+        "self.constraints.apply(self._logits[row])[None]",
         "self._logits[row][None]",
         (sampler.Sampler, "choose"),
     ),
     "best token taken unasked": (
         sampler,
-        " and (self.limits.idle or self._foresees(self._drawn[row]))",
+        " and (self.constraints.idle or self._holds(self._drawn[row]))",
         "",
         (sampler.Sampler, "choose"),
     ),
-    "rules do not hear of tokens": (sampler, "self.limits.observe(token)", "pass", (sampler.Sampler, "observe")),
+    "rules do not hear of tokens": (sampler, "self.constraints.observe(token)", "pass", (sampler.Sampler, "observe")),
     "end allowed one token early": (
         constraints,
         "self._count < self._early",
         "self._count + 1 < self._early",
-        (constraints.Limits, "_barred"),
+        (constraints.Constraints, "_barred"),
     ),
     "history of bad words not kept": (
         constraints,
-        "self._said = [*self._said, token][-self._longest :]",
+        "self._recent = [*self._recent, token][-self._longest :]",
         "pass",
-        (constraints.Limits, "observe"),
+        (constraints.Constraints, "observe"),
     ),
     "choices share their noise": (
         sampler,
@@ -199,8 +209,13 @@ AHEAD_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
         "(len(paths) - 1 - row) * size + token",
         (sampler.Sampler, "_counts_along"),
     ),
-    "paths end at the parent": (sampler, "(*paths[parent + 1], token)", "paths[parent + 1]", (sampler, "lineages")),
-    "paths from the node before": (sampler, "paths[parent + 1]", "paths[-1]", (sampler, "lineages")),
+    "paths end at the parent": (
+        sampler,
+        "(*paths[parent + 1], token)",
+        "paths[parent + 1]",
+        (sampler, "ancestor_tokens"),
+    ),
+    "paths from the node before": (sampler, "paths[parent + 1]", "paths[-1]", (sampler, "ancestor_tokens")),
     "tokens of another answer": (sampler, "list(islice(tokens, len(pending)))", "list(tokens)", (step, "fetch")),
 }
 
@@ -341,8 +356,8 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
         shortest = replace(sampling, min_tokens=15)
         want = lab.oracle(PROMPT, shortest, max_tokens=20, allowed=allowed, choice=1)
         for script in scripts(want, tree_of)[:2]:
-            rules = constraints.Rules(words, (bad,), choice=1)
-            got = lab.run(PROMPT, shortest, script, max_tokens=20, rules=rules)
+            rules = constraints.ConstraintSpec(words, (bad,), choice=1)
+            got = lab.run(PROMPT, shortest, script, max_tokens=20, constraints=rules)
             assert got.tokens == want
         eager = replace(sampling, min_tokens=5, logit_bias={END: 100.0})
         assert len(lab.run(PROMPT, eager, scripts(want, tree_of)[0], max_tokens=20).tokens) == 6
@@ -350,7 +365,7 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
 
 @pytest.fixture(scope="module")
 def grammars(byte_tokens: Any) -> Any:
-    return grammar.Grammars(byte_tokens, 259, [END])
+    return grammar.GrammarCompiler(byte_tokens, 259, [END])
 
 
 def test_the_battery_of_rules_passes_without_a_mutation(lab: Any, tree_of: Any, grammars: Any) -> None:
@@ -366,5 +381,5 @@ def test_a_broken_rule_is_caught(lab: Any, tree_of: Any, grammars: Any, name: st
 
 
 def test_modules_are_whole_again() -> None:
-    assert importlib.import_module("agentspec.backends.torch.sampling.acceptance").walk is sequence.walk
+    assert importlib.import_module("agentspec.backends.torch.sampling.acceptance").accept_path is sequence.accept_path
     assert np.array_equal(target.tree_layout(1, [-1, -1]).sees, [[1, 0, 0], [1, 1, 0], [1, 0, 1]])

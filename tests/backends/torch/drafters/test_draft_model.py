@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from agentspec.backends.torch.drafters.draft_model import BEHIND, CHUNK, ModelDrafter
-from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
+from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.types import SamplingParams, Source
 
-GREEDY = CoupledSampler(SamplingParams(temperature=0), 0)
+GREEDY = SharedNoiseSampler(SamplingParams(temperature=0), 0)
 PROMPT = [72, 101, 108, 108, 111]
 
 
@@ -30,7 +30,7 @@ def trunk(draft: Any) -> list[int]:
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=3)])
 def test_the_trunk_is_what_the_model_alone_would_say(lab: Any, sampling: SamplingParams) -> None:
-    drafter = ModelDrafter(lab.target, CoupledSampler(sampling, 3), never)
+    drafter = ModelDrafter(lab.target, SharedNoiseSampler(sampling, 3), never)
     draft = drafter.propose(PROMPT, 12)
     said = trunk(draft)
     assert len(said) >= 2 and said == lab.oracle(PROMPT, sampling, max_tokens=len(said), stop_ids=())

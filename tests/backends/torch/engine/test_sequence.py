@@ -126,7 +126,7 @@ def test_a_long_prompt_is_read_in_chunks_and_its_last_one_carries_a_draft(lab: A
 
 def test_an_answer_without_a_seed_can_be_had_again(lab: Any) -> None:
     free = lab.run(PROMPT, SamplingParams(temperature=1.5))
-    again = SamplingParams(temperature=1.5, seed=free.generation.seed)
+    again = SamplingParams(temperature=1.5, seed=free.sequence.seed)
     assert lab.run(PROMPT, again).tokens == free.tokens == lab.oracle(PROMPT, again)
 
 

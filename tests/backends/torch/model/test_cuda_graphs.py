@@ -18,7 +18,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import load, prepare
 from agentspec.backends.torch.model import cuda_graphs
-from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.cuda_graphs import Graphs, NotRecordable, record_graphs
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.cache import SuffixCache
@@ -86,7 +86,7 @@ def recorded(request: pytest.FixtureRequest, lab_of: Any) -> tuple[TargetModel, 
 
 
 def rows_of(target: TargetModel, tokens: Sequence[int]) -> Any:
-    rows = target.new_rows(1)
+    rows = target.new_cache(1)
     if tokens:
         target.prefill(rows, tokens)
     return rows
@@ -106,8 +106,8 @@ def test_replayed_logits_are_launched_ones(recorded: tuple[TargetModel, TargetMo
     outputs = []
     for target in recorded:
         rows = [rows_of(target, before) for before, *_ in parts]
-        pieces = [Piece(r, c, t, p, wanted=w) for r, (_, c, t, p), w in zip(rows, parts, wanted, strict=True)]
-        outputs.append(target.forward_batch(pieces))
+        items = [BatchItem(r, c, t, p, needs_logits=w) for r, (_, c, t, p), w in zip(rows, parts, wanted, strict=True)]
+        outputs.append(target.forward_batch(items))
     for launched, replayed in zip(*outputs, strict=True):
         assert launched.shape == replayed.shape and replayed.dtype == torch.float32
         assert launched.numel() == 0 or (launched - replayed).abs().max() < TOLERANCE
@@ -116,7 +116,7 @@ def test_replayed_logits_are_launched_ones(recorded: tuple[TargetModel, TargetMo
 def test_rows_after_a_replay_are_those_of_a_launch(recorded: tuple[TargetModel, TargetModel]) -> None:
     _, target = recorded
     assert target.graphs is not None
-    before, rows = target.graphs.replays, target.new_rows(1)
+    before, rows = target.graphs.replays, target.new_cache(1)
     target.forward(rows, [1, 2, 3], [9, 4, 5, 8, 6], [-1, -1, 1, 0, 2])
     rows.commit(3, [1, 2, 4])
     first = target.forward(rows, [7])
@@ -132,9 +132,9 @@ def test_what_is_larger_than_any_recording_is_launched(recorded: tuple[TargetMod
     launched, target = recorded
     assert target.graphs is not None
     before = target.graphs.replays
-    logits = target.forward(target.new_rows(1), range(31))
+    logits = target.forward(target.new_cache(1), range(31))
     assert target.graphs.replays == before
-    assert (logits - launched.forward(launched.new_rows(1), range(31))).abs().max() < TOLERANCE
+    assert (logits - launched.forward(launched.new_cache(1), range(31))).abs().max() < TOLERANCE
 
 
 def battery(lab: Any, ask_of: Any, tree_of: Any) -> None:
@@ -173,21 +173,25 @@ MUTATIONS: dict[str, tuple[str, str, tuple[Any, str]]] = {
     "positions as they were recorded": (
         "padded[:, :tokens] = ids, cache.positions",
         "padded[0, :tokens] = ids",
-        (cuda_graphs.Recording, "replay"),
+        (cuda_graphs.CapturedForward, "replay"),
     ),
     "tokens as they were recorded": (
         "padded[:, :tokens] = ids, cache.positions",
         "padded[1, :tokens] = cache.positions",
-        (cuda_graphs.Recording, "replay"),
+        (cuda_graphs.CapturedForward, "replay"),
     ),
-    "attention of the recording": ("self.result[:, :tokens] =", "_ =", (cuda_graphs.Gap, "fill")),
-    "the padding attends": ("gap.fill(cache, tokens)", "gap.fill(cache, self.size)", (cuda_graphs.Recording, "replay")),
-    "the last segment left out": ("self._segments[-1].replay()", "pass", (cuda_graphs.Recording, "replay")),
+    "attention of the recording": ("self.result[:, :tokens] =", "_ =", (cuda_graphs.AttentionBreak, "fill")),
+    "the padding attends": (
+        "gap.fill(cache, tokens)",
+        "gap.fill(cache, self.size)",
+        (cuda_graphs.CapturedForward, "replay"),
+    ),
+    "the last segment left out": ("self._segments[-1].replay()", "pass", (cuda_graphs.CapturedForward, "replay")),
     "a size too small": ("bisect_left(self.sizes, len(ids))", "0", (cuda_graphs.Graphs, "replay")),
     "one layer's rows for all": (
         "self.value[:, :, :tokens], self.layer)",
         "self.value[:, :, :tokens], 0)",
-        (cuda_graphs.Gap, "fill"),
+        (cuda_graphs.AttentionBreak, "fill"),
     ),
 }
 
@@ -238,7 +242,7 @@ def test_a_model_that_cannot_be_recorded_is_launched(
     with caplog.at_level(logging.WARNING):
         assert not record_graphs(target, TapeRecorder(), SIZES)
     assert target.graphs is None and said in caplog.text
-    assert target.forward(target.new_rows(1), [1, 2]).isfinite().all()
+    assert target.forward(target.new_cache(1), [1, 2]).isfinite().all()
     assert not recording()
 
 
@@ -309,5 +313,5 @@ def test_cuda_graphs_compute_the_same(tiny_model: Any, byte_tokens: Any, dtype: 
     target = prepare(module, byte_tokens, name="tiny", fingerprint="f").target
     assert record_graphs(target) and isinstance(target.graphs, Graphs)
     for size in (1, 3, 40, 128):
-        assert target.forward(target.new_rows(1), [1] * size).isfinite().all()
+        assert target.forward(target.new_cache(1), [1] * size).isfinite().all()
     assert target.graphs.replays >= 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentspec.backends.torch.text.model_text import ModelText, ids_of_end
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError, ModelUnavailableError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
@@ -68,7 +68,7 @@ def test_a_template_that_rewrites_the_past_is_not_read_off() -> None:
         def encode(self, text: str, **_: Any) -> list[int]:
             return [ord(c) for c in text]
 
-    text = ModelText(Codec(Tokenizer()), "", "", "", frozenset({0}))
+    text = ModelText(TokenizerAdapter(Tokenizer()), "", "", "", frozenset({0}))
     prompt, answer = text.encode([{"role": "user", "content": "q"}], {"role": "assistant", "content": "a"})
     assert ("".join(map(chr, prompt)), answer) == ("<open>q", [ord("a"), 0])
 
