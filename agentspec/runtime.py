@@ -20,7 +20,7 @@ from agentspec.errors import (
     NotReadyError,
     ShuttingDownError,
 )
-from agentspec.protocol.chat_fields import with_extra
+from agentspec.protocol.requests import with_extra
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.types import Delta, GenerateRequest

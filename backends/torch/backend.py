@@ -33,6 +33,7 @@ from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, OverloadedError
+from agentspec.telemetry.samples import EngineSample
 from agentspec.types import Delta, GenerateRequest, Message, Source
 
 if TYPE_CHECKING:
@@ -241,6 +242,20 @@ class TorchBackend:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self._tokenizer.decode, token_ids)
+
+    async def metrics(self, name: str) -> EngineSample:
+        """What the gateway's metrics show of `stats`."""
+        stats = await asyncio.to_thread(self.stats)
+        return EngineSample(
+            name,
+            queued=stats.queued,
+            active=stats.active,
+            drafted=stats.drafted_by_source,
+            accepted=stats.accepted_by_source,
+            forwards=stats.batch_sizes,
+            preempted=stats.preempted,
+            rows=stats.kv_rows,
+        )
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine has done so far."""

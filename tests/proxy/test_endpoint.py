@@ -242,7 +242,7 @@ def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) 
             ask(client)
         assert caught.value.response.headers["retry-after"] == "1"
         stream.close()
-        until(lambda: backend.active == 0 and running.door.gate.inside == 0, 1.0)
+        until(lambda: backend.active == 0 and running.app.limiter.running == 0, 1.0)
         assert len(backend.cancelled) == 1
         assert ask(client).choices[0].message.content == "a b c"
     counted = {"route": "/v1/chat/completions"}

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentspec.errors import OverloadedError, RequestTimeoutError, ShuttingDownError
-from agentspec.proxy.concurrency_limiter import Gate
-from agentspec.proxy.deadlines import Deadline, until_disconnect
+from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
 
 pytestmark = pytest.mark.anyio
 
@@ -62,13 +61,13 @@ async def test_an_undisturbed_block_leaves_no_task() -> None:
     assert not client.cancelled_caught and len(asyncio.all_tasks()) == before
 
 
-def test_the_gate() -> None:
-    gate = Gate(2)
-    with gate.enter(), gate.enter():
-        with pytest.raises(OverloadedError), gate.enter():
+def test_the_concurrency_limit() -> None:
+    limiter = ConcurrencyLimiter(2)
+    with limiter.enter(), limiter.enter():
+        with pytest.raises(OverloadedError), limiter.enter():
             pass
-        assert gate.inside == 2
-        gate.close()
-        with pytest.raises(ShuttingDownError), gate.enter():
+        assert limiter.running == 2
+        limiter.close()
+        with pytest.raises(ShuttingDownError), limiter.enter():
             pass
-    assert gate.inside == 0
+    assert limiter.running == 0

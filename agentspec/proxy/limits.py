@@ -1,18 +1,43 @@
-"""Time limits and clients that go away."""
+"""Limits of a request: how many may run at once, how long each may take, and for whom: clients may go away."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar, cast
 
 import anyio
 from starlette.types import Receive
 
-from agentspec.errors import RequestTimeoutError
+from agentspec.errors import OverloadedError, RequestTimeoutError, ShuttingDownError
 
 T = TypeVar("T")
+
+
+class ConcurrencyLimiter:
+    """Bounds the requests being answered. `close` lets those running finish and turns new ones away."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.running = 0
+        self.closed = False
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Count as one running request. Raises `ShuttingDownError` or `OverloadedError` at once instead of waiting."""
+        if self.closed:
+            raise ShuttingDownError("the server is shutting down; send the request elsewhere or later")
+        if self.running >= self._limit:
+            raise OverloadedError(f"{self._limit} requests are being answered already (server.max_concurrent)")
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Deadline:

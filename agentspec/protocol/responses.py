@@ -1,4 +1,4 @@
-"""What both routes' answers share: usage, speculation, bytes."""
+"""What the answers of both routes share: choices put together from deltas, and what every chunk repeats."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentspec.types import Delta, Prompt, Speculation, TokenLogprob, Usage
+from agentspec.protocol.requests import AnswerFormat
+from agentspec.protocol.usage import speculation_object, usage_object
+from agentspec.types import Delta, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
-DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON knows no infinity
 
 
 @dataclass(slots=True)
-class Said:
-    """Everything one choice has said so far."""
+class Choice:
+    """One choice of an answer as far as it has come."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -39,23 +40,23 @@ class Said:
 
 
 @dataclass(slots=True)
-class Gathered:
-    """An answer as far as it has come: its choices, and what they share."""
+class Accumulator:
+    """Puts a whole answer together from its deltas: its choices, and what they share."""
 
-    choices: dict[int, Said] = field(default_factory=dict)
+    choices: dict[int, Choice] = field(default_factory=dict)
     prompt: Prompt | None = None
     usage: Usage = field(default_factory=Usage)
     speculation: Speculation | None = None
 
     def add(self, delta: Delta) -> None:
-        self.choices.setdefault(delta.index, Said()).add(delta)
+        self.choices.setdefault(delta.index, Choice()).add(delta)
         self.prompt = delta.prompt or self.prompt
         self.usage = delta.usage or self.usage
         self.speculation = delta.speculation or self.speculation
 
-    def all(self) -> list[tuple[int, Said]]:
-        """The choices in order; an answer without any delta has one that says nothing."""
-        return sorted(self.choices.items()) or [(0, Said())]
+    def all(self) -> list[tuple[int, Choice]]:
+        """The choices in order; an answer without any delta has an empty one."""
+        return sorted(self.choices.items()) or [(0, Choice())]
 
 
 def _with_calls(calls: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -73,72 +74,55 @@ def _with_calls(calls: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> li
     return calls
 
 
-class Writer(Protocol):
-    """Says one answer in the words of its route."""
+class ResponseWriter(Protocol):
+    """Writes one answer in the form of its route."""
 
-    def body(self, answer: Gathered) -> dict[str, Any]:
+    def body(self, answer: Accumulator) -> dict[str, Any]:
         """The whole answer."""
         ...
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """The chunks that one delta becomes: none if it says nothing, two if it is the last and usage is wanted."""
+        """The chunks that one delta becomes: none if it is empty, two if it is the last and usage is wanted."""
         ...
 
 
 @dataclass(slots=True)
-class Envelope:
+class ChunkBuilder:
     """What every chunk of an answer repeats, and the switches for what its end carries."""
 
     kind: str
-    model: str
     prefix: str
-    include_usage: bool = False
+    request: GenerateRequest
+    format: AnswerFormat
     include_speculation: bool = True
-    choices: int = 1
-    _ended: int = field(default=0, init=False)
     id: str = field(init=False)
-    created: int = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()), init=False)
+    _ended: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
 
     def wrap(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": self.kind, "created": self.created, "model": self.request.model}
         return {**head, "choices": choices, **more}
 
     def chunk(self, choice: dict[str, Any], delta: Delta, **more: Any) -> Iterator[dict[str, Any]]:
         """The chunk of `choice`; after the last end of all the usage on a chunk of its own, if it was asked for."""
         self._ended += delta.finish_reason is not None
-        ends = delta.finish_reason is not None and self._ended == self.choices
-        null_usage = {"usage": None} if self.include_usage else {}
+        ends = delta.finish_reason is not None and self._ended == self.request.sampling.n
+        null_usage = {"usage": None} if self.format.usage else {}
         at_end = self._speculation(delta.speculation)
-        yield self.wrap([choice], **more, **null_usage, **(at_end if ends and not self.include_usage else {}))
-        if ends and self.include_usage:
+        yield self.wrap([choice], **more, **null_usage, **(at_end if ends and not self.format.usage else {}))
+        if ends and self.format.usage:
             yield self.wrap([], usage=usage_object(delta.usage or Usage()), **at_end)
 
-    def whole(self, choices: list[dict[str, Any]], answer: Gathered) -> dict[str, Any]:
+    def whole(self, choices: list[dict[str, Any]], answer: Accumulator) -> dict[str, Any]:
         return self.wrap(choices, usage=usage_object(answer.usage), **self._speculation(answer.speculation))
 
     def _speculation(self, speculation: Speculation | None) -> dict[str, Any]:
         if speculation is None or not self.include_speculation:
             return {}
-        rounded = round(speculation.estimated_seconds_saved, 6)
-        return {"speculation": asdict(speculation) | {"estimated_seconds_saved": rounded}}
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's `usage`. The prediction counts are there only if the request carried a prediction."""
-    accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
-    counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-    details = {} if accepted is None else {"completion_tokens_details": counts}
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        **details,
-    }
+        return {"speculation": speculation_object(speculation)}
 
 
 def prompt_logprobs(prompt: Prompt) -> list[dict[str, Any] | None] | None:
@@ -150,10 +134,6 @@ def prompt_logprobs(prompt: Prompt) -> list[dict[str, Any] | None] | None:
 
 def _ranked(token: TokenLogprob) -> dict[str, Any]:
     return {"logprob": clamped(token.logprob), "rank": token.rank, "decoded_token": token.text}
-
-
-def event(value: dict[str, Any]) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"
 
 
 def encode(value: Any) -> bytes:

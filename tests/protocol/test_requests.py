@@ -7,22 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import InvalidRequestError
-from agentspec.proxy.auth import Caller
-from agentspec.proxy.chat import ChatWriter, parse
-from agentspec.proxy.responses import Gathered, encode
-from agentspec.types import (
-    Delta,
-    GenerateRequest,
-    Labels,
-    Prompt,
-    SamplingParams,
-    Speculation,
-    StructuredOutputs,
-    TokenLogprob,
-    Usage,
-)
+from agentspec.protocol.requests import AnswerFormat, parse_chat, parse_completion
+from agentspec.protocol.responses import encode
+from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
-CALLER = Caller("t", Labels(step="s"), speculation=False, store=True)
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 JSON = st.recursive(
@@ -33,19 +21,15 @@ JSON = st.recursive(
 
 
 def ask(**fields: Any) -> GenerateRequest:
-    return parse({**BODY, **fields}, CALLER, max_messages=10)[0]
+    return parse_chat({**BODY, **fields}, max_messages=10)[0]
 
 
 def test_the_smallest_request() -> None:
-    request, stream, include_usage = parse(BODY, CALLER, max_messages=10)
-    assert request == GenerateRequest(
-        model="m", messages=BODY["messages"], tenant="t", labels=Labels(step="s"), speculation=False
-    )
-    assert (stream, include_usage) == (False, False)
+    assert parse_chat(BODY, max_messages=10) == (GenerateRequest("m", messages=BODY["messages"]), AnswerFormat())
 
 
 def test_every_field_that_is_acted_on() -> None:
-    request, stream, include_usage = parse(
+    request, form = parse_chat(
         {
             **BODY,
             "messages": [
@@ -72,10 +56,9 @@ def test_every_field_that_is_acted_on() -> None:
             "stream": True,
             "stream_options": {"include_usage": True},
         },
-        CALLER,
         max_messages=10,
     )
-    assert stream and include_usage
+    assert form == AnswerFormat(stream=True, usage=True)
     assert request.messages == [{"role": "system", "content": "ab"}, {"role": "assistant", "content": "c"}]
     assert request.continue_final and request.prediction == "p"
     assert request.sampling == SamplingParams(
@@ -327,121 +310,6 @@ def test_any_body_is_a_request_or_refused(fields: dict[str, Any]) -> None:
         encode(error.body())
 
 
-DELTAS = [
-    Delta(),
-    Delta(text="a", logprobs=(TokenLogprob(1, "a", -0.5, (TokenLogprob(2, "é", float("-inf")),)),)),
-    Delta(text="b"),
-    Delta(token_ids=(3,)),
-    Delta(text="c", finish_reason="length", usage=Usage(2, 3, 1, 4, 0), speculation=Speculation(5, 2, 1, 0.25)),
-]
-
-
-def chunks(**switches: bool) -> list[dict[str, Any]]:
-    defaults = {"include_usage": False, "include_speculation": True, "logprobs": True}
-    writer = ChatWriter("m", **{**defaults, **switches})
-    return [chunk for delta in DELTAS for chunk in writer.chunks(delta)]
-
-
-def test_chunks_share_their_head_and_begin_with_the_role() -> None:
-    written = chunks()
-    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in written}) == 1
-    assert written[0]["object"] == "chat.completion.chunk" and written[0]["id"].startswith("chatcmpl-")
-    deltas = [chunk["choices"][0]["delta"] for chunk in written]
-    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[1:] == [{"content": c} for c in "abc"]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in written] == [None, None, None, "length"]
-    assert all("usage" not in chunk for chunk in written) and written[-1]["speculation"]["drafted"] == 5
-
-
-def test_usage_comes_on_a_chunk_of_its_own() -> None:
-    written = chunks(include_usage=True)
-    assert [chunk["usage"] for chunk in written[:-1]] == [None] * 4
-    assert written[-1]["choices"] == [] and "speculation" not in written[-2]
-    assert written[-1]["usage"] == {
-        "prompt_tokens": 2,
-        "completion_tokens": 3,
-        "total_tokens": 5,
-        "prompt_tokens_details": {"cached_tokens": 1},
-        "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 0},
-    }
-    assert written[-1]["speculation"] == {"drafted": 5, "accepted": 2, "steps": 1, "estimated_seconds_saved": 0.25}
-
-
-def test_the_speculation_object_can_be_switched_off() -> None:
-    assert not any("speculation" in chunk for chunk in chunks(include_speculation=False, include_usage=True))
-
-
-def test_the_whole_answer_is_the_sum_of_its_chunks() -> None:
-    answer = Gathered()
-    for delta in DELTAS:
-        answer.add(delta)
-    body = ChatWriter("m", False, True, True).body(answer)
-    [choice] = body["choices"]
-    assert body["object"] == "chat.completion" and choice["finish_reason"] == "length"
-    assert choice["message"] == {"role": "assistant", "content": "abc", "refusal": None}
-    assert choice["logprobs"]["content"] == [
-        {
-            "token": "a",
-            "logprob": -0.5,
-            "bytes": [97],
-            "top_logprobs": [{"token": "é", "logprob": -9999.0, "bytes": [195, 169]}],
-        }
-    ]
-    encode(body)
-
-
-def call(index: int, **more: Any) -> dict[str, Any]:
-    return {"index": index, **more}
-
-
-SEVERAL = [
-    Delta(
-        text="a",
-        token_ids=(5,),
-        prompt=Prompt("p", (1, 2), (TokenLogprob(2, "p", -1.0, (TokenLogprob(3, "q", -0.5, (), 1),), 2),)),
-    ),
-    Delta(index=1, extra={"reasoning": "h", "reasoning_content": "h"}),
-    Delta(index=1, extra={"reasoning": "m", "reasoning_content": "m"}),
-    Delta(index=1, extra={"tool_calls": [call(0, id="c", type="function", function={"name": "f", "arguments": "{"})]}),
-    Delta(text="b", token_ids=(6,), finish_reason="stop"),
-    Delta(index=1, extra={"tool_calls": [call(0, function={"arguments": "}"})]}),
-    Delta(index=1, finish_reason="tool_calls", usage=Usage(2, 7)),
-]
-
-
-def test_several_choices_end_one_by_one_and_are_counted_at_the_last_end() -> None:
-    writer = ChatWriter("m", True, True, False, token_ids=True, choices=2)
-    written = [chunk for delta in SEVERAL for chunk in writer.chunks(delta)]
-    choices = [chunk["choices"][0] for chunk in written if chunk["choices"]]
-    assert [choice["index"] for choice in choices] == [0, 1, 1, 1, 0, 1, 1]
-    assert [choice["delta"].get("role") for choice in choices] == ["assistant", "assistant", *[None] * 5]
-    assert written[0]["prompt_token_ids"] == [1, 2] and choices[0]["token_ids"] == [5]
-    assert "prompt_token_ids" not in written[1]
-    assert [chunk["usage"] is not None for chunk in written] == [*[False] * 7, True]
-
-
-def test_a_whole_answer_of_several_choices() -> None:
-    answer = Gathered()
-    for delta in SEVERAL:
-        answer.add(delta)
-    body = ChatWriter("m", False, True, False, token_ids=True, choices=2).body(answer)
-    first, second = body["choices"]
-    assert first["message"]["content"] == "ab" and first["token_ids"] == [5, 6]
-    assert second["message"]["content"] is None and second["finish_reason"] == "tool_calls"
-    assert second["message"]["reasoning"] == second["message"]["reasoning_content"] == "hm"
-    assert second["message"]["tool_calls"] == [
-        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    ]
-    assert body["prompt_token_ids"] == [1, 2]
-    assert body["prompt_logprobs"] == [
-        None,
-        {
-            "3": {"logprob": -0.5, "rank": 1, "decoded_token": "q"},
-            "2": {"logprob": -1.0, "rank": 2, "decoded_token": "p"},
-        },
-    ]
-    encode(body)
-
-
 def test_how_soon_a_request_is_to_be_served() -> None:
     assert (ask().priority, ask().latency_target_ms_per_token) == (0, None)
     request = ask(priority=3, latency_target_ms_per_token=20)
@@ -456,3 +324,68 @@ def test_no_request_pushes_ahead_or_asks_the_impossible(field: str, value: objec
     with pytest.raises(InvalidRequestError) as caught:
         ask(**{field: value})
     assert caught.value.param == field
+
+
+# Completions --------------------------------------------------------------------------------------------------------
+
+
+def complete(**fields: Any) -> GenerateRequest:
+    return parse_completion({"model": "m", "prompt": "p", **fields})[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "token_ids"),
+    [("p", "p", None), (["p"], "p", None), ([1, 2], None, (1, 2)), ([[1, 2]], None, (1, 2))],
+)
+def test_prompts(prompt: Any, text: str | None, token_ids: tuple[int, ...] | None) -> None:
+    request = complete(prompt=prompt)
+    assert (request.text, request.token_ids) == (text, token_ids)
+
+
+def test_logprobs_are_a_number_here() -> None:
+    assert not complete().sampling.logprobs
+    assert complete(logprobs=0).sampling.logprobs and complete(logprobs=0).sampling.top_logprobs == 0
+    assert complete(logprobs=5).sampling.top_logprobs == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [2**31]}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"echo": 1}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"n": 0}, "n"),
+        ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"tools": []}, "tools"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"messages": []}, "messages"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"prompt_embeds": "x"}, "prompt_embeds"),
+    ],
+)
+def test_refused_completions_name_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        complete(**fields)
+    assert caught.value.param == param
+
+
+def test_echo_wants_the_prompt_scored_as_the_answer_is() -> None:
+    assert complete(echo=True).return_prompt and complete(echo=True).sampling.prompt_logprobs is None
+    assert complete(echo=True, logprobs=2).sampling.prompt_logprobs == 2
+    assert complete(return_token_ids=True).return_prompt
+    assert complete(n=2, best_of=2, guided_choice=["a"]).sampling.n == 2
+
+
+def test_harmless_values_are_accepted() -> None:
+    assert complete(echo=False, suffix="", best_of=1, n=1, user="u") == complete()
