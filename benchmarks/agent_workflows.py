@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from agentspec.benchmarks.prompt_sets import load_codes
+from agentspec.recordings.prompt_sets import load_codes
 from agentspec.types import Message
 
 MEASURED, MOST_OTHERS = 7, 22  # sessions that the shipped code is enough for, none of it used twice

@@ -23,7 +23,7 @@ from agentspec.benchmarks.best_of_n_drafters import (
     SuffixContender,
     learn_shape,
 )
-from agentspec.benchmarks.reasoning_curve import read_problems
+from agentspec.calibration.measure import read_problems
 from agentspec.errors import InvalidRequestError
 
 BUDGETS = (8, 16, 32)

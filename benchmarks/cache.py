@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentspec.benchmarks import peer
 from agentspec.benchmarks.cache_costs import Costs
-from agentspec.cache import SuffixCache
-from agentspec.recordings.replay import OpenRequest, Replay, geometric_mean, replay
+from agentspec.recordings.replay import Replay, geometric_mean, replay_cache
 from agentspec.recordings.traces import Encode, EncodedCall, read_calls
 
 Progress = Callable[[str], None]
@@ -78,16 +76,6 @@ def run_cache(
         files.append(result)
     source = f"arctic-inference {installed}, best tree, run here" if installed else peer.MEASURED_SOURCE
     return CacheReport(files, sorted(budgets), source, costs(progress) if costs else None)
-
-
-def replay_cache(calls: Sequence[EncodedCall], budget: int) -> Replay:
-    """Replay over one cache in memory that is empty at the start, with the recorded sessions."""
-    with SuffixCache.open() as cache:
-
-        def open_request(call: EncodedCall) -> AbstractContextManager[OpenRequest]:
-            return cache.request(call.prompt, session=call.session)
-
-        return replay(calls, open_request, budget)
 
 
 def _peer(name: str, recorded: Sequence[EncodedCall], budget: int, calls: int, installed: str | None) -> float | None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.decode import PREFIX_BYTES_OFF, Run, Table
-from agentspec.benchmarks.prompt_sets import load_prompts
 from agentspec.benchmarks.stats import rotated
+from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:

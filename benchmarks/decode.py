@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.benchmarks.prompt_sets import PromptSet, load_prompts
 from agentspec.benchmarks.stats import Ratio, distinct_ngrams, paired_ratio, rotated
 from agentspec.benchmarks.transformers_peer import Peer
+from agentspec.recordings.prompt_sets import PromptSet, load_prompts
 from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
 
 if TYPE_CHECKING:

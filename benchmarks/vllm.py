@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentspec.benchmarks.prompt_sets import load_prompts
 from agentspec.benchmarks.stats import Ratio, paired_ratio, rotated
 from agentspec.benchmarks.vllm_server import CUSTOM, SUFFIX, VllmServer
+from agentspec.recordings.prompt_sets import load_prompts
 
 MAX_TOKENS = 512
 CONTROL_TOKENS = 128

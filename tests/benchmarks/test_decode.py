@@ -47,7 +47,7 @@ def test_other_drafters_are_measured_alone_and_on_request() -> None:
 def test_all_variants_answer_alike_on_the_default_model() -> None:
     """Two short prompts through every variant but the long warm-up: same tokens, fewer steps on the second pass."""
     from agentspec.benchmarks.decode import COLD, OFF, SECOND, TRANSFORMERS, Bench, second_tenant
-    from agentspec.benchmarks.prompt_sets import load_prompts
+    from agentspec.recordings.prompt_sets import load_prompts
 
     bench = Bench.load("smollm2-135m", lambda message: None)
     try:

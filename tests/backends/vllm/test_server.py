@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
-from agentspec.benchmarks.prompt_sets import load_prompts
+from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.benchmarks.vllm import ask
 from agentspec.benchmarks.vllm_server import CUSTOM, SUFFIX, VllmServer, find_environment
 from agentspec.cache.storage.sqlite import DATABASE

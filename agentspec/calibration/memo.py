@@ -1,4 +1,4 @@
-"""Calls of models made once: asked the same again, a greedy model's answer comes from memory, with the time it took."""
+"""Model calls made once: a greedy model's answer to the same request comes from memory, with the time it took."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from agentspec.types import Delta, GenerateRequest
 
 
 @dataclass(slots=True)
-class Call:
-    """What a model said up to where it was no longer listened to, and the seconds it took for that."""
+class MemoizedCall:
+    """What a model answered until the caller stopped reading, and the seconds that took."""
 
     deltas: list[Delta] = field(default_factory=list)
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
-class Memo:
-    """Calls by model and request, to the letter. `seconds` adds up the time of all calls, those from memory included.
+class CallMemo:
+    """Calls by backend and exact request. `seconds` adds up the time of all calls, those from memory included.
 
-    Only what always gets the same answer may be remembered: temperature 0, and calls one after another. A call that
-    fails or is cancelled is not.
+    For deterministic answers only: temperature 0, and calls one after another. A call that fails is not remembered.
     """
 
-    calls: dict[tuple[int, str], Call] = field(default_factory=dict)
+    calls: dict[tuple[int, str], MemoizedCall] = field(default_factory=dict)
     seconds: float = 0.0
     made: int = 0
     remembered: int = 0
 
     def writers(self, writers: Mapping[str, Writer]) -> dict[str, Writer]:
-        """The same roles over backends that remember; one writer in two roles stays one."""
-        copies = {id(w): replace(w, backend=Remembering(w.backend, self)) for w in writers.values()}
+        """The same roles over memoizing backends; one writer in two roles stays one."""
+        copies = {id(w): replace(w, backend=MemoizingBackend(w.backend, self)) for w in writers.values()}
         return {role: copies[id(writer)] for role, writer in writers.items()}
 
 
-class Remembering:
-    """A backend whose calls go into a memo. The backend behind it stays its owner's to close."""
+class MemoizingBackend:
+    """A backend whose calls go into a memo. It does not own the backend behind it."""
 
-    def __init__(self, inner: Backend, memo: Memo) -> None:
+    def __init__(self, inner: Backend, memo: CallMemo) -> None:
         self._inner = inner
         self._memo = memo
 
@@ -56,7 +55,7 @@ class Remembering:
         return text_side(self._inner)
 
     async def aclose(self) -> None:
-        """The backend behind is closed by who built it."""
+        """Leaves the backend behind open: whoever built it closes it."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         key = (id(self._inner), repr(request))
@@ -71,7 +70,7 @@ class Remembering:
             yield delta
 
     async def _make(self, request: GenerateRequest, key: tuple[int, str]) -> AsyncGenerator[Delta]:
-        call, answer = Call(), self._inner.generate(request)
+        call, answer = MemoizedCall(), self._inner.generate(request)
         try:
             async with closing_items(answer):
                 while True:
@@ -90,6 +89,6 @@ class Remembering:
             self._memo.seconds += call.seconds
         self._keep(key, call)
 
-    def _keep(self, key: tuple[int, str], call: Call) -> None:
+    def _keep(self, key: tuple[int, str], call: MemoizedCall) -> None:
         self._memo.made += 1
         self._memo.calls[key] = call

@@ -20,7 +20,7 @@ def load_codes(name: Literal["edit", "edit_short", "edit_warm"]) -> list[str]:
 
 
 def _records(name: PromptSet) -> list[dict[str, str]]:
-    text = files("agentspec.benchmarks").joinpath("prompts", f"{name}.jsonl").read_text(encoding="utf-8")
+    text = files("agentspec.recordings").joinpath("prompts", f"{name}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines() if line]
 
 

@@ -16,7 +16,7 @@ LONG_LINE = 30
 
 
 def prompt_text(name: str) -> str:
-    return files("agentspec.benchmarks").joinpath("prompts", f"{name}.jsonl").read_text(encoding="utf-8")
+    return files("agentspec.recordings").joinpath("prompts", f"{name}.jsonl").read_text(encoding="utf-8")
 
 
 def records(name: str) -> list[dict[str, str]]:
