@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from agentspec.benchmarks import reasoning as bench
-from agentspec.benchmarks.reasoning_report import print_report, write_json
-from agentspec.benchmarks.reasoning_report import write_plot as write_prediction
+from agentspec.benchmarks.report import Figure, print_report, write_json
 from agentspec.errors import InvalidRequestError
 
 
@@ -47,13 +46,13 @@ def test_recorded_thinking_is_read_in_steps(tmp_path: Path) -> None:
 
 
 def test_the_report_says_what_was_missed(tmp_path: Path) -> None:
-    figures = [bench.Figure("a", 1.0, "ms", 3.0), bench.Figure("b", 1.0, "x", 1.15, at_least=True)]
+    figures = [Figure("a", 1.0, "ms", 3.0), Figure("b", 1.0, "x", 1.15, at_most=False)]
     speeds = bench.Speeds(10.0, 100.0, 0.1)
-    report = bench.Report(figures, bench.predict([10], speeds, [0.0, 1.0]))
+    report = bench.ReasoningReport(figures, bench.predict([10], speeds, [0.0, 1.0]))
     console = Console(record=True, width=100)
     print_report(report, console)
     assert not report.met and "MISSED" in (said := console.export_text()) and "1.4 to 3 times" in said
     write_json(report, tmp_path / "out.json", {"cpus": 2})
     assert json.loads((tmp_path / "out.json").read_text())["figures"][0]["name"] == "a"
-    write_prediction(report, tmp_path / "out.svg")
+    report.plot(tmp_path / "out.svg")
     assert (tmp_path / "out.svg").stat().st_size > 1000
