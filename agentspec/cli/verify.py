@@ -60,9 +60,9 @@ def verify(
 
 def _prompts(backend: TorchBackend, calls: Path | None) -> Iterator[Sequence[int]]:
     """Token ids of the prompts of recorded calls, or of built-in ones: text that repeats and text that does not."""
-    from agentspec.benchmarks.prompt_sets import load_prompts
     from agentspec.cli.cache.files import recorded_calls
     from agentspec.recordings.calls import refuse
+    from agentspec.recordings.prompt_sets import load_prompts
 
     if calls is None:
         texts = chain.from_iterable(zip_longest(load_prompts("edit_short"), load_prompts("control")))

@@ -31,7 +31,7 @@ import openai
 import pytest
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.benchmarks.prompt_sets import load_prompts
+from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.types import SamplingParams
 
 pytest.importorskip("torch")

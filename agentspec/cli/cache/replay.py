@@ -39,7 +39,7 @@ def replay(
 
     Every call is drafted step by step against what was really answered. The files are one log, in the order given.
     """
-    from agentspec.benchmarks.cache import replay_cache
+    from agentspec.recordings.replay import replay_cache
     from agentspec.recordings.savings import measure, print_savings, write_plot
 
     encode = _encoder(load(config), model, tokenizer)

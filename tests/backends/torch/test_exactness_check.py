@@ -76,7 +76,7 @@ def test_what_a_near_tie_is(apart: float, together: float, tie: bool) -> None:
 
 @pytest.mark.model
 async def test_twenty_prompts_of_the_default_model() -> None:
-    from agentspec.benchmarks.prompt_sets import load_prompts
+    from agentspec.recordings.prompt_sets import load_prompts
 
     with SuffixCache.open() as cache:
         backend = TorchBackend.load(TorchSettings(model="smollm2-135m"), cache=cache)
