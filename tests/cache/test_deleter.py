@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
@@ -121,7 +121,6 @@ def assert_ends_are_known(cache: SuffixCache, left: list[Turn]) -> None:
         assert ended == {turn.output[-1] for turn in left if turn.tenant == tenant}
 
 
-@settings(max_examples=120, deadline=None)
 @given(story=stories)
 def test_a_cache_that_forgot_is_like_one_that_never_knew(story: Story) -> None:
     with SuffixCache.open() as cache:
@@ -130,7 +129,6 @@ def test_a_cache_that_forgot_is_like_one_that_never_knew(story: Story) -> None:
         assert_equal_drafts(cache, left)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(story=stories)
 def test_so_is_one_on_disk_at_once_and_after_a_restart(location: str | Path, story: Story) -> None:
     folder = location

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache.index import Drafter, SuffixIndex, checksum
@@ -135,7 +135,6 @@ def assert_well_formed(draft: Draft, max_tokens: int, min_probability: float) ->
         assert draft.probabilities[draft.parents == parent].sum() <= 1.0001
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     session=st.lists(st.integers(0, 3), max_size=300),
     shared=st.lists(st.integers(0, 3), max_size=300),

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import ContextLengthError, EngineError, OverloadedError
@@ -361,7 +361,6 @@ def bodies(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bodies(), st.sampled_from(["chat/completions", "completions", "embeddings"]))
 def test_no_body_is_a_server_error(running: Any, body: bytes, route: str) -> None:
     client = _pooled(running.url)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
@@ -185,7 +185,6 @@ NAMES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(NAMES, VALUES, max_size=4), st.sampled_from(["ab", "é", [104], [0, 255]]))
 def test_no_sampling_option_breaks_the_engine(client: openai.OpenAI, fields: dict[str, Any], prompt: Any) -> None:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 3, **fields}

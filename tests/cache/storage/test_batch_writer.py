@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache.storage.batch_writer import BatchWriter
@@ -89,7 +89,6 @@ def test_what_passes_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     writer.close()
 
 
-@settings(max_examples=10, deadline=None)
 @given(room=st.integers(1, 8), count=st.integers(1, 20))
 def test_the_oldest_make_room_and_are_counted(room: int, count: int) -> None:
     disk = Disk()

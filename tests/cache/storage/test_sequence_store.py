@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
@@ -61,7 +61,6 @@ BREAK = {
 token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=80)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.tuples(token_lists.filter(bool), token_lists), max_size=5))
 def test_rows_round_trip(location: str | Path, rows: list[tuple[list[int], list[int]]]) -> None:
     opened(location).close()
@@ -190,7 +189,6 @@ def test_kill_after_flush_loses_nothing(location: str | Path, reports: int) -> N
 names = st.text(st.characters(exclude_categories=[]), max_size=8)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tenant=names, session=names)
 @example(tenant="a\0b", session="\ud800\x1a001a")
 def test_any_name_can_be_stored_and_forgotten(location: str | Path, tenant: str, session: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
@@ -134,7 +133,6 @@ def models(draw: st.DrawFn) -> Callable[[str], str]:
     return step
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
 @given(small=models(), base=models(), pipelined=st.booleans(), ids=st.booleans())
 def test_above_nine_is_the_base_model_alone_and_zero_the_small_one(
     small: Callable[[str], str], base: Callable[[str], str], pipelined: bool, ids: bool

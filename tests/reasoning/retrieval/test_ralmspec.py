@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -192,7 +192,6 @@ async def test_says_what_sequential_retrieval_says(knobs: RetrievalSettings) -> 
     assert wrong > 20 or knobs.stride == "os3"
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -> None:
     """Documents with one text, ties everywhere, answers in another order each time, fewer documents than asked for."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.sampling.acceptance import walk
@@ -136,7 +136,6 @@ def trees(draw: st.DrawFn, vocab: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("vocab", [3, 7, 4096])
-@settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_drawing_ahead_draws_what_is_drawn_row_by_row(vocab: int, data: st.DataObject) -> None:
     """Whatever node a walk comes to; scores are coarse, so that many are equal."""
