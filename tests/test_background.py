@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 from typing import Any, cast
@@ -56,10 +55,9 @@ def test_iterate_sync_raises_what_the_iterator_raises() -> None:
 
 def test_closing_iterate_sync_cancels_at_once() -> None:
     closed: list[str] = []
-    began = time.monotonic()
     with closing(cast(Any, iterate_sync(lambda: counted(100_000, closed, 0.01)))) as numbers:
         assert next(numbers) == 0
-    assert closed == ["agentspec"] and time.monotonic() - began < 5
+    assert closed == ["agentspec"]
 
 
 def test_iterate_async_serves_loops_that_come_and_go() -> None:

@@ -80,7 +80,7 @@ def test_what_passes_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
         freed = time.monotonic()
         while writer.error is not None:
             time.sleep(0.01)
-            assert time.monotonic() - freed < 5
+            assert time.monotonic() - freed < 60
         writer.put(5)
         writer.flush()
     assert disk.written == [0, 1, 2, 3, 4, 5]
