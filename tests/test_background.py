@@ -72,9 +72,9 @@ def test_iterate_async_serves_loops_that_come_and_go() -> None:
 
 async def test_cancelled_iterate_async_cancels_the_work() -> None:
     closed: list[str] = []
-    with anyio.move_on_after(0.1) as scope:
+    with anyio.CancelScope() as scope:
         async for _ in iterate_async(lambda: counted(100_000, closed, 0.01)):
-            pass
+            scope.cancel()
     assert scope.cancelled_caught and closed == ["agentspec"]
 
 
@@ -118,5 +118,5 @@ fake = FakeBackend(Answer(text="one two three", latency=0.05))
 answer = iterate_sync(lambda: fake.generate(GenerateRequest(model="m", text="x")))
 print(next(answer).text)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")

@@ -232,8 +232,8 @@ async def test_the_base_model_down_ends_the_answer() -> None:
 
 
 async def test_a_model_that_takes_too_long_is_given_up() -> None:
-    small = ThinkingModel(lambda thinking: Answer("slow one\n\n", first_latency=5.0))
-    backend = StrategyBackend.of(knobs(call_timeout=0.05), base=ThinkingModel(numbered("base")), small=small)
+    small = ThinkingModel(lambda thinking: Answer("slow one\n\n", first_latency=3600.0))
+    backend = StrategyBackend.of(knobs(call_timeout=1.0), base=ThinkingModel(numbered("base")), small=small)
     events = await events_of(backend)
     assert {step.author for step in kept(events)} == {"base"}
     assert next(event for event in events if isinstance(event, Failed)).reason.startswith("the small model took more")
@@ -244,18 +244,18 @@ async def test_a_slow_client_costs_no_model_its_patience() -> None:
     """The time limit of a call counts the backend's time; what is read slowly was written long ago."""
     base = ThinkingModel(lambda thinking: "one two three four Answer: 4\n\n", score=lambda step: "1")
     small = ThinkingModel(numbered("small"))
-    backend = StrategyBackend.of(knobs(call_timeout=0.1), base=base, small=small)
+    backend = StrategyBackend.of(knobs(call_timeout=1.0), base=base, small=small)
     events = []
     async for event in backend.think(Thinking(ask(), backend.settings, backend.writers)):
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(0.3)
         events.append(event)
-    assert [step.author for step in kept(events)] == ["base"] and kept(events)[0].seconds < 0.1
+    assert [step.author for step in kept(events)] == ["base"] and kept(events)[0].seconds < 1.0
     assert not [event for event in events if isinstance(event, Failed)]
 
 
 async def test_a_judge_that_takes_too_long_is_given_up() -> None:
-    base = ThinkingModel(numbered("base"), score=lambda step: Answer("9", first_latency=5.0))
-    backend = StrategyBackend.of(knobs(score_timeout=0.05), base=base, small=ThinkingModel(numbered("small")))
+    base = ThinkingModel(numbered("base"), score=lambda step: Answer("9", first_latency=3600.0))
+    backend = StrategyBackend.of(knobs(score_timeout=1.0), base=base, small=ThinkingModel(numbered("small")))
     events = await events_of(backend)
     assert {step.author for step in kept(events)} == {"base"} and base.active == 0
     assert [event.role for event in events if isinstance(event, Failed)] == ["judge"]
@@ -348,17 +348,15 @@ async def test_pipelining_drafts_while_it_scores_and_cancels_what_is_rejected() 
 
 async def test_a_client_that_goes_away_cancels_all_models() -> None:
     def slow(thinking: str) -> Script:
-        return Answer(f"step {len(thinking)}\n\n", first_latency=3.0 if thinking else 0.0)
+        return Answer(f"step {len(thinking)}\n\n", first_latency=3600.0 if thinking else 0.0)
 
-    small, base = ThinkingModel(slow), ThinkingModel(slow, score=lambda step: Answer("9", first_latency=3.0))
+    small, base = ThinkingModel(slow), ThinkingModel(slow, score=lambda step: Answer("9", first_latency=3600.0))
     answer = StrategyBackend.of(knobs(), base=base, small=small).generate(ask())
     task = asyncio.create_task(deltas_of(answer))
     while not (base.active and small.active == 1 and len(small.requests) == 2):
         await asyncio.sleep(0.005)
-    began = asyncio.get_running_loop().time()
     task.cancel()
     await asyncio.wait([task])
-    assert asyncio.get_running_loop().time() - began < 1.0
     assert small.active == base.active == 0 and len(small.cancelled) == len(base.cancelled) == 1
 
 
