@@ -1,6 +1,6 @@
 """`agentspec serve` under clients of the `openai` package: no error, no wrong token, no leak, a clean end.
 
-Short here, with a tiny model and nothing said of memory. The full length (ten minutes, 32 clients, the default model) is
+Short here, with a tiny model, and nothing said of memory. Full length (ten minutes, 32 clients, the default model) is
 
     pytest -m "long and model" -s tests/proxy/test_soak.py
 

@@ -40,7 +40,9 @@ def frequencies(logits: Any, draws: int, **params: Any) -> np.ndarray:
     return counts
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(
+    "temperature", [1.0, pytest.param(0.5, marks=pytest.mark.slow), pytest.param(2.0, marks=pytest.mark.slow)]
+)
 def test_draws_follow_the_softmax(temperature: float) -> None:
     logits, draws = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0]), 20_000
     weights = np.exp(logits / temperature)
