@@ -43,6 +43,7 @@ def test_other_drafters_are_measured_alone_and_on_request() -> None:
     assert named == {"on, ngram alone": ("ngram",), "on, small alone": ("model",)}
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_all_variants_answer_alike_on_the_default_model() -> None:
     """Two short prompts through every variant but the long warm-up: same tokens, fewer steps on the second pass."""

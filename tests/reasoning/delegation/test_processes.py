@@ -23,7 +23,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import GenerateRequest, SamplingParams, StepSpeculation
 
-pytestmark = [pytest.mark.anyio, pytest.mark.model]
+pytestmark = [pytest.mark.anyio, pytest.mark.model, pytest.mark.slow]
 pytest.importorskip("torch")
 
 COMMON: dict[str, Any] = {
