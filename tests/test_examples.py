@@ -42,7 +42,7 @@ def gateway() -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    for _ in range(200):
+    for _ in range(1200):
         if server.started and httpx.get(f"{address}/health").status_code == 200:
             break
         time.sleep(0.05)

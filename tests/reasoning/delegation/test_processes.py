@@ -49,7 +49,7 @@ def serving(model: str, log: Path) -> Iterator[OpenAISettings]:
     program = "import sys; from agentspec.cli import app; sys.argv[0] = 'agentspec'; app()"
     command = [sys.executable, "-c", program, "serve", "--model", model, "--port", "0", "--no-store"]
     with log.open("w") as stream, subprocess.Popen(command, stderr=stream) as process:
-        limit = time.monotonic() + 150
+        limit = time.monotonic() + 240
 
         def wait_for(found: Callable[[], bool]) -> None:
             while not found():
