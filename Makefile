@@ -52,7 +52,7 @@ demo: $(VENV)/.installed-all
 test: $(VENV)/.installed-test
 	$(BIN)/agentspec model fetch smollm2-135m
 	$(BIN)/agentspec model fetch minilm
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(CHOICE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(CHOICE) $(PYTEST_ARGS)
 
 # The same with another choice of tests than that of pyproject.toml.
 check-tests: CHOICE = -m "not long and not mutants" --hypothesis-profile=ci --cov
