@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import CacheRequest, SuffixCache
@@ -25,7 +25,6 @@ def same(one: Draft, other: Draft) -> bool:
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in fields)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     outputs=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=60), max_size=4),
     prompts=st.lists(st.lists(st.integers(0, 4), max_size=80), max_size=24),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
@@ -50,7 +50,6 @@ def test_a_flood_leaves_another_tenants_hit_rate_as_it_was(share: int | None) ->
         assert abs(hit_rate(cache, quiet, 40) - before) < 0.01
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 6000)), max_size=60),
 )

@@ -132,11 +132,10 @@ class SameIndex(RuleBasedStateMachine):
             assert self.native.prefix(sequence).tolist() == self.twin.prefix(sequence)
 
 
-SameIndex.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+SameIndex.TestCase.settings = settings(stateful_step_count=25)
 TestSameIndex = SameIndex.TestCase
 
 
-@settings(max_examples=30, deadline=None)
 @given(session=texts, shared=texts, output=st.lists(st.integers(0, 3), max_size=10), floor=st.floats(0, 0.3))
 def test_two_sources_draft_alike_while_learning(
     session: list[int], shared: list[int], output: list[int], floor: float
@@ -159,7 +158,6 @@ def test_two_sources_draft_alike_while_learning(
         context = [*context, token][-64:]
 
 
-@settings(max_examples=30, deadline=None)
 @given(text=st.one_of(tiny, repetitive), context=contexts)
 def test_counts_agree_for_one_text(text: list[int], context: list[int]) -> None:
     native, twin = SuffixIndex(tail=8, ratio=4), ReferenceIndex()

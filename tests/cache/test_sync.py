@@ -393,16 +393,17 @@ with SuffixCache.open(sys.argv[1]) as cache:
 """
 
 
-def test_a_kill_leaves_a_cache_that_opens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_kill_leaves_a_cache_that_opens(tmp_path: Path, kills: int) -> None:
     """Of a writer that saves segments all the time, at any moment."""
     generator = random.Random(3)
     loaded = stored = 0
-    for _ in range(10):
+    for kill in range(kills):
         with subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), str(stored)], stdout=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None and process.stdout.readline() == "open\n"
-            for _ in range(generator.randrange(3)):
+            for _ in range(kill % 3):
                 assert process.stdout.readline() == "saved\n"
             time.sleep(generator.uniform(0, 0.06))
             process.send_signal(signal.SIGKILL)

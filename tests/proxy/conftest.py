@@ -54,12 +54,12 @@ def run_gateway(backends: Mapping[str, Backend], settings: Settings | None = Non
         yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", app, uvicorn, runtime)
     finally:
         uvicorn.should_exit = True
-        thread.join(20)
+        thread.join(60)
         listening.close()
         assert not thread.is_alive()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "waited in vain"

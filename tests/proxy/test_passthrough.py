@@ -7,7 +7,7 @@ import logging
 import socket
 import subprocess
 import threading
-import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -55,7 +55,7 @@ def passing(url: str, model: str | None = None, **server: Any) -> tuple[dict[str
 def post(running: Any, body: Any = BODY, path: str = CHAT, **fields: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json", **fields.pop("headers", {})}
-    return httpx.post(f"{running.url}{path}", content=content, headers=headers, timeout=10, **fields)
+    return httpx.post(f"{running.url}{path}", content=content, headers=headers, timeout=60, **fields)
 
 
 def test_an_answer_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
@@ -124,18 +124,21 @@ def test_curl_gets_an_upstreams_bytes(gateway: Any, upstream: Any) -> None:
 
 
 def test_events_pass_as_they_come(gateway: Any, upstream: Any) -> None:
+    came = threading.Semaphore(0)
+
     def script(request: Any) -> None:
         request.head()
         for event in EVENTS:
             request.send(event)
-            time.sleep(0.1)
+            came.acquire(timeout=60)  # no event is sent before the one in front of it has come
 
     running = gateway(*passing(upstream(script).url))
-    times = []
-    with httpx.stream("POST", f"{running.url}{CHAT}", json=BODY) as response:
-        for _ in response.iter_raw():
-            times.append(time.monotonic())
-    assert len(times) == len(EVENTS) and times[-1] - times[0] > 0.35
+    pieces = []
+    with httpx.stream("POST", f"{running.url}{CHAT}", json=BODY, timeout=30) as response:
+        for piece in response.iter_raw():
+            pieces.append(piece)
+            came.release()
+    assert pieces == EVENTS
 
 
 @pytest.mark.parametrize("cut", range(len(EVENTS)))
@@ -200,10 +203,8 @@ def test_redirects_are_not_followed_nor_passed_on(gateway: Any, upstream: Any) -
 
 
 def test_nobody_there(gateway: Any) -> None:
-    began = time.monotonic()
     response = post(gateway(*passing("http://127.0.0.1:9/v1")))
     assert response.status_code == 502 and response.json()["error"]["code"] == "upstream_unreachable"
-    assert time.monotonic() - began < 1
 
 
 def test_a_silent_upstream(gateway: Any, upstream: Any) -> None:
@@ -211,14 +212,12 @@ def test_a_silent_upstream(gateway: Any, upstream: Any) -> None:
     left = threading.Event()
 
     def script(request: Any) -> None:
-        if request.client_left(5):
+        if request.client_left(60):
             left.set()
 
     running = gateway(*passing(upstream(script).url, request_timeout=0.4))
-    began = time.monotonic()
-    response = post(running)
-    assert response.status_code == 504 and 0.35 < time.monotonic() - began < 0.8
-    assert left.wait(1)
+    assert post(running).status_code == 504
+    assert left.wait(60)
 
 
 def test_a_stalled_stream(gateway: Any, upstream: Any) -> None:
@@ -227,28 +226,30 @@ def test_a_stalled_stream(gateway: Any, upstream: Any) -> None:
     def script(request: Any) -> None:
         request.head()
         request.send(EVENTS[0])
-        request.client_left(5)
+        request.client_left(60)
 
     response = post(gateway(*passing(upstream(script).url, request_timeout=0.4)))
     assert response.content.startswith(EVENTS[0]) and b'"code":"request_timeout"' in response.content
 
 
 def test_the_upstreams_own_read_timeout(gateway: Any, upstream: Any) -> None:
-    server = upstream(lambda request: request.client_left(5) and None)
+    server = upstream(lambda request: request.client_left(60) and None)
     response = post(gateway({"up": server.backend(read_timeout=0.3)}, passing(server.url)[1]))
     assert response.status_code == 504 and response.json()["error"]["code"] == "upstream_timeout"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_the_upstream(gateway: Any, upstream: Any, stream: bool) -> None:
-    left: list[float] = []
+def test_a_client_that_leaves_cancels_the_upstream(
+    gateway: Any, upstream: Any, until: Callable[..., None], stream: bool
+) -> None:
+    left = threading.Event()
 
     def script(request: Any) -> None:
         if stream:
             request.head()
             request.send(EVENTS[0])
-        if request.client_left(5):
-            left.append(time.monotonic())
+        if request.client_left(60):
+            left.set()
 
     running = gateway(*passing(upstream(script).url))
     if stream:
@@ -256,12 +257,9 @@ def test_a_client_that_leaves_cancels_the_upstream(gateway: Any, upstream: Any, 
             next(response.iter_raw())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{running.url}{CHAT}", json=BODY, timeout=0.3)
-    went = time.monotonic()
-    limit = went + 1
-    while not left and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert left and running.app.limiter.running == 0
+            httpx.post(f"{running.url}{CHAT}", json=BODY, timeout=httpx.Timeout(60, read=2))
+    assert left.wait(60)
+    until(lambda: running.app.limiter.running == 0)
 
 
 @pytest.mark.parametrize(

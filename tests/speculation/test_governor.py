@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.speculation.cost_model import CostModel
@@ -59,7 +59,6 @@ def test_a_cut_is_the_exhaustive_optimum(worth: list[float], curve: list[float])
     assert (1 + math.fsum(worth[:count])) / curve[count] == pytest.approx(exhaustive(worth, curve)[1])
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(drafts(), min_size=1, max_size=3), cost_curves(), st.data())
 def test_trees_of_a_batch_are_cut_to_the_best_goodput_of_all(
     batch: list[tuple[list[float], list[int]]], curve: list[float], data: st.DataObject
@@ -193,7 +192,6 @@ def test_acceptance_is_calibrated_for_each_workflow_step() -> None:
     assert len(governor.steps) == MOST_STEPS
 
 
-@settings(deadline=None)
 @given(drafts())
 def test_chosen_nodes_are_closed_under_parents(draft: tuple[list[float], list[int]]) -> None:
     chances, parents = draft
@@ -267,7 +265,6 @@ def test_a_machine_whose_shape_changes_is_followed() -> None:
             assert model.seconds(tokens) / model.seconds(1) == pytest.approx(curve[tokens - 1] / curve[0], rel=0.25)
 
 
-@settings(max_examples=30, deadline=None)
 @given(cost_curves(), st.integers(0, 2**32))
 def test_the_learned_curve_never_falls_and_stays_near_the_truth(curve: list[float], seed: int) -> None:
     model = learned(curve, random.Random(seed))

@@ -81,7 +81,7 @@ def test_totals() -> None:
     assert (got.calls, got.prompt_tokens, got.completion_tokens) == (2, 11, 10)
     assert (got.drafted, got.accepted, got.verify_steps) == (12, 6, 2)
     assert got.tokens_per_step == 4 and got.tokens_per_second == 10 and got.estimated_seconds_saved == 0.25
-    assert 0 < got.seconds < 0.5 and got.model_seconds == 1.0
+    assert got.seconds > 0 and got.model_seconds == 1.0
 
 
 def test_calls_outside_any_step_have_a_row() -> None:

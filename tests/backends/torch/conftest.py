@@ -6,16 +6,20 @@ written out once more in plain numpy and integers. It shares no code with the en
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
+import importlib
+import inspect
 import math
-import sys
-from collections import Counter
+import pkgutil
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AttentionInterface,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -42,6 +45,7 @@ from transformers import (
     Qwen3Config,
 )
 
+import agentspec.backends.torch
 from agentspec.backends.torch.drafters import DrafterFactory, make_draft
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.scheduler import Schedule
@@ -49,7 +53,6 @@ from agentspec.backends.torch.engine.sequence import EngineContext, EngineReques
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.engine.step import run_step
 from agentspec.backends.torch.loader import LoadedModel, prepare
-from agentspec.backends.torch.model.attention import ATTENTION_NAME, packed_attention
 from agentspec.backends.torch.model.kv_cache import KVCache
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -103,6 +106,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         bos_token_id=None, eos_token_id=EOS,
     ),
 }  # fmt: skip
+
+# These meet every test of families; the others, which are slow together, fewer.
+MAIN_FAMILIES = ("gemma3", "gpt2", "llama")
+OTHER_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(CONFIGS) if name not in MAIN_FAMILIES]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
@@ -251,6 +258,7 @@ class Lab:
         self.codec = TokenizerAdapter(self.loaded.tokenizer)
         self.divergences: list[str] = []
         self.draws_ahead: bool | None = None
+        self._answers: dict[Any, list[int]] = defaultdict(list)  # as long as any test asked for, whatever ends them
 
     def run(
         self,
@@ -317,10 +325,15 @@ class Lab:
         allowed: Allowed | None = None,
         choice: int = 0,
     ) -> list[int]:
-        answer: list[int] = []
-        while len(answer) < max_tokens and (not answer or answer[-1] not in stop_ids):
-            answer.append(int(np.argmax(self.scores(prompt, answer, sampling, allowed, choice))))
-        return answer
+        """What the untouched model alone answers. It reads the whole text for each token, so answers are kept."""
+        key = (tuple(prompt), repr(sampling), choice)
+        answer = self._answers[key] if allowed is None else []
+        for place in range(max_tokens):
+            if place == len(answer):
+                answer.append(int(np.argmax(self.scores(prompt, answer, sampling, allowed, choice))))
+            if answer[place] in stop_ids:
+                return answer[: place + 1]
+        return answer[:max_tokens]
 
     def scores(
         self,
@@ -405,15 +418,30 @@ def plain_gumbel(seed: int, position: int, token: int, choice: int = 0) -> float
     return -math.log(-math.log1p(-min((bits + 0.5) / 2**32, 1 - 2**-25)))
 
 
-@pytest.fixture(scope="session", params=sorted(CONFIGS))
+@functools.cache
+def laboratory(name: str) -> Lab:
+    return Lab(tiny(name))
+
+
+@pytest.fixture(scope="session", params=[*MAIN_FAMILIES, *OTHER_FAMILIES])
 def family(request: pytest.FixtureRequest) -> Lab:
     """Each model family in turn."""
-    return Lab(tiny(request.param))
+    return laboratory(request.param)
+
+
+@pytest.fixture(scope="session", params=MAIN_FAMILIES)
+def main_family(request: pytest.FixtureRequest) -> Lab:
+    return laboratory(request.param)
+
+
+@pytest.fixture(scope="session", params=OTHER_FAMILIES)
+def other_family(request: pytest.FixtureRequest) -> Lab:
+    return laboratory(request.param)
 
 
 @pytest.fixture(scope="session")
 def lab() -> Lab:
-    return Lab(tiny("llama"))
+    return laboratory("llama")
 
 
 class Trees:
@@ -448,7 +476,7 @@ def tree_of() -> Trees:
 @pytest.fixture(scope="session")
 def lab_of() -> Callable[[str], Lab]:
     """The laboratory of a family by name, made once."""
-    return functools.cache(lambda name: Lab(tiny(name)))
+    return laboratory
 
 
 @pytest.fixture(scope="session")
@@ -499,25 +527,46 @@ def ask_of() -> type[Ask]:
     return Ask
 
 
-Mutate = Callable[[ModuleType, str, str, Any, str], None]
+Mutate = Callable[[str, str, str], None]
+
+
+@functools.cache
+def functions() -> dict[str, list[FunctionType]]:
+    """The engine's functions and methods by their qualified names, each a list of one where the name is unique."""
+    found = defaultdict[str, dict[FunctionType, None]](dict)
+    for module in pkgutil.walk_packages(agentspec.backends.torch.__path__, "agentspec.backends.torch."):
+        names = vars(importlib.import_module(module.name))
+        classes = [thing for thing in names.values() if isinstance(thing, type)]
+        for thing in [*names.values(), *(member for owner in classes for member in vars(owner).values())]:
+            function = inspect.unwrap(getattr(thing, "fget", thing))
+            if isinstance(function, FunctionType) and function.__module__ == module.name:
+                found[function.__qualname__][function] = None
+    return {name: list(alike) for name, alike in found.items()}
+
+
+def mutant_of(function: FunctionType, old: str, new: str) -> CodeType:
+    """The code of a function with one expression or statement changed, both written as `ast.unparse` writes them."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    definition.decorator_list = []  # type: ignore[attr-defined]
+    source = ast.unparse(definition)
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {function.__qualname__}:\n{source}"
+    free = function.__code__.co_freevars  # such as the class that super() looks for
+    outer = f"def outer({', '.join(free)}):\n" + textwrap.indent(source.replace(old, new), "    ")
+    code = compile(outer, inspect.getfile(function), "exec")
+    for _ in range(2):
+        (code,) = [part for part in code.co_consts if isinstance(part, CodeType)]
+    assert code.co_freevars == free
+    return code
 
 
 @pytest.fixture
 def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
-    """Gives `owner` its attribute `name` from a copy of `module` that is compiled from its source with one change."""
+    """Changes a function or method, found by its qualified name wherever it lives, for the duration of a test."""
 
-    def change(module: ModuleType, old: str, new: str, owner: Any, name: str) -> None:
-        path = Path(str(module.__file__))
-        source = path.read_text()
-        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {path.name}"
-        twin = ModuleType(module.__name__ + "_mutated")
-        twin.__file__ = str(path)
-        monkeypatch.setitem(sys.modules, twin.__name__, twin)
-        # A twin of the attention module registers itself where the models look: put back what was there afterwards.
-        monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION_NAME, packed_attention)
-        exec(compile(source.replace(old, new), str(path), "exec"), twin.__dict__)
-        source_of = twin if isinstance(owner, ModuleType) else getattr(twin, owner.__name__)
-        monkeypatch.setattr(owner, name, getattr(source_of, name))
+    def change(symbol: str, old: str, new: str) -> None:
+        found = functions().get(symbol, [])
+        assert len(found) == 1, f"{len(found)} functions are called {symbol}: {found}"
+        monkeypatch.setattr(found[0], "__code__", mutant_of(found[0], old, new))
 
     return change
 

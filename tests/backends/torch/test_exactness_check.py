@@ -74,6 +74,7 @@ def test_what_a_near_tie_is(apart: float, together: float, tie: bool) -> None:
     assert TokenDivergence(COLD, 0, 3, 1, 2, apart, together, 1e-3).is_tie == tie
 
 
+@pytest.mark.slow
 @pytest.mark.model
 async def test_twenty_prompts_of_the_default_model() -> None:
     from agentspec.recordings.prompt_sets import load_prompts

@@ -33,6 +33,7 @@ ENVIRONMENT = find_environment(ROOT)
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(ENVIRONMENT is None, reason="no vLLM: run .ci/vllm-env, or set AGENTSPEC_VLLM_ENV"),
 ]

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache.storage.batch_writer import BatchWriter
@@ -80,7 +80,7 @@ def test_what_passes_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
         freed = time.monotonic()
         while writer.error is not None:
             time.sleep(0.01)
-            assert time.monotonic() - freed < 5
+            assert time.monotonic() - freed < 60
         writer.put(5)
         writer.flush()
     assert disk.written == [0, 1, 2, 3, 4, 5]
@@ -89,7 +89,6 @@ def test_what_passes_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     writer.close()
 
 
-@settings(max_examples=10, deadline=None)
 @given(room=st.integers(1, 8), count=st.integers(1, 20))
 def test_the_oldest_make_room_and_are_counted(room: int, count: int) -> None:
     disk = Disk()

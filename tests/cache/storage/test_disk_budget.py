@@ -78,7 +78,7 @@ def test_a_tenant_over_its_share_loses_its_own_oldest(location: str | Path) -> N
         assert (last, last - first + 1) == (199, count)  # the oldest went
         return int(taken) > limit
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while over():
         assert time.monotonic() < deadline
     assert taken > limit // 2

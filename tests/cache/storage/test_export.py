@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
@@ -54,14 +54,12 @@ def told(rows: list[SequenceRecord]) -> list[tuple[bytes, float]]:
     return sorted((identity(row), row.created_at) for row in rows)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(st.lists(ROWS, max_size=5))
 def test_what_is_written_is_read(tmp_path: Path, rows: list[SequenceRecord]) -> None:
     assert write(tmp_path / "f.jsonl", rows) == len(rows)
     assert told(read(tmp_path / "f.jsonl")) == told(rows)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
 @given(st.lists(ROWS, max_size=4), st.lists(ROWS, max_size=3))
 def test_adding_again_adds_nothing(
     tmp_path_factory: pytest.TempPathFactory, rows: list[SequenceRecord], more: list[SequenceRecord]

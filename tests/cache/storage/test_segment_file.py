@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache.deletion import select
@@ -64,7 +64,6 @@ def sealed(data: bytes) -> bytes:
     return fixed + struct.pack("=Q", checksum(fixed + data[_FIXED + 8 : offset])) + data[_FIXED + 8 :]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), max_size=8),
     sessions=st.lists(st.none() | st.text(st.characters(exclude_categories=["Cs"])), min_size=8, max_size=8),

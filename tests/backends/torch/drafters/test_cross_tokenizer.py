@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -93,7 +93,6 @@ def test_no_special_token_is_drafted() -> None:
     assert draft is None or not OWN.special_ids.intersection(draft.tokens.tolist())
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 299), min_size=1, max_size=40), st.lists(st.integers(0, 329), max_size=8))
 def test_any_ids_on_either_side_are_survived(context: list[int], drafted: list[int]) -> None:
     class Any_(Knowing):

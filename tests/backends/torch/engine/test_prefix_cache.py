@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache
@@ -31,7 +31,6 @@ BYTES = 8  # of one row: a key and a value in float32
 TEXT = st.lists(st.integers(0, 1), min_size=6, max_size=24)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from("ab"), TEXT), max_size=8), TEXT)
 def test_finds_the_longest_prefix_of_the_tenant(kept: list[tuple[str, list[int]]], wanted: list[int]) -> None:
     store = PrefixCache(1 << 20)

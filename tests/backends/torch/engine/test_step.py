@@ -65,7 +65,9 @@ def winding(whole: Sequence[int], tree_of: Any, seed: int) -> Any:
     return lambda text, budget: tree_of.winding(whole[len(text) :], rng, int(rng.integers(0, 12)))
 
 
-@pytest.mark.parametrize("together", [1, 5, 28])
+@pytest.mark.parametrize(
+    "together", [5, pytest.param(1, marks=pytest.mark.slow), pytest.param(28, marks=pytest.mark.slow)]
+)
 def test_answers_are_the_same_drawn_ahead(
     lab: Any, ask_of: Any, tree_of: Any, form: ConstraintSpec, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import load, prepare
-from agentspec.backends.torch.model import cuda_graphs
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.cuda_graphs import Graphs, NotRecordable, record_graphs
 from agentspec.backends.torch.model.target import TargetModel
@@ -92,7 +91,6 @@ def rows_of(target: TargetModel, tokens: Sequence[int]) -> Any:
     return rows
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_replayed_logits_are_launched_ones(recorded: tuple[TargetModel, TargetModel], data: st.DataObject) -> None:
     token = st.integers(0, 258)
@@ -168,39 +166,41 @@ def test_answers_are_those_of_the_oracle(lab: Any, ask_of: Any, tree_of: Any) ->
     assert lab.target.graphs.replays > 20
 
 
-# line to change, changed line, where the changed thing goes
-MUTATIONS: dict[str, tuple[str, str, tuple[Any, str]]] = {
+# function or method, what to change, changed
+MUTATIONS = {
     "positions as they were recorded": (
-        "padded[:, :tokens] = ids, cache.positions",
+        "CapturedForward.replay",
+        "padded[:, :tokens] = (ids, cache.positions)",
         "padded[0, :tokens] = ids",
-        (cuda_graphs.CapturedForward, "replay"),
     ),
     "tokens as they were recorded": (
-        "padded[:, :tokens] = ids, cache.positions",
+        "CapturedForward.replay",
+        "padded[:, :tokens] = (ids, cache.positions)",
         "padded[1, :tokens] = cache.positions",
-        (cuda_graphs.CapturedForward, "replay"),
     ),
-    "attention of the recording": ("self.result[:, :tokens] =", "_ =", (cuda_graphs.AttentionBreak, "fill")),
-    "the padding attends": (
-        "gap.fill(cache, tokens)",
-        "gap.fill(cache, self.size)",
-        (cuda_graphs.CapturedForward, "replay"),
-    ),
-    "the last segment left out": ("self._segments[-1].replay()", "pass", (cuda_graphs.CapturedForward, "replay")),
-    "a size too small": ("bisect_left(self.sizes, len(ids))", "0", (cuda_graphs.Graphs, "replay")),
+    "attention of the recording": ("AttentionBreak.fill", "self.result[:, :tokens] =", "_ ="),
+    "the padding attends": ("CapturedForward.replay", "gap.fill(cache, tokens)", "gap.fill(cache, self.size)"),
+    "the last segment left out": ("CapturedForward.replay", "self._segments[-1].replay()", "pass"),
+    "a size too small": ("Graphs.replay", "bisect_left(self.sizes, len(ids))", "0"),
     "one layer's rows for all": (
+        "AttentionBreak.fill",
         "self.value[:, :, :tokens], self.layer)",
         "self.value[:, :, :tokens], 0)",
-        (cuda_graphs.AttentionBreak, "fill"),
     ),
 }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_mutation_finds_its_place(name: str, mutate: Any) -> None:
+    mutate(*MUTATIONS[name])
+
+
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_guard_is_caught(lab: Any, ask_of: Any, tree_of: Any, name: str, mutate: Any) -> None:
     assert record_graphs(lab.target, TapeRecorder(), SIZES)
-    old, new, (owner, attribute) = MUTATIONS[name]
-    mutate(cuda_graphs, old, new, owner, attribute)
+    mutate(*MUTATIONS[name])
     with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
         battery(lab, ask_of, tree_of)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
@@ -19,7 +19,6 @@ def path(tokens: list[int], parents: list[int], node: int) -> list[int]:
     return [] if node < 0 else [*path(tokens, parents, parents[node]), tokens[node]]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_tree_logits_are_path_logits(family: Any, data: st.DataObject) -> None:
     token = st.integers(0, 258)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.sampling.grammar import GrammarCompiler, GrammarMatcher, lark_string
@@ -59,7 +59,6 @@ def brute_force(grammar: Any, tokens: list[int], parents: list[int]) -> list[int
     return admitted
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_tree_is_cut_to_what_each_path_alone_is_allowed(
     grammars: GrammarCompiler, byte_tokens: Any, data: Any

@@ -1,4 +1,4 @@
-"""Five thousand answers that end, or keep to a form, wherever a draft happens to: as without drafts.
+"""Answers that end, or keep to a form, wherever a draft happens to: as without drafts. Thousands of them when slow.
 
 Cut at stop strings, end tokens and lengths they are compared with the oracle's text; forms and tool calls, as a reader
 of the stream puts them together, with the answer that was made without drafts.
@@ -20,7 +20,8 @@ from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 END, TOGETHER, LENGTH = 256, 16, 20
-CUT_CASES, FORM_CASES = 1500, 100  # of each of three kinds, of each of five
+CUT_CASES = [100, pytest.param(1500, marks=pytest.mark.slow)]  # of each of three kinds
+FORM_CASES = [16, pytest.param(100, marks=pytest.mark.slow)]  # of each form
 FIRST, VISIBLE = 33, 94  # tokens 0 to 93 are the visible characters from "!" on
 READABLE = dict.fromkeys(range(VISIBLE, 259), -100.0)
 SAMPLINGS = (
@@ -105,11 +106,12 @@ def cut(whole: Whole, kind: int, at: int, size: int) -> tuple[dict[str, Any], tu
             return free | {"max_tokens": at + 1}, (at + 1, whole.text[: at + 1], "length")
 
 
-def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, wholes: list[Whole]) -> None:
+@pytest.mark.parametrize("count", CUT_CASES)
+def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, wholes: list[Whole], count: int) -> None:
     rng = np.random.default_rng(7)
 
     def cases() -> Iterator[tuple[Any, tuple[int, str, str]]]:
-        for index in range(3 * CUT_CASES):
+        for index in range(3 * count):
             whole = wholes[index // 3 % len(wholes)]
             options, want = cut(whole, index % 3, int(rng.integers(0, LENGTH)), int(rng.integers(1, 5)))
             script = drafting(whole.prompt, whole.tokens, tree_of, rng)
@@ -134,9 +136,10 @@ def put_together(reading: OutputParserSpec, outcome: Any) -> tuple[str, list[lis
     return text, calls, finish
 
 
+@pytest.mark.parametrize("count", FORM_CASES)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_and_calls_are_those_without_drafts(
-    lab: Any, ask_of: Any, tree_of: Any, byte_tokens: Any, name: str
+    lab: Any, ask_of: Any, tree_of: Any, byte_tokens: Any, name: str, count: int
 ) -> None:
     fields = dict(FORMS[name])
     asked = SamplingParams(structured_outputs=fields.pop("form", None))
@@ -157,7 +160,7 @@ def test_forms_and_calls_are_those_without_drafts(
     rng = np.random.default_rng(8)
 
     def cases() -> Iterator[tuple[Any, Any]]:
-        for index in range(FORM_CASES):
+        for index in range(count):
             at = index % len(requests)
             script = drafting(requests[at].prompt, plain[at].tokens, tree_of, rng)
             yield replace(requests[at], script=script), (plain[at].tokens, wants[at])
