@@ -22,12 +22,13 @@ import torch
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.exactness import ExactnessCase, check_exactness
-from agentspec.backends.torch.loader import LoadedModel, read_tokenizer
+from agentspec.backends.torch.loader import LoadedModel
 from agentspec.backends.torch.model.cuda_graphs import record_graphs
 from agentspec.backends.torch.model.device import choose_device, choose_dtype, count_host_syncs, synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.backends.torch.text.tokenizer import read_tokenizer
 from agentspec.benchmarks.decode import OFF, Table
 from agentspec.benchmarks.forced import ON, Forced
 from agentspec.benchmarks.gpu_model import build, byte_tokenizer, copied_bytes, read_bytes

@@ -9,8 +9,7 @@ from typing import Any
 
 import llguidance
 
-from agentspec.backends.torch.sampling.grammar import lark_string
-from agentspec.backends.torch.sampling.json_schema import closed_schema
+from agentspec.backends.torch.sampling.grammar import closed_schema, lark_string
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation
 from agentspec.backends.torch.text.tool_parser import ToolFormat
 from agentspec.errors import InvalidRequestError

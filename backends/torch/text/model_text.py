@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from agentspec.backends.torch.loader import hashes, read_tokenizer
 from agentspec.backends.torch.model.lora import with_adapter
-from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
 from agentspec.errors import InvalidRequestError, ModelUnavailableError
 from agentspec.types import Message, Namespace
 
