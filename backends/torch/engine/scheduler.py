@@ -30,7 +30,7 @@ ANSWER_SECONDS = 5.0  # the first guess at how long an answer takes, for Retry-A
 class ScheduledSequence:
     """A sequence's part of one step: it computes `num_tokens` of its tokens and, with `draws`, draws behind the last.
 
-    What goes wrong in it is its own `error`; the rest of the step goes on without it.
+    What goes wrong in it is its own `error`; the rest of the step is computed without it.
     """
 
     sequence: Sequence

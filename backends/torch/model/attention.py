@@ -16,7 +16,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 class Attended(Protocol):
-    """What a layer's queries attend to: in place of keys and of values alike."""
+    """What a layer's queries attend to, in place of both its keys and its values."""
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
         """The attention of `query` [1, heads, L, d]: [1, L, heads, d]."""

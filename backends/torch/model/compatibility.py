@@ -1,4 +1,4 @@
-"""What a model's configuration says about running it here: whether it can be, and up to where it is exact."""
+"""Whether a model can run here by its configuration, and up to which length it is exact."""
 
 from __future__ import annotations
 

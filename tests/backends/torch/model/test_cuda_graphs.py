@@ -182,8 +182,8 @@ MUTATIONS: dict[str, tuple[str, str, tuple[Any, str]]] = {
     ),
     "attention of the recording": ("self.result[:, :tokens] =", "_ =", (cuda_graphs.AttentionBreak, "fill")),
     "the padding attends": (
-        "gap.fill(cache, tokens)",
-        "gap.fill(cache, self.size)",
+        "attention.fill(cache, tokens)",
+        "attention.fill(cache, self.size)",
         (cuda_graphs.CapturedForward, "replay"),
     ),
     "the last segment left out": ("self._segments[-1].replay()", "pass", (cuda_graphs.CapturedForward, "replay")),
