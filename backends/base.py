@@ -222,8 +222,8 @@ class Scan(Protocol):
 class StepSession(Protocol):
     """An answer made step by step, where the model computes."""
 
-    async def run(self, play: Callable[[StepwiseDecoding], T]) -> T:
-        """What `play` returns or raises, run in the model's computing thread, between the work of other requests."""
+    async def run(self, function: Callable[[StepwiseDecoding], T]) -> T:
+        """Run `function` in the model's computing thread, between the work of other requests; returns what it does."""
         ...
 
     def tell(self, tokens: Sequence[int]) -> Delta:

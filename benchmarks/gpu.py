@@ -23,12 +23,13 @@ from rich.console import RenderableType
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.exactness import ExactnessCase, check_exactness
-from agentspec.backends.torch.loader import LoadedModel, read_tokenizer
+from agentspec.backends.torch.loader import LoadedModel
 from agentspec.backends.torch.model.cuda_graphs import record_graphs
 from agentspec.backends.torch.model.device import choose_device, choose_dtype, count_host_syncs, synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.backends.torch.text.tokenizer import read_tokenizer
 from agentspec.benchmarks import report
 from agentspec.benchmarks.gpu_model import ON, ForcedEngine, build, byte_tokenizer, copied_bytes, read_bytes
 from agentspec.benchmarks.report import MIN_PAIRS, Figure, Progress

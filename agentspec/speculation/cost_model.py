@@ -10,10 +10,10 @@ from agentspec.speculation.cost_curve import KNOTS, CostCurve, Counts, Floats
 
 GUESS_SECONDS = 0.03  # a one-token forward, until one was measured
 SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
-SPEED_CLIP = 4.0  # one round tells at most this factor
+SPEED_CLIP = 4.0  # one observation counts at most this factor
 CALIBRATION_WEIGHT = 2.0  # measured rounds that a calibrated size counts for
 PER_SEQUENCE_RATE = 0.015  # how fast what one more sequence costs is: most of what is off is the curve or noise
-PER_SEQUENCE_CLIP = 0.5  # one round tells at most this share
+PER_SEQUENCE_CLIP = 0.5  # one observation counts at most this share
 
 
 class CostModel:

@@ -41,7 +41,7 @@ class Calibration:
         self._bins: dict[tuple[int, int], list[float]] = {}
 
     def corrected(self, probability: float, source: int) -> float:
-        """The probability to expect where a drafter says `probability`."""
+        """The probability to expect where a drafter predicts `probability`."""
         believed = self._believed(probability, source)
         seen = self._bins.get((source, bisect_right(EDGES, probability)))
         if seen is None or seen[0] <= 0.0:

@@ -118,7 +118,7 @@ class TorchBackend:
         for request in requests:
             request.deliver = partial(self._deliver, loop, queue, request)
         self._engine.submit(requests[0])
-        waiting = requests[1:]  # until the first has read the prompt and left its rows, and then for places
+        waiting = requests[1:]  # until the first has read the prompt and left its slots, and then for places
         try:
             while not choices.done:
                 while waiting and choices.begun and self._submitted(waiting[0]):

@@ -96,7 +96,7 @@ async def check_exactness(
 async def _answer(
     backend: TorchBackend, way: str, number: int, question: ExactnessCase, gate: asyncio.Semaphore
 ) -> list[int]:
-    """Each cold answer is of a tenant of its own, which the warm one shares; no rows are reused without drafts."""
+    """Each cold answer is of a tenant of its own, which the warm one shares; no slots are reused without drafts."""
     request = GenerateRequest(
         model=backend.model_name,
         token_ids=question.prompt,
@@ -137,12 +137,12 @@ def _gaps(
 def _logits(target: TargetModel, prompt: Sequence[int], written: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The logits [vocab] behind prompt and answer: the answer's tokens one after another, and all in one forward."""
     whole = target.forward(target.new_cache(len(prompt) + len(written)), [*prompt, *written])[0]
-    rows = target.new_cache(len(prompt) + len(written))
-    logits = target.forward(rows, prompt)[0]
-    rows.commit(len(prompt), ())
+    cache = target.new_cache(len(prompt) + len(written))
+    logits = target.forward(cache, prompt)[0]
+    cache.commit(len(prompt), ())
     for token in written:
-        logits = target.forward(rows, [token])[0]
-        rows.commit(1, ())
+        logits = target.forward(cache, [token])[0]
+        cache.commit(1, ())
     return logits, whole
 
 

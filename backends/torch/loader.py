@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentspec.backends.settings import TorchSettings
@@ -25,7 +24,7 @@ from agentspec.backends.torch.model.device import choose_device, choose_dtype, c
 from agentspec.backends.torch.model.lora import merge_adapter, with_adapter
 from agentspec.backends.torch.model.packed_linear import pack_linears, unpack_linears
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
 from agentspec.errors import ConfigurationError, ModelUnavailableError
 from agentspec.types import Namespace
 
@@ -104,27 +103,6 @@ def read_weights(folder: Path, name: str, dtype: torch.dtype) -> Any:
     if missing := sorted(found["missing_keys"]):  # which the library would fill with random numbers
         raise ModelUnavailableError(f"{str(folder)!r} lacks {len(missing)} weights of the model, such as {missing[0]}")
     return module
-
-
-def load_tokenizer(model: str) -> tuple[Any, str]:
-    """The tokenizer of a model and the hash that its namespaces carry. Raises `ModelUnavailableError`."""
-    from agentspec.backends.model_store import resolve
-
-    tokenizer = read_tokenizer(resolve(model).folder)
-    return tokenizer, hashes(tokenizer)[0]
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder. Raises `ModelUnavailableError`."""
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelUnavailableError(f"cannot read the tokenizer in {str(folder)!r}: {error}") from error
-
-
-def hashes(tokenizer: Any) -> tuple[str, str]:
-    """Of the tokenizer and of its chat template, as namespaces carry them."""
-    return _hash(_tokenizer_text(tokenizer)), _hash(str(getattr(tokenizer, "chat_template", None) or ""))
 
 
 def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter: str | None = None) -> LoadedModel:
@@ -259,12 +237,3 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _tokenizer_text(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

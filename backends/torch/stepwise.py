@@ -1,4 +1,4 @@
-"""One answer made token by token, by someone who decides what each token is drawn from; and the states of texts."""
+"""One answer decoded token by token by a caller who chooses the scores to draw from; and the states of texts."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ CHUNK = 256  # tokens of a prompt read in one forward
 
 
 class TorchSteps:
-    """`Steps` over a model whose rows can be rewound. Lives in the computing thread."""
+    """`StepwiseDecoding` over a model whose slots can be rewound. Lives in the computing thread."""
 
     def __init__(self, target: TargetModel, request: EngineRequest) -> None:
         self._target, self._request = target, request
         self._tokens = list(request.prompt)
         kv_cache = target.new_cache(len(request.prompt) + min(request.max_tokens, CHUNK))
-        assert isinstance(kv_cache, SequenceCache), "a model whose rows cannot be rewound was opened for steps"
+        assert isinstance(kv_cache, SequenceCache), "a model whose slots cannot be rewound was opened for steps"
         self._kv_cache = kv_cache
-        self._read: list[int] = []  # the tokens that the rows were last computed for
+        self._read: list[int] = []  # the tokens that the slots were last computed for
         self._seed: int | None = request.sampling.seed
         self._sampler = self._fresh_sampler()
         self._seed = self._sampler.seed
@@ -81,9 +81,8 @@ class TorchSteps:
             self._forget(len(self._tokens))
         self._tokens.append(token)
         self._sampler.observe(token)
-        return (
-            token in self._request.stop_ids or len(self._tokens) - len(self._request.prompt) >= self._request.max_tokens
-        )
+        request = self._request
+        return token in request.stop_ids or len(self._tokens) - len(request.prompt) >= request.max_tokens
 
     def rewind(self, length: int) -> None:
         assert len(self._request.prompt) <= length, "a prompt cannot be rewound"
@@ -93,7 +92,7 @@ class TorchSteps:
             self._sampler.observe(token)
 
     def _forget(self, length: int) -> None:
-        """No rows from `length` on."""
+        """Keep no slots from `length` on."""
         self._kv_cache.truncate(min(self._kv_cache.length, length))
 
     def _fresh_sampler(self) -> Sampler:
@@ -150,7 +149,7 @@ class TorchSession:
         return await computed(self._tasks, function)
 
     def _take(self, token: int, text: list[str]) -> FinishReason | None:
-        """Add what `token` says to `text`; why the answer ends with it, if it does."""
+        """Add the text of `token` to `text`; returns why the answer ends with it, if it does."""
         self._emitted += 1
         if token in self._request.stop_ids:
             return "stop"

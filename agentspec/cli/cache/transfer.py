@@ -93,7 +93,7 @@ def export(
 
     def describe(row: SequenceRecord) -> str | None:
         mine = text is not None and row.namespace.tokenizer_hash == text.tokenizer_hash
-        return text.codec.decode(row.tokens.tolist()) if text is not None and mine else None
+        return text.tokenizer.decode(row.tokens.tolist()) if text is not None and mine else None
 
     store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
     try:
@@ -129,7 +129,7 @@ def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText | 
 
     if not settings.cache.refuse_patterns:
         return rows
-    refusal, decode = ContentFilter(settings.cache.refuse_patterns), None if text is None else text.codec.decode
+    refusal, decode = ContentFilter(settings.cache.refuse_patterns), None if text is None else text.tokenizer.decode
     return [row for row in rows if not refusal.refuses(row.context, row.tokens, decode)]
 
 

@@ -28,8 +28,7 @@ class Unloaded:
     capabilities = Capabilities(token_ids=True, continue_final=True, logprobs=True, speculation=True)
 
     def __init__(self, model: str) -> None:
-        from agentspec.backends.torch.loader import load_tokenizer
-        from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+        from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, load_tokenizer
 
         self._codec = TokenizerAdapter(load_tokenizer(model)[0])
 

@@ -66,4 +66,4 @@ class DrafterFactory:
         cheap = MergedDrafter(found)
         if "model" not in self.names or self.draft_model is None:
             return cheap
-        return GatedDrafter(cheap, self.draft_model.drafter(noise, cost), lambda rows: cost.seconds(1, rows))
+        return GatedDrafter(cheap, self.draft_model.drafter(noise, cost), lambda context: cost.seconds(1, context))

@@ -23,7 +23,7 @@ class GatedDrafter(Drafter):
 
     What it brings is counted in tokens: those of its draft that came true, less those that the target would have made
     in the time drafting took (`step_seconds` a token). Below zero it is tried again ever more rarely. If it fails, it
-    is dropped: drafting is a luxury. The rule is SuffixDecoding's hybrid (Oliaro et al. 2025) with the cost taken off.
+    is dropped: drafting is optional. The rule is SuffixDecoding's hybrid (Oliaro et al. 2025) with the cost taken off.
     """
 
     def __init__(self, cheap: Drafter, costly: Drafter, step_seconds: Callable[[int], float]) -> None:

@@ -43,7 +43,7 @@ class KVBudget:
             raise ContextLengthError(message, param="max_tokens")
 
     def initial(self, request: EngineRequest, tokens: int | None = None) -> int:
-        """The slots that a request begins with, or goes on with from `tokens` tokens."""
+        """The slots that a request begins with, or is resumed with from `tokens` tokens."""
         return min((tokens or len(request.prompt)) + AHEAD, max_slots(request))
 
     def used(self, sequences: list[Sequence]) -> int:

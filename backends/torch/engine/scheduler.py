@@ -15,7 +15,7 @@ from agentspec.backends.torch.engine.fair_queue import FairQueue
 from agentspec.backends.torch.engine.kv_budget import KVBudget
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
-from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepCost
+from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEstimate
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
 from agentspec.errors import OverloadedError, ShuttingDownError
@@ -30,7 +30,7 @@ ANSWER_SECONDS = 5.0  # the first guess at how long an answer takes, for Retry-A
 class ScheduledSequence:
     """A sequence's part of one step: it computes `num_tokens` of its tokens and, with `draws`, draws behind the last.
 
-    What goes wrong in it is its own `error`; the rest of the step goes on without it.
+    What goes wrong in it is its own `error`; the rest of the step is computed without it.
     """
 
     sequence: Sequence
@@ -53,7 +53,7 @@ class ScheduledSequence:
         assert self.logits is not None
         self.sequence.begin(self.proposal, self.logits)
 
-    def commit(self, cost: StepCost) -> Delta | None:
+    def commit(self, cost: StepEstimate) -> Delta | None:
         if not self.draws:
             self.sequence.commit_chunk(self.num_tokens)
             return None

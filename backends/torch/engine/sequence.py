@@ -14,7 +14,7 @@ from agentspec.backends.torch.drafters.constrained import ConstrainedDrafter
 from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.logprobs import PromptScorer, token_logprobs
-from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepCost
+from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import KVCache
@@ -167,7 +167,7 @@ class Sequence:
         return fresh
 
     def propose(self) -> Proposal:
-        """What may follow; no more than the answer may still use, since its last token needs no row of its own."""
+        """What may follow; no more than the answer may still use, since its last token needs no slot of its own."""
         left = self.request.max_tokens - self._emitted
         return self._speculator.propose(self.tokens, min(self._context.max_draft_tokens, left - 1))
 
@@ -185,7 +185,7 @@ class Sequence:
         self._logits, self._drawn_from = logits, []
         self.sampler.begin(logits, draft.tokens, draft.parents)
 
-    def commit(self, num_tokens: int, draft: Proposal, cost: StepCost) -> Delta:
+    def commit(self, num_tokens: int, draft: Proposal, cost: StepEstimate) -> Delta:
         """Draw from the logits of a step that computed `num_tokens` tokens, the draft not counted; returns what was
         added.
         """

@@ -39,7 +39,7 @@ NOTHING = Proposal()
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class StepEstimate:
     """What a step cost, estimated: without any drafts, what they added, and without them for each token gained."""
 
     plain: float
@@ -76,7 +76,7 @@ class Speculator:
         seconds = perf_counter() - started
         return replace(legal, acceptance=acceptance, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
 
-    def observe(self, proposal: Proposal, path: Sequence[int], cost: StepCost) -> None:
+    def observe(self, proposal: Proposal, path: Sequence[int], cost: StepEstimate) -> None:
         """A step is over in which `path` of the proposal was accepted."""
         hit = set(path)
         accepted = [node in hit for node in range(len(proposal))]

@@ -12,7 +12,7 @@ from torch import AcceleratorError
 
 from agentspec.backends.torch.engine.scheduler import Schedule, ScheduledSequence, kv_length
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
-from agentspec.backends.torch.engine.speculator import StepCost, depth_first, subtree
+from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first, subtree
 from agentspec.backends.torch.engine.stats import count
 from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.target import TargetModel
@@ -60,13 +60,13 @@ def score(sequence: Sequence) -> Exception | None:
     return None
 
 
-def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor) -> StepCost:
+def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor) -> StepEstimate:
     """Cut all proposals to what pays for the step as a whole, and estimate what the step costs."""
     drawing = [each for each in scheduled if each.draws and each.error is None]
     tokens, past, batch = sum(each.num_tokens for each in scheduled), kv_length(scheduled), len(scheduled)
     plain = governor.cost.seconds(tokens, past, batch)
     if not any(len(each.proposal) for each in drawing):
-        return StepCost(plain, 0.0, plain / max(1, len(drawing)))
+        return StepEstimate(plain, 0.0, plain / max(1, len(drawing)))
     required = [each.sequence.required_tokens(plain) for each in drawing]
     acceptances = [each.proposal.acceptance for each in drawing]
     chosen = governor.choose(acceptances, tokens=tokens, context=past, batch=batch, required_tokens=required)
@@ -75,7 +75,7 @@ def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor
     drafted = sum(len(each.proposal) for each in drawing)
     drafts = governor.cost.seconds(tokens + drafted, past, batch) - plain
     alone = governor.cost.seconds(len(drawing), past, len(drawing))
-    return StepCost(plain, drafts, alone / len(drawing))
+    return StepEstimate(plain, drafts, alone / len(drawing))
 
 
 def run(scheduled: list[ScheduledSequence], context: EngineContext) -> bool:

@@ -1,4 +1,4 @@
-"""What a model's configuration says about running it here: whether it can be, and up to where it is exact."""
+"""Whether a model can run here by its configuration, and up to which length it is exact."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def max_exact_context(config: Any) -> int | None:
     """The longest context with the same rotary angles at every length; None where they do not change inside it.
 
     LongRoPE has two sets of angles and takes one by a forward's longest position (the dynamic kind changes only behind
-    the context it has): rows computed earlier, or along with a draft, would not be those of a run without.
+    the context it has): slots computed earlier, or along with a draft, would not be those of a run without.
     """
     ropes = _rotaries(config.get_text_config())
     bounds = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]

@@ -1,9 +1,9 @@
-"""Forwards recorded once and replayed: all that lies between two attentions is launched at once, as a CUDA graph.
+"""Forwards captured once and replayed: all that lies between two attentions is launched at once, as a CUDA graph.
 
-A forward of few tokens asks little of a GPU and much of the processor that launches its hundreds of kernels. Recorded,
-they are launched together. A recording has a fixed number of tokens and fixed places in memory, so that a forward is
-padded to the next recorded size. Attention stays outside: it reads rows that grow, of sequences that come and go, and
-is computed between two recordings as it always is. (Piecewise CUDA graphs, as servers use them for the same reason.)
+A forward of few tokens asks little of a GPU and much of the processor that launches its hundreds of kernels. Captured,
+they are launched together. A captured forward has a fixed number of tokens and fixed places in memory, so that others
+are padded to the next captured size. Attention stays outside: it reads key/value slots that grow, of sequences that
+come and go, and is computed between two graphs as it always is (piecewise CUDA graphs, as vLLM has them).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GraphSegment(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Makes segments, to be recorded inside `session` and replayed in the order of their recording."""
+    """Makes segments, to be captured inside `session` and replayed in that order."""
 
     def session(self) -> AbstractContextManager[None]: ...
 
@@ -84,7 +84,7 @@ class CudaGraphRecorder:
         return CudaGraphSegment(self._pool)
 
     def require_free(self, work: Callable[[], object]) -> None:
-        """A recording that has to be broken off leaves the allocator in disorder: what waits is not begun at all."""
+        """A capture that fails half-way leaves the allocator in disorder: work that waits is not begun at all."""
         if waits := count_host_syncs(work):
             raise NotRecordable(f"the host waits {waits} times for the device in the middle")
 
@@ -131,16 +131,16 @@ class AttentionBreak:
 
 
 class CapturedForward:
-    """A forward of `size` tokens: segments with gaps between them, and fixed places for what goes in and comes out.
+    """A forward of `size` tokens: segments with attention between them, and fixed places for inputs and logits.
 
-    `logits` [most, vocab] in float32 is shared by recordings of which one is replayed at a time.
+    `logits` [most, vocab] in float32 is shared by captured forwards, of which one is replayed at a time.
     """
 
     def __init__(self, module: Any, size: int, recorder: GraphRecorder, logits: Tensor) -> None:
         self.size = size
         self._recorder = recorder
         self._segments: list[GraphSegment] = []
-        self._gaps: list[AttentionBreak] = []
+        self._breaks: list[AttentionBreak] = []
         self._open = False
         self._inputs = torch.zeros(2, size, dtype=torch.long, device=logits.device)  # token ids and positions
         self._logits = logits[:size]
@@ -152,17 +152,17 @@ class CapturedForward:
         padded = np.zeros((2, self.size), dtype=np.int64)
         padded[:, :tokens] = ids, cache.positions
         self._inputs.copy_(to_device(padded, self._inputs.device))
-        for segment, gap in zip(self._segments, self._gaps, strict=False):
+        for segment, attention in zip(self._segments, self._breaks, strict=False):
             segment.replay()
-            gap.fill(cache, tokens)
+            attention.fill(cache, tokens)
         self._segments[-1].replay()
         return self._logits
 
     @contextmanager
-    def gap(self) -> Iterator[list[AttentionBreak]]:
+    def attention_break(self) -> Iterator[list[AttentionBreak]]:
         """The segment under way ends here and the next one begins behind it."""
         self._end()
-        yield self._gaps
+        yield self._breaks
         self._begin()
 
     def _record(self, module: Any) -> None:
@@ -172,7 +172,7 @@ class CapturedForward:
             where = {"input_ids": ids, "position_ids": positions, "past_key_values": AttentionBreakCache(self)}
             self._logits.copy_(module(**where, use_cache=True, logits_to_keep=0).logits[0])
         except BaseException:
-            with suppress(Exception):  # what went wrong first is what is told
+            with suppress(Exception):  # the first error is the one to report
                 self._end()
             raise
         self._end()
@@ -189,16 +189,16 @@ class CapturedForward:
 
 
 class AttentionBreakCache(Cache):
-    """Stands in for a model's cache while a forward is recorded, which stops at each attention."""
+    """Stands in for a model's cache while a forward is captured, which stops at each attention."""
 
-    def __init__(self, recording: CapturedForward) -> None:
+    def __init__(self, forward: CapturedForward) -> None:
         super().__init__(layers=[])
-        self._recording = recording
+        self._forward = forward
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[DeferredAttention, DeferredAttention]:
-        rows = DeferredAttention(self._recording, layer_idx, key_states, value_states)
+        rows = DeferredAttention(self._forward, layer_idx, key_states, value_states)
         return rows, rows
 
     def __bool__(self) -> bool:
@@ -210,27 +210,27 @@ class AttentionBreakCache(Cache):
 
 @dataclass(frozen=True, slots=True)
 class DeferredAttention:
-    """A layer's new keys and values [1, kv_heads, size, d] in a forward that is being recorded."""
+    """A layer's new keys and values [1, kv_heads, size, d] in a forward that is being captured."""
 
-    recording: CapturedForward
+    forward: CapturedForward
     layer: int
     key: Tensor
     value: Tensor
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        with self.recording.gap() as gaps:
+        with self.forward.attention_break() as breaks:
             result = query.new_zeros(1, query.shape[2], query.shape[1], self.value.shape[-1])
-            gaps.append(AttentionBreak(self.layer, query, self.key, self.value, result, scaling))
+            breaks.append(AttentionBreak(self.layer, query, self.key, self.value, result, scaling))
         return result
 
 
 class Graphs:
-    """Recordings of one model's forwards, by their number of tokens. `replays` counts the forwards they served."""
+    """One model's captured forwards, by their number of tokens. `replays` counts the forwards they served."""
 
     def __init__(self, module: Any, recorder: GraphRecorder, vocab_size: int, sizes: Sequence[int] = SIZES) -> None:
         logits = torch.zeros(max(sizes), vocab_size, device=module.device)
         with recorder.session():
-            self._recordings = {size: CapturedForward(module, size, recorder, logits) for size in sorted(sizes)[::-1]}
+            self._captured = {size: CapturedForward(module, size, recorder, logits) for size in sorted(sizes)[::-1]}
         self.sizes = tuple(sorted(sizes))
         self.replays = 0
 
@@ -240,7 +240,7 @@ class Graphs:
     def replay(self, ids: NDArray[np.int64], cache: PackedCache) -> Tensor:
         """The logits [len(ids) or more, vocab] in float32 of packed tokens that fit; good until the next replay."""
         self.replays += 1
-        return self._recordings[self.sizes[bisect_left(self.sizes, len(ids))]].replay(ids, cache)
+        return self._captured[self.sizes[bisect_left(self.sizes, len(ids))]].replay(ids, cache)
 
 
 @torch.inference_mode()
@@ -263,10 +263,10 @@ def record_graphs(target: TargetModel, recorder: GraphRecorder | None = None, si
 
 
 def _record(target: TargetModel, recorder: GraphRecorder, sizes: Sequence[int]) -> None:
-    """Record and compare: as large as recorded, and smaller so that they are padded, in no order of size."""
+    """Capture and compare: as large as captured, and smaller so that they are padded, in no order of size."""
     padded = [max(1, size - 1) for size in (*sizes[1::2], *sizes[::2])]
     launched = [_logits(target, each) for each in (sizes, padded)]  # libraries set themselves up in their first calls,
-    recorder.require_free(lambda: _logits(target, sizes))  # which are no part of a recording
+    recorder.require_free(lambda: _logits(target, sizes))  # which are no part of a capture
     target.graphs = Graphs(target.module, recorder, target.vocab_size, sizes)
     for each, before in zip((sizes, padded), launched, strict=True):
         difference = float((_logits(target, each) - before).abs().max())

@@ -74,7 +74,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def choose_kernels(device: torch.device) -> None:
-    """For the whole process: attention without cuDNN, which plans anew for every length of the rows that it meets."""
+    """For the whole process: attention without cuDNN, which plans anew for every number of slots."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -19,7 +19,7 @@ class SequenceCache(Cache):
     """Slots 0..length-1 belong to committed tokens, one slot a token, at the index of its position.
 
     A forward writes the slots of its tokens behind them; `commit` then keeps the accepted ones and forgets the others.
-    All layers keep all slots, sliding ones too: windows are the mask's business, so that rewinding is always possible.
+    All layers keep all slots, sliding ones too: windows are left to the mask, so that rewinding is always possible.
     Not thread-safe.
     """
 

@@ -15,7 +15,6 @@ from agentspec.backends.torch.model.attention import ATTENTION_NAME
 from agentspec.backends.torch.model.batch import BatchItem, PackedCache, logit_rows, packed_ids
 from agentspec.backends.torch.model.cuda_graphs import Graphs
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.model.head_input import HeadInput
 from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache, StateCache
 from agentspec.backends.torch.model.tree_mask import attention_mask, tree_layout
 
@@ -29,8 +28,8 @@ class TargetModel:
     """A Hugging Face decoder-only model behind one method. Not thread-safe: the engine's thread owns it.
 
     `rewindable` says whether drafts can be verified and key/value slots reused; without it tokens run strictly one
-    after another. `batched` says whether several sequences share a forward; without it each gets one of its own, in turn.
-    `graphs` replays small forwards, if there are any.
+    after another. `batched` says whether several sequences share a forward; without it each gets one of its own, in
+    turn. `graphs` replays small forwards, if there are any.
     """
 
     def __init__(self, module: Any, *, rewindable: bool) -> None:
@@ -96,7 +95,7 @@ class TargetModel:
         if not self.batched and len(items) > 1:
             return [states for item in items for states in self.states_batch([item])]
         sizes = [len(item) for item in items]
-        with HeadInput(self.module, most_rows=1) as head:
+        with HeadInput(self.module, max_rows=1) as head:
             self._run(items, np.arange(sum(sizes)))
         return list(head.states.split_with_sizes(sizes))
 
@@ -165,6 +164,31 @@ class TargetModel:
         cache = SequenceCache(1)
         self.forward(cache, [0])
         return cache.nbytes // cache.capacity
+
+
+class HeadInput:
+    """What the output head reads: the hidden states after the last norm, whatever the architecture calls them.
+
+    Inside `with`, `states` are the rows [rows, width] in float32 that the last forward of `module` gave its head.
+
+    With `max_rows` the head computes only the first so many of them, for a caller who wants no logits.
+    """
+
+    def __init__(self, module: Any, max_rows: int | None = None) -> None:
+        self.states = torch.empty(0)
+        self._head = module.get_output_embeddings()
+        self._max_rows = max_rows
+
+    def __enter__(self) -> HeadInput:
+        self._hook = self._head.register_forward_pre_hook(self._record)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+
+    def _record(self, head: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.states = inputs[0][0].float()
+        return (inputs[0][:, : self._max_rows], *inputs[1:])
 
 
 def _rotaries(config: Any) -> set[Any]:

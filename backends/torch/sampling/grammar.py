@@ -7,11 +7,12 @@ draft that violates it is never accepted.
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import llguidance
 import numpy as np
@@ -21,6 +22,10 @@ from torch import Tensor
 from agentspec.errors import EngineError, InvalidRequestError
 
 KEPT = 64  # compiled grammars: agents send the same schema again and again
+BLANKS: Final = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}  # any amount would let a weak model ramble
+COMBINATORS = ("allOf", "unevaluatedProperties", "dependentSchemas", "then", "not")
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+_VALUES = ("enum", "const", "default", "examples")
 
 
 class GrammarCompiler:
@@ -158,3 +163,31 @@ def lark_string(text: str) -> str:
     """`text` as a literal of a grammar in Lark's notation."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
     return f'"{escaped}"'
+
+
+def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` as the grammar takes it: few blanks, and no properties beside those listed unless it allows others.
+
+    A model that may add properties rarely comes to an end. Schemas combined of parts that describe the same object stay
+    as they are.
+    """
+    written = json.dumps(schema)
+    combined = any(f'"{word}":' in written for word in COMBINATORS)
+    return {**(schema if combined else _closed(schema)), "x-guidance": BLANKS}
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inner = {key: _inner(key, value) for key, value in schema.items()}
+    lists = isinstance(schema.get("properties"), Mapping) and schema.get("type", "object") == "object"
+    stated = {"additionalProperties", "patternProperties"} & schema.keys()
+    return {**inner, "additionalProperties": False} if lists and not stated else inner
+
+
+def _inner(key: str, value: Any) -> Any:
+    if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+        return {name: _closed(one) for name, one in value.items()}
+    return value if key in _VALUES else _closed(value)

@@ -44,26 +44,26 @@ class OutputParser:
     """Turns the engine's deltas into the client's; nothing of the text is lost or repeated."""
 
     spec: OutputParserSpec
-    _splitter: ReasoningParser
+    _reasoning: ReasoningParser
     _calls: ToolCallParser | None
     _called: bool = field(default=False)
 
     def parse(self, delta: Delta) -> Delta:
-        """The same delta with its text sorted into text, thoughts and calls."""
-        thoughts, text = self._splitter.feed(delta.text)
+        """The same delta with its text sorted into text, reasoning and calls."""
+        reasoning, text = self._reasoning.feed(delta.text)
         if delta.finish_reason is not None:
-            rest = self._splitter.finish()
-            thoughts, text = thoughts + rest[0], text + rest[1]
+            rest = self._reasoning.finish()
+            reasoning, text = reasoning + rest[0], text + rest[1]
         pieces: list[OutputPiece] = [text] if self._calls is None else self._calls.feed(text)
         if self._calls is not None and delta.finish_reason is not None:
             pieces += self._calls.finish()
         calls = [piece for piece in pieces if isinstance(piece, dict)]
         self._called = self._called or bool(calls)
-        extra: dict[str, Any] = {"reasoning": thoughts, "reasoning_content": thoughts} if thoughts else {}
+        extra: dict[str, Any] = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
         if calls:
             extra["tool_calls"] = calls
-        said = "".join(piece for piece in pieces if isinstance(piece, str))
+        answer = "".join(piece for piece in pieces if isinstance(piece, str))
         finish = delta.finish_reason
         if finish == "stop" and self._called and not self.spec.named:
             finish = "tool_calls"  # OpenAI keeps "stop" for a call of the tool that was named
-        return replace(delta, text=said, extra={**delta.extra, **extra}, finish_reason=finish)
+        return replace(delta, text=answer, extra={**delta.extra, **extra}, finish_reason=finish)

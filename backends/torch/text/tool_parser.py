@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agentspec.backends.torch.sampling.grammar import lark_string
-from agentspec.backends.torch.sampling.json_schema import closed_schema
+from agentspec.backends.torch.sampling.grammar import closed_schema, lark_string
 from agentspec.backends.torch.text.json_reader import JsonObjectParser
 from agentspec.text.stop_strings import partial_end
 
@@ -251,7 +250,7 @@ class ToolCallParser:
         return self._object.string("name"), arguments
 
     def _give_up(self, pieces: list[OutputPiece]) -> bool:
-        """It was no call: what was kept is text, and the answer goes on behind its first character."""
+        """It was no call: what was kept is text, and the answer continues behind its first character."""
         raw, self._raw, self._name = self._raw, "", None
         if self.calls and not raw.strip(self._separators):
             raw = ""
@@ -277,8 +276,8 @@ def joined(pieces: Sequence[OutputPiece]) -> list[OutputPiece]:
         if isinstance(piece, str) and isinstance(last, str):
             result[-1] = last + piece
         elif isinstance(piece, dict) and isinstance(last, dict) and piece["index"] == last["index"]:
-            said = last["function"]["arguments"] + piece["function"]["arguments"]
-            result[-1] = {**last, "function": {**last["function"], "arguments": said}}
+            arguments = last["function"]["arguments"] + piece["function"]["arguments"]
+            result[-1] = {**last, "function": {**last["function"], "arguments": arguments}}
         else:
             result.append(piece)
     return result

@@ -255,7 +255,7 @@ class Lab:
         self.reference = copy.deepcopy(module)
         self.loaded: LoadedModel = prepare(module, tokenizer or byte_tokenizer(), name="tiny", fingerprint="f")
         self.target = self.loaded.target
-        self.codec = TokenizerAdapter(self.loaded.tokenizer)
+        self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self.divergences: list[str] = []
         self.draws_ahead: bool | None = None
         self._answers: dict[Any, list[int]] = defaultdict(list)  # as long as any test asked for, whatever ends them
@@ -293,7 +293,7 @@ class Lab:
         """
         context = EngineContext(
             self.target,
-            self.codec,
+            self.tokenizer,
             governor=governor or EagerGovernor(),
             max_draft_tokens=max_draft,
             free_memory=no_forward_fails,

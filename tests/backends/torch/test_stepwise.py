@@ -16,7 +16,7 @@ from agentspec.backends.base import HiddenStates, StepByStep, StepOutput, Stepwi
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.head_input import HeadInput
+from agentspec.backends.torch.model.target import HeadInput
 from agentspec.errors import ContextLengthError, EngineError, InvalidRequestError, ShuttingDownError
 from agentspec.types import GenerateRequest, SamplingParams
 

@@ -60,7 +60,7 @@ def small_models(lab: Any, lab_class: Any, tiny_model: Any) -> dict[str, DraftMo
     close = lab_class(near(lab.reference, 0.05)).target
     ascii_only = near(lab.reference, 0.05)
     ascii_only.lm_head.weight.data[128:] = 0
-    codecs = (lab.codec, TokenizerAdapter(lab.loaded.tokenizer))
+    codecs = (lab.tokenizer, TokenizerAdapter(lab.loaded.tokenizer))
     return {
         "close": DraftModel("close", close),
         "itself": DraftModel("itself", lab_class(copy.deepcopy(lab.reference)).target),

@@ -146,7 +146,7 @@ def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> 
     governor = Governor()
     governor.cost.calibrate([(1, 0, 0.01), (48, 0, 0.48)])
     governor.cost.observe = lambda *args: None  # type: ignore[method-assign]
-    shared = step.EngineContext(lab.target, lab.codec, governor=governor)
+    shared = step.EngineContext(lab.target, lab.tokenizer, governor=governor)
     asks = [ask_of(PROMPT, SAMPLINGS[1], max_tokens=20, stop_ids=()), ask_of(PROMPT * 20, SAMPLINGS[1], max_tokens=1)]
     short, long = (ask.begin(shared, None) for ask in asks)
     with torch.inference_mode():
@@ -171,7 +171,7 @@ def test_a_forward_that_fails_is_the_fault_of_whoever_fails_alone(
     asks, wants = asks_of(lab, ask_of, tree_of, 4)
     forward, freed, computed = TargetModel.forward_batch, list[bool](), list[weakref.ref[torch.Tensor]]()
     forgotten = lambda: all(tensor() is None for tensor in computed)  # noqa: E731
-    shared = step.EngineContext(lab.target, lab.codec, free_memory=lambda: freed.append(forgotten()))
+    shared = step.EngineContext(lab.target, lab.tokenizer, free_memory=lambda: freed.append(forgotten()))
     sequences = [ask.begin(shared, None) for ask in asks]
 
     def breaking(target: TargetModel, items: Sequence[BatchItem]) -> Any:

@@ -61,7 +61,7 @@ def engine_of(lab: Any) -> Iterator[Callable[..., Engine]]:
     def make(
         memory: Callable[[EngineRequest], CacheSession] = lambda job: CacheSession(None), **settings: Any
     ) -> Engine:
-        engines.append(Engine(EngineContext(lab.target, lab.codec), TorchSettings(**settings), memory))
+        engines.append(Engine(EngineContext(lab.target, lab.tokenizer), TorchSettings(**settings), memory))
         return engines[-1]
 
     yield make

@@ -16,7 +16,7 @@ from agentspec.types import SamplingParams
 
 
 def begun(lab: Any, ask_of: Any, prompt: int, max_tokens: int, capacity: int = 1) -> Any:
-    shared = EngineContext(lab.target, lab.codec)
+    shared = EngineContext(lab.target, lab.tokenizer)
     ask = ask_of([5] * prompt, SamplingParams(temperature=0), max_tokens=max_tokens)
     return ask.begin(shared, SequenceCache(capacity))
 

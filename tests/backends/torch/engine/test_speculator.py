@@ -14,7 +14,7 @@ from agentspec.backends.torch.engine.speculator import (
     NOTHING,
     Proposal,
     Speculator,
-    StepCost,
+    StepEstimate,
     depth_first,
     subtree,
     usable,
@@ -72,7 +72,7 @@ def chain(tokens: list[int], chance: float, source: int = 0) -> Draft:
     return make_draft(tokens, range(-1, count - 1), [chance] * count, [1] * count, [source] * count)
 
 
-BILL = StepCost(plain=1.0, drafts=0.05, token=1.0)
+BILL = StepEstimate(plain=1.0, drafts=0.05, token=1.0)
 
 
 def test_what_is_proposed_carries_what_it_is_worth() -> None:
@@ -103,7 +103,7 @@ def test_totals_are_counted_by_source() -> None:
 
 def test_asking_that_takes_long_and_never_pays_is_done_ever_less_often_and_again_when_it_might() -> None:
     subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
-    slow = StepCost(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
+    slow = StepEstimate(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
     for _ in range(60):
         subject.observe(subject.propose([5, 6], 10), [], slow)
     assert drafter.calls < 20

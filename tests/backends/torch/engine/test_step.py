@@ -86,7 +86,7 @@ def test_answers_are_the_same_drawn_ahead(
 
 
 def begun(lab: Any, asks: Sequence[Any], governor: Any) -> tuple[list[EngineSequence], step.EngineContext]:
-    shared = step.EngineContext(lab.target, lab.codec, governor=governor(), draws_ahead=True)
+    shared = step.EngineContext(lab.target, lab.tokenizer, governor=governor(), draws_ahead=True)
     return [ask.begin(shared, None) for ask in asks], shared
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.grammar import GrammarCompiler, GrammarMatcher, lark_string
+from agentspec.backends.torch.sampling.grammar import GrammarCompiler, GrammarMatcher, closed_schema, lark_string
 from agentspec.errors import InvalidRequestError
 
 END = 256
@@ -111,3 +111,18 @@ def sorted_symbol(byte: int) -> str:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = list(itertools.filterfalse(printable.__contains__, range(256)))
     return chr(byte) if byte in printable else chr(256 + others.index(byte))
+
+
+def test_objects_that_list_their_properties_are_closed_unless_the_schema_says_otherwise() -> None:
+    inner = {"properties": {"properties": {"type": "string"}}}
+    closed = closed_schema({"type": "object", "properties": {"a": inner, "b": {"enum": [{"properties": {}}]}}})
+    assert closed["additionalProperties"] is False and closed["properties"]["a"]["additionalProperties"] is False
+    assert "additionalProperties" not in closed["properties"]["a"]["properties"]
+    assert closed["properties"]["b"] == {"enum": [{"properties": {}}]}
+    for schema in (
+        {"properties": {"a": {}}, "additionalProperties": True},
+        {"properties": {"a": {}}, "patternProperties": {"x": {}}},
+        {"allOf": [inner, inner]},
+        {"type": "object"},
+    ):
+        assert {**closed_schema(schema), "x-guidance": None} == {**schema, "x-guidance": None}

@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "hi"}
 
 @pytest.fixture(scope="module")
 def codec(lab: Any) -> TokenizerAdapter:
-    return lab.codec
+    return lab.tokenizer
 
 
 class SlowTokenizer:
