@@ -31,7 +31,7 @@ async def test_the_limit_is_for_all_items_together() -> None:
     with pytest.raises(RequestTimeoutError, match=r"0\.12 seconds"):
         async for item in Deadline(0.12).within(slowly(9, 0.05, closed)):
             seen.append(item)
-    assert len(seen) < 3 and closed  # three waits of 0.05 s are more than the limit; a busy machine has time for fewer
+    assert len(seen) <= 2 and closed  # each of them alone would be in time
 
 
 async def test_a_time_out_of_someone_elses_is_not_ours() -> None:
