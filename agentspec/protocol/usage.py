@@ -66,7 +66,7 @@ def read_speculation(value: Mapping[str, Any]) -> Speculation | None:
 
 
 def numbers_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes sense as a count, or as an object of `..._details`: all else is left out, so that reading cannot fail."""
+    """What makes sense as a count, or as an object of `..._details`: reading what is left cannot fail."""
     found: dict[str, Any] = {}
     for name, one in value.items():
         if name.endswith("_details"):

@@ -15,14 +15,14 @@ from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
-from agentspec.protocol.requests import AnswerFormat, parse_chat, parse_completion
+from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body import parse_object, read_body
 from agentspec.proxy.errors import error_event, log_unexpected, outcome
 from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
-from agentspec.proxy.passthrough import add_labels, check_upstream_fields, pass_through
+from agentspec.proxy.passthrough import check_upstream_fields, pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ServerSettings
@@ -60,32 +60,33 @@ class GenerationEndpoint:
                 if isinstance(route.backend, Forwards):
                     check_upstream_fields(fields, self.settings.max_messages)
                     async with deadline.limit():
-                        body = await add_labels(route.backend, self.path, body, fields, caller.labels)
-                    await pass_through(scope, send, route, self.path, body, model, deadline)
+                        body = await upstream_body(
+                            route.backend, self.path, body, fields, caller.labels, route.upstream_model
+                        )
+                    await pass_through(scope, send, route.backend, self.path, body, deadline)
                 else:
-                    request, form = self._parse(fields, caller, route.backend, record)
-                    writer = (ChatWriter if self.path == CHAT else CompletionWriter)(
-                        request, form, self.settings.speculation_object
-                    )
+                    request, writer = self._parse(fields, caller, route.backend, record)
                     deltas = deadline.within(self.runtime.generate(request))
-                    await (send_sse if form.stream else send_json)(deltas, writer, record, send)
+                    await (send_sse if record.stream else send_json)(deltas, writer, record, send)
             if client.cancelled_caught and not record.body_ended:
                 record.outcome = "cancelled"
 
     def _parse(
         self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
-    ) -> tuple[GenerateRequest, AnswerFormat]:
+    ) -> tuple[GenerateRequest, ResponseWriter]:
+        """The request for `backend`, and what writes its answer."""
         if self.path not in (routes := backend.capabilities.routes):
             refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
             raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
+        kind: type[ChatWriter | CompletionWriter]
         if self.path == CHAT:
-            request, form = parse_chat(fields, max_messages=self.settings.max_messages)
+            (request, form), kind = parse_chat(fields, max_messages=self.settings.max_messages), ChatWriter
         else:
-            request, form = parse_completion(fields)
+            (request, form), kind = parse_completion(fields), CompletionWriter
         request, record.stream = caller.sign(request), form.stream
         if isinstance(backend, AddsHeaders):
             record.response_headers = backend.response_headers(request)
-        return request, form
+        return request, kind(request, form, self.settings.speculation_object)
 
     def _ready(self) -> Runtime:
         if not self.runtime.ready:

@@ -18,7 +18,6 @@ from agentspec.proxy.body import set_value
 from agentspec.proxy.errors import error_event, outcome
 from agentspec.proxy.limits import Deadline
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.runtime import Route
 from agentspec.types import Labels
 
 # Fields with which a gateway further on could be told to send the request, and its key, somewhere else.
@@ -56,34 +55,34 @@ def _addressed(fields: Mapping[str, Any]) -> Iterator[str]:
             ]
 
 
-async def add_labels(backend: Forwards, path: str, body: bytes, fields: Mapping[str, Any], labels: Labels) -> bytes:
-    """`body`, which holds `fields`, with the labels in it where the upstream reads them; for others the same bytes.
+async def upstream_body(
+    backend: Forwards, path: str, body: bytes, fields: Mapping[str, Any], labels: Labels, model: str
+) -> bytes:
+    """`body`, which holds `fields`, under the upstream's name for the model, with the labels where the upstream reads
+    them; every other byte is kept.
 
     Token ids are not asked for on behalf of a client: it would get events, and fields, that it did not ask for.
     """
     added = await backend.label_fields(labels, fields) if path in _LABELLED else {}
+    if model != fields["model"]:
+        added = {**added, "model": model}
     for name, value in added.items():
         body = set_value(body, name, value)
     return body
 
 
-async def pass_through(
-    scope: Scope, send: Send, route: Route, path: str, body: bytes, model: str, deadline: Deadline
-) -> None:
-    """Send `body` on with at most its model renamed, and the answer back as it is, stream or not.
+async def pass_through(scope: Scope, send: Send, backend: Forwards, path: str, body: bytes, deadline: Deadline) -> None:
+    """Send `body` on, and the answer back as it is, stream or not.
 
     Raises `UpstreamError` while nothing was sent yet; a stream that breaks later ends with an error event.
     """
     record = RequestRecord.of(scope)
-    assert isinstance(route.backend, Forwards)
-    if route.upstream_model != model:
-        body = set_value(body, "model", route.upstream_model)
     query = scope.get("query_string", b"").decode("latin-1")
     headers = request_headers(scope, record)
     async with AsyncExitStack() as stack:
         async with deadline.limit():
             response = await stack.enter_async_context(
-                route.backend.forward("POST", path, headers=headers, body=body, query=query)
+                backend.forward("POST", path, headers=headers, body=body, query=query)
             )
             record.stream = response.is_stream and response.status < 400
             content = b"" if record.stream else await response.aread()
