@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
-from agentspec.cli.common import FAILED, require_writable
+from agentspec.cli.common import FAILED, require_plot, require_writable
 from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, knobs_of
 
 if TYPE_CHECKING:
@@ -343,7 +343,8 @@ def _publish(
 
     from agentspec.benchmarks.report import conditions, print_report, write_json
 
-    require_writable(json, plot)
+    require_writable(json)
+    require_plot(plot)
     console = Console(width=REPORT_WIDTH if wide and not sys.stdout.isatty() else None)
     with console.status("starting") as status:
         report = measure(progress=status.update)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli.common import ConfigOption, load, require_writable
+from agentspec.cli.common import ConfigOption, load, require_plot, require_writable
 
 app = typer.Typer(help="Choose the knobs of strategies.", no_args_is_help=True)
 
@@ -44,7 +44,8 @@ def calibrate(
     from agentspec.calibration.curve import CurvePlan, ThresholdCurve, print_curve, write_plot
     from agentspec.calibration.measure import measure_curve, read_problems
 
-    require_writable(json, plot)
+    require_writable(json)
+    require_plot(plot)
     if resume and json is None:
         raise typer.BadParameter("--resume goes on from a file: name it with --json")
     given = {"budget_tokens": budget_tokens, "step_tokens": step_tokens}

@@ -34,7 +34,7 @@ def test_stats_of_the_configured_folder_while_it_is_in_use(program, folder):
 
 def test_without_a_folder_there_is_nothing_to_look_into(program, tmp_path):
     result = program("cache", "stats")
-    assert (result.exit_code, "set cache.path" in result.stderr) == (2, True)
+    assert (result.exit_code, "give --path FOLDER, or set cache.path" in result.stderr) == (2, True)
     result = program("cache", "stats", "--path", tmp_path / "absent")
     assert (result.exit_code, "no cache at" in result.stderr) == (2, True)
     assert not (tmp_path / "absent").exists()

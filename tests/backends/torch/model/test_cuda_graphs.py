@@ -179,7 +179,11 @@ MUTATIONS = {
         "padded[1, :tokens] = cache.positions",
     ),
     "attention of the recording": ("AttentionBreak.fill", "self.result[:, :tokens] =", "_ ="),
-    "the padding attends": ("CapturedForward.replay", "attention.fill(cache, tokens)", "attention.fill(cache, self.size)"),
+    "the padding attends": (
+        "CapturedForward.replay",
+        "attention.fill(cache, tokens)",
+        "attention.fill(cache, self.size)",
+    ),
     "the last segment left out": ("CapturedForward.replay", "self._segments[-1].replay()", "pass"),
     "a size too small": ("Graphs.replay", "bisect_left(self.sizes, len(ids))", "0"),
     "one layer's rows for all": (
