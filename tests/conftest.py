@@ -151,6 +151,6 @@ def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("failing files are not tested: that needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("faults") / "faults.so"
-    source = Path(__file__).parent / "cache" / "faults.c"
+    source = Path(__file__).parent / "cache" / "storage" / "faults.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
     return library

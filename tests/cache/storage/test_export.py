@@ -54,7 +54,7 @@ def told(rows: list[SequenceRecord]) -> list[tuple[bytes, float]]:
     return sorted((identity(row), row.created_at) for row in rows)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
 @given(st.lists(ROWS, max_size=5))
 def test_what_is_written_is_read(tmp_path: Path, rows: list[SequenceRecord]) -> None:
     assert write(tmp_path / "f.jsonl", rows) == len(rows)

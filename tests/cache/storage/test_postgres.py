@@ -160,8 +160,7 @@ def test_who_has_seen_an_id_has_seen_all_smaller_ones(postgres: str) -> None:
         thread.start()
     seen: list[int] = []
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        end = time.monotonic() + 2
-        while time.monotonic() < end:
+        while len(seen) <= 200:
             query = sa.select(sequences.c.id).where(sequences.c.id > max(seen, default=0)).order_by(sequences.c.id)
             seen += connection.execute(query).scalars()
     stop.set()
@@ -170,7 +169,6 @@ def test_who_has_seen_an_id_has_seen_all_smaller_ones(postgres: str) -> None:
     with database.engine.connect() as connection:
         query = sa.select(sequences.c.id).where(sequences.c.id <= seen[-1]).order_by(sequences.c.id)
         assert connection.execute(query).scalars().all() == seen
-    assert len(seen) > 100
     database.close()
 
 
