@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from agentspec.backends.base import Floats, StepOutput
 from agentspec.backends.torch.engine.compute_thread import Tasks
-from agentspec.backends.torch.engine.sequence import EngineRequest
+from agentspec.backends.torch.engine.sequence import EngineRequest, prompt_of
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import SequenceCache
@@ -21,7 +21,7 @@ from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import AgentSpecError, EngineError, InvalidRequestError
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.text.streaming_text import StreamingText
-from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, Usage
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -176,12 +176,6 @@ def states_of(target: TargetModel, texts: Sequence[Sequence[int]]) -> list[Float
         return []
     states = target.states_batch([BatchItem(target.new_cache(len(text)), text) for text in texts])
     return [rows.cpu().numpy() for rows in states]
-
-
-def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter) -> Prompt:
-    """The prompt as the model reads it."""
-    ids, text = tuple(request.prompt), request.original.text
-    return Prompt(tokenizer.decode(ids) if text is None else text, ids)
 
 
 def require_one_answer(request: GenerateRequest) -> None:

@@ -237,7 +237,7 @@ class Sequence:
             finish_reason=self.finish,
             usage=self._usage() if self.finish else None,
             speculation=self._speculator.speculation if self.finish else None,
-            prompt=self._prompt() if self._prompt_due else None,
+            prompt=prompt_of(self.request, self._context.tokenizer, self._scorer) if self._prompt_due else None,
         )
         self._prompt_due = False
         self._text = []
@@ -250,11 +250,6 @@ class Sequence:
         rows = self._logits.index_select(0, to_device(torch.tensor(self._drawn_from), self._logits.device))
         return tuple(token_logprobs(rows, fresh, sampling.top_logprobs, self._context.tokenizer.spell))
 
-    def _prompt(self) -> Prompt:
-        request, ids = self.request.original, tuple(self.request.prompt)
-        text = self._context.tokenizer.decode(ids) if request.text is None else request.text
-        return Prompt(text, ids, None if self._scorer is None else self._scorer.finish())
-
     def _usage(self) -> Usage:
         prediction = self._prediction
         if prediction is not None:
@@ -266,6 +261,13 @@ class Sequence:
             accepted_prediction_tokens=None if prediction is None else prediction.accepted,
             rejected_prediction_tokens=None if prediction is None else prediction.rejected,
         )
+
+
+def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter, scorer: PromptScorer | None = None) -> Prompt:
+    """The prompt as the model reads it, with the log-probabilities of its tokens where it was scored."""
+    ids, text = tuple(request.prompt), request.original.text
+    shown = tokenizer.decode(ids) if text is None else text
+    return Prompt(shown, ids, None if scorer is None else scorer.finish())
 
 
 def _step_name(request: EngineRequest) -> str | None:
