@@ -9,8 +9,9 @@ import pytest
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.cache_session import CacheSession
+from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.scheduler import Scheduler
-from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
+from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.speculation.governor import CHUNKS
