@@ -56,7 +56,7 @@ _SAMPLING = (
 class AnswerFormat:
     """How an answer is written: as a stream or whole, and what it holds beside text.
 
-    `usage` asks for the usage on a stream's last chunk, `echo` for the prompt in front of a text completion.
+    `usage` adds the usage as a stream's last chunk, `echo` the prompt in front of a text completion.
     """
 
     stream: bool = False
@@ -99,7 +99,7 @@ class _CommonBody(Body):
     latency_target_ms_per_token: Number | None = None
     return_token_ids: bool | None = None
     stream_options: dict[str, Any] | None = None
-    # Taken where they say what is done anyway.
+    # Accepted only with the value that describes what is done anyway.
     skip_special_tokens: Annotated[Any, only(True)] = None
     spaces_between_special_tokens: Annotated[Any, only(True)] = None
     include_stop_str_in_output: Annotated[Any, only(False)] = None
@@ -152,7 +152,7 @@ class _GenerationBody(_CommonBody):
         return usage
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuse what contradicts `sampling`, or could be answered by nothing but more of it."""
+        """Refuse fields that `sampling` cannot honour."""
         if self.stream and sampling.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs needs stream = false", param="prompt_logprobs")
         if self.best_of is not None and (type(self.best_of), self.best_of) != (int, sampling.n):
@@ -176,7 +176,7 @@ class _ChatFields(Body):
     add_generation_prompt: bool | None = None
 
     def chat(self, plain: GenerateRequest) -> dict[str, Any]:
-        """The fields of a `GenerateRequest` that only chat requests have; those of `plain` where nothing is said."""
+        """The fields of a `GenerateRequest` that only chat requests have; those of `plain` where the body has none."""
         tools = plain.tools if self.tools is None else parse_tools(self.tools)
         choice = plain.tool_choice if self.tool_choice is None else parse_tool_choice(self.tool_choice)
         names = [tool["function"]["name"] for tool in tools]

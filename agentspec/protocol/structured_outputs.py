@@ -37,7 +37,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
 
 
 def parse_form(fields: Mapping[str, Any]) -> StructuredOutputs | None:
-    """The form that one of `fields` asks for; None for any text. Raises `InvalidRequestError` with `param`."""
+    """The form that one of `fields` describes; None for any text. Raises `InvalidRequestError` with `param`."""
     given = {name: form for name, value in fields.items() if (form := _form(name, value)) is not None}
     if len(given) > 1:
         raise InvalidRequestError(f"send one of {', '.join(given)}, not all", param=next(iter(given)))

@@ -35,7 +35,7 @@ _EXPECTED = {
 
 
 class Refused(ValueError):
-    """A value that is refused. `sentence` goes on behind the field's name, or that of the part `below` it."""
+    """A value that is refused. `sentence` continues the field's name, or that of the part `below` it."""
 
     def __init__(self, sentence: str, below: str = "") -> None:
         super().__init__(sentence)
@@ -55,7 +55,7 @@ def must(holds: Callable[[Any], bool], sentence: str) -> AfterValidator:
 
 
 def only(*allowed: Any) -> BeforeValidator:
-    """Accept a field where its value asks for nothing: refuse any value but those in `allowed`."""
+    """Accept a field that is not supported where it changes nothing: with one of the values in `allowed`."""
 
     def check(value: Any) -> Any:
         if not any(value == choice and type(value) is type(choice) for choice in allowed):
@@ -181,7 +181,7 @@ def shown_name(name: str) -> str:
 
 
 def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
-    """pydantic's first finding in our words."""
+    """pydantic's first error as a sentence."""
     found = error.errors(include_url=False)[0]
     for part in found["loc"]:
         if not _UNDIVIDED.search(name):
