@@ -21,7 +21,7 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-NATIVE := $(wildcard cache/native/*.cpp cache/native/*.hpp)
+NATIVE := $(wildcard cache/native/*.cpp cache/native/*/*.cpp cache/native/*/*.hpp)
 SOURCES := $(NATIVE) CMakeLists.txt pyproject.toml constraints.txt
 CODE := agentspec cache backends reasoning benchmarks tests examples docs
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from agentspec.benchmarks.prompt_sets import load_codes
+from agentspec.recordings.prompt_sets import load_codes
 from agentspec.types import Message
 
 MEASURED, MOST_OTHERS = 7, 22  # sessions that the shipped code is enough for, none of it used twice
@@ -28,7 +28,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class WorkflowTurn:
     """What the agent is told, and the answer that later turns have as their history."""
 
     told: str
@@ -40,7 +40,7 @@ class Workflow:
     """One session."""
 
     name: str
-    turns: tuple[Turn, ...]
+    turns: tuple[WorkflowTurn, ...]
 
     def messages(self, turn: int) -> list[Message]:
         """The conversation up to what turn `turn` (from 0) is told, ready for its answer."""
@@ -71,7 +71,7 @@ def workflow(files: Sequence[str], turns: int, *, seed: int) -> Workflow:
     rng = random.Random(seed)
     codes = list(files)
     targets = [(number, names) for number, code in enumerate(codes) for names in _groups(code)]
-    said: list[Turn] = []
+    said: list[WorkflowTurn] = []
     for turn in range(turns):
         number, names = targets[turn % len(targets)]
         code = codes[number]
@@ -79,7 +79,7 @@ def workflow(files: Sequence[str], turns: int, *, seed: int) -> Workflow:
         done = f"{_tools(_module_name(codes[0]), codes, rng)}\n" if said else ""
         shown = f"{done}$ cat {_module_name(code)}.py\n{code}"
         told = f"{shown}\n\n{wanted} Return the whole code.\n\n{_excerpt(code, names)}"
-        said.append(Turn(told, _excerpt(codes[number], names)))
+        said.append(WorkflowTurn(told, _excerpt(codes[number], names)))
     return Workflow(_module_name(codes[0]), tuple(said))
 
 

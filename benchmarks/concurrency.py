@@ -1,21 +1,26 @@
 """Total speed of requests that run at once against the same requests one after another, speculation off and on.
 
 Each round takes prompts of its own and asks them under all four variants in an order that rotates, so that a busy
-machine hits all of them alike; a pair is one round under two variants. Answers are greedy, time is wall time including
-the reading of prompts, and each round drafts from an empty cache.
+machine affects all of them alike; a pair is one round under two variants. Answers are greedy, time is wall time
+including the reading of prompts, and each round drafts from an empty cache.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.benchmarks.decode import PREFIX_BYTES_OFF, Run, Table
-from agentspec.benchmarks.prompt_sets import load_prompts
-from agentspec.benchmarks.stats import rotated
+from agentspec.benchmarks import report
+from agentspec.benchmarks.decode import PREFIX_BYTES_OFF
+from agentspec.benchmarks.report import Progress, RatioGoal, rotated
+from agentspec.benchmarks.runs import Run, RunTable, collect
+from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -29,14 +34,34 @@ VARIANTS = {
     ON_ALONE: (True, False),
     ON_AT_ONCE: (True, True),
 }
+BASELINES = {OFF_ALONE: OFF_ALONE, OFF_AT_ONCE: OFF_ALONE, ON_ALONE: ON_ALONE, ON_AT_ONCE: ON_ALONE}
+GOALS = (RatioGoal(OFF_AT_ONCE, OFF_ALONE, 1.8), RatioGoal(ON_AT_ONCE, ON_ALONE, 1.5))
 
-Progress = Callable[[str], None]
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyReport:
+    """One run for each round and variant, with the tokens of all its answers."""
+
+    runs: RunTable
+
+    def show(self) -> Iterator[RenderableType]:
+        runs = self.runs
+        title = f"{runs.name}: {len(runs.runs[OFF_ALONE])} rounds, {runs.tokens(OFF_ALONE)} answer tokens"
+        rows = [
+            (one, f"{runs.total_speed(one):.1f}", str(runs.ratio(one, baseline)), runs.same(one, OFF_ALONE))
+            for one, baseline in BASELINES.items()
+        ]
+        yield report.table(title, ("variant", "tok/s in all", "vs one at a time", f"same as {OFF_ALONE}"), rows)
+        yield from runs.goal_lines(GOALS)
+
+    def data(self) -> dict[str, Any]:
+        return {"ratios": self.runs.ratio_data(BASELINES), "runs": self.runs.run_data()}
 
 
 def run_concurrency(
     model: str, *, clients: int, rounds: int, max_tokens: int, progress: Progress = lambda message: None
-) -> Table:
-    """One run for each round and variant, with the tokens of all its answers. Raises what the backend raises."""
+) -> ConcurrencyReport:
+    """Measure all variants. Raises what the backend raises."""
     from agentspec.backends.torch import TorchBackend
     from agentspec.cache import SuffixCache
 
@@ -44,19 +69,19 @@ def run_concurrency(
     settings = TorchSettings(model=model, prefix_bytes=PREFIX_BYTES_OFF, max_active=clients)  # type: ignore[arg-type]
     backend = TorchBackend.load(settings, cache=SuffixCache.open())
     try:
-        return asyncio.run(_measure(backend, clients, rounds, max_tokens, progress))
+        return ConcurrencyReport(asyncio.run(_measure(backend, clients, rounds, max_tokens, progress)))
     finally:
         asyncio.run(backend.aclose())
 
 
-async def _measure(backend: TorchBackend, clients: int, rounds: int, max_tokens: int, progress: Progress) -> Table:
-    table = Table(f"{clients} requests at once")
+async def _measure(backend: TorchBackend, clients: int, rounds: int, max_tokens: int, progress: Progress) -> RunTable:
+    table = RunTable(f"{clients} requests at once")
     texts = load_prompts("edit_warm")
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     for index in range(rounds):
         progress(f"round {index + 1} of {rounds}")
-        start = index * clients
-        prompts = [_encoded(backend, texts[(start + place) % len(texts)]) for place in range(clients)]
+        chosen = (texts[(index * clients + place) % len(texts)] for place in range(clients))
+        prompts = [backend.encode_chat([{"role": "user", "content": text}]) for text in chosen]
         for name, (speculation, at_once) in rotated(VARIANTS, index):
             requests = [
                 GenerateRequest(
@@ -76,16 +101,7 @@ async def _measure(backend: TorchBackend, clients: int, rounds: int, max_tokens:
 async def _timed(backend: TorchBackend, requests: Sequence[GenerateRequest], *, at_once: bool) -> Run:
     started = time.perf_counter()
     if at_once:
-        answers = await asyncio.gather(*(_answer(backend, request) for request in requests))
+        answers = await asyncio.gather(*(collect(backend, request) for request in requests))
     else:
-        answers = [await _answer(backend, request) for request in requests]
-    seconds = time.perf_counter() - started
-    return Run(tuple(token for answer in answers for token in answer), seconds)
-
-
-async def _answer(backend: TorchBackend, request: GenerateRequest) -> list[int]:
-    return [token async for delta in backend.generate(request) for token in delta.token_ids]
-
-
-def _encoded(backend: TorchBackend, text: str) -> list[int]:
-    return backend.encode_chat([{"role": "user", "content": text}])
+        answers = [await collect(backend, request) for request in requests]
+    return Run(tuple(token for answer in answers for token in answer.tokens), time.perf_counter() - started)

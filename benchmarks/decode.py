@@ -1,7 +1,7 @@
 """Decoding speed of one request at a time: transformers, agentspec off, agentspec on with colder and warmer caches.
 
 Every variant answers the same token ids to the natural end of the text, one after another for each prompt and in an
-order that rotates from prompt to prompt, so that a busy machine hits all of them alike. A pair is one prompt under
+order that rotates from prompt to prompt, so that a busy machine affects all of them alike. A pair is one prompt under
 two variants; time is wall time including prefill. Each cache state of each table is a tenant of its own and no sequence
 is added while it is measured, though how far drafts can be trusted goes on being learned, as it would in use; key/value
 rows are never kept between calls.
@@ -9,17 +9,19 @@ rows are never kept between calls.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import RenderableType
+
 from agentspec.backends.settings import TorchSettings
-from agentspec.benchmarks.prompt_sets import PromptSet, load_prompts
-from agentspec.benchmarks.stats import Ratio, distinct_ngrams, paired_ratio, rotated
-from agentspec.benchmarks.transformers_peer import Peer
-from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
+from agentspec.benchmarks import report
+from agentspec.benchmarks.report import Progress, RatioGoal, rotated
+from agentspec.benchmarks.runs import COLD, OFF, TRANSFORMERS, EngineBench, Run, RunTable, collect, warm_name
+from agentspec.recordings.prompt_sets import PromptSet, load_prompts
+from agentspec.types import GenerateRequest, Labels, SamplingParams
 
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
@@ -31,16 +33,18 @@ CONTROL_DISTINCT = 0.95
 WARM_COUNTS = (10, 100)
 LOOKUP_TOKENS = 10
 PREFIX_BYTES_OFF = 0
-
-TRANSFORMERS, LOOKUP, OFF, COLD, SECOND = "transformers", "prompt lookup", "off", "on, cold", "on, second pass"
-
-
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
+LOOKUP, SECOND = "prompt lookup", "on, second pass"
+EDIT_GOALS = (
+    RatioGoal(OFF, TRANSFORMERS, 1.05),
+    RatioGoal(COLD, TRANSFORMERS, 2.6),
+    RatioGoal(warm_name(max(WARM_COUNTS)), TRANSFORMERS, 3.2),
+    RatioGoal(SECOND, TRANSFORMERS, 6.0),
+)
+CONTROL_GOALS = (RatioGoal(COLD, OFF, 0.98),)
 
-def warm_name(count: int) -> str:
-    """The variant and tenant whose cache holds the answers to `count` other prompts."""
-    return f"on, after {count} others"
+Variant = Callable[[Sequence[int], int], Run]
 
 
 def other_drafters(*, ngram: bool, draft_model: str | None) -> dict[str, dict[str, Any]]:
@@ -55,54 +59,6 @@ def second_tenant(table: str) -> str:
     return f"{table}: {SECOND}"
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One answer: its token ids, seconds from request to last token, and what speculation did."""
-
-    tokens: tuple[int, ...]
-    seconds: float
-    speculation: Speculation | None = None
-
-
-@dataclass(slots=True)
-class Table:
-    """Runs of one prompt set: each prompt was answered `turns` times in a row by each variant."""
-
-    name: str
-    runs: dict[str, list[Run]] = field(default_factory=dict)
-    turns: int = 1
-
-    def add(self, variant: str, run: Run) -> None:
-        self.runs.setdefault(variant, []).append(run)
-
-    def speeds(self, variant: str) -> list[float]:
-        """Tokens a second of each prompt."""
-        runs = self.runs[variant]
-        turns = [runs[start : start + self.turns] for start in range(0, len(runs), self.turns)]
-        return [sum(len(run.tokens) for run in group) / sum(run.seconds for run in group) for group in turns]
-
-    def total_speed(self, variant: str) -> float:
-        runs = self.runs[variant]
-        return sum(len(run.tokens) for run in runs) / sum(run.seconds for run in runs)
-
-    def tokens_per_step(self, variant: str) -> float | None:
-        counted = [run for run in self.runs[variant] if run.speculation]
-        steps = sum(run.speculation.steps for run in counted if run.speculation)
-        return sum(len(run.tokens) for run in counted) / steps if steps else None
-
-    def identical(self, variant: str, baseline: str) -> int:
-        """How many answers equal the baseline's, token for token."""
-        pairs = zip(self.runs[variant], self.runs[baseline], strict=True)
-        return sum(left.tokens == right.tokens for left, right in pairs)
-
-    def ratio(self, variant: str, baseline: str) -> Ratio:
-        return paired_ratio(self.speeds(variant), self.speeds(baseline))
-
-
-Variant = Callable[[Sequence[int], int], Run]
-Progress = Callable[[str], None]
-
-
 def run_decode(
     model: str,
     *,
@@ -111,100 +67,87 @@ def run_decode(
     progress: Progress,
     ngram: bool = False,
     draft_model: str | None = None,
-) -> list[Table]:
+) -> DecodeReport:
     """Measure every variant on the prompt sets and the control; one table each. Raises what the backend raises.
 
     `ngram` and `draft_model` add variants of the prompt sets in which that drafter is the only one.
     """
-    bench = Bench.load(model, progress, other_drafters(ngram=ngram, draft_model=draft_model))
+    bench = DecodeBench.load(model, progress, prefix_bytes=PREFIX_BYTES_OFF)
     try:
-        bench.warm(WARM_COUNTS if sets else WARM_COUNTS[:1])  # so that drafters come to the control trusted
+        bench.load_others(model, other_drafters(ngram=ngram, draft_model=draft_model))
+        bench.warm(WARM_COUNTS if sets else WARM_COUNTS[:1])  # drafters then reach the control already trusted
         tables = [bench.measure(name, load_prompts(name)[:limit]) for name in sets]
-        return [*tables, bench.control(load_prompts("control")[:limit])]
+        return DecodeReport([*tables, bench.control(load_prompts("control")[:limit])])
     finally:
         bench.close()
 
 
 @dataclass(slots=True)
-class Bench:
-    """One loaded model, its plain transformers twin, the warmed caches, and the same model with other drafters."""
+class DecodeBench(EngineBench):
+    """The model and its transformers twin, with warmed caches, and the same model with other drafters."""
 
-    backend: TorchBackend
-    peer: Peer
-    loop: asyncio.AbstractEventLoop
-    progress: Progress
     others: dict[str, TorchBackend] = field(default_factory=dict)
 
-    @classmethod
-    def load(cls, model: str, progress: Progress, others: Mapping[str, dict[str, Any]] | None = None) -> Bench:
-        """`others` are further variants by name, each with settings that differ from the default ones."""
+    def load_others(self, model: str, variants: Mapping[str, dict[str, Any]]) -> None:
+        """Further variants by name, each with settings that differ from the default ones."""
         from agentspec.backends.torch import TorchBackend
-        from agentspec.cache import SuffixCache
 
-        progress(f"loading {model}")
-        settings = TorchSettings(model=model, prefix_bytes=PREFIX_BYTES_OFF)  # type: ignore[arg-type]
-        backend = TorchBackend.load(settings, cache=SuffixCache.open())
-        peer = Peer.beside(backend, model)
-        different = {
-            name: TorchBackend.load(settings.model_copy(update=update)) for name, update in (others or {}).items()
-        }
-        return cls(backend, peer, asyncio.new_event_loop(), progress, different)
+        for name, settings in variants.items():
+            self.others[name] = TorchBackend.load(
+                TorchSettings(model=model, **{"prefix_bytes": PREFIX_BYTES_OFF, **settings})
+            )
 
     def close(self) -> None:
-        self.peer.close()
-        for backend in (self.backend, *self.others.values()):
+        for backend in self.others.values():
             self.loop.run_until_complete(backend.aclose())
-        self.loop.close()
+        EngineBench.close(self)
 
-    def measure(self, name: PromptSet, prompts: Sequence[str]) -> Table:
-        table = Table(name)
-        encoded = [self.backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-        self._record(second_tenant(name), encoded)
-        self._transformers(encoded[0])  # its first call sets things up that later ones find ready
-        variants = self._variants(name)
+    def measure(self, name: PromptSet, prompts: Sequence[str]) -> RunTable:
+        table = RunTable(name)
+        encoded = [self.encode(prompt) for prompt in prompts]
+        self.record(second_tenant(name), encoded)
+        self.transformers(encoded[0], MAX_TOKENS)  # the first call also pays for one-time setup
+        variants = self.variants(name)
         for index, prompt in enumerate(encoded):
             self.progress(f"{name}: prompt {index + 1} of {len(encoded)}")
             for label, variant in rotated(variants, index):
                 table.add(label, variant(prompt, index))
         return table
 
-    def control(self, prompts: Sequence[str]) -> Table:
-        """Sampled answers that do not repeat, speculation off and on; raises ValueError where they repeat after all.
+    def control(self, prompts: Sequence[str]) -> RunTable:
+        """Sampled answers that do not repeat, speculation off and on; raises ValueError where they do repeat.
 
-        Each question is asked there and back (off, on, on, off): what drifts meanwhile hits both alike.
+        Each question is asked in ABBA order (off, on, on, off): what drifts meanwhile affects both alike.
         """
-        table = Table("control", turns=2)
+        table = RunTable("control", turns=2)
         for index, prompt in enumerate([*prompts] * CONTROL_ROUNDS):
             self.progress(f"control: answer {index + 1} of {CONTROL_ROUNDS * len(prompts)}")
-            ids = self.backend.encode_chat([{"role": "user", "content": prompt}])
+            ids = self.encode(prompt)
             sampling = SamplingParams(temperature=1.0, seed=index, max_tokens=CONTROL_TOKENS)
             variants = {OFF: self._agentspec(OFF, sampling, speculation=False), COLD: self._cold("control", sampling)}
             there = list(rotated(variants, index))
             for turn, (label, variant) in enumerate((*there, *reversed(there))):
                 table.add(label, variant(ids, 4 * index + turn))
-        _require_distinct(table.runs[OFF])
+        require_distinct(table.runs[OFF])
         return table
 
     def warm(self, counts: Sequence[int]) -> None:
         """Fill the tenants that stand for caches warmed by other prompts of the kind."""
-        others = [
-            self.backend.encode_chat([{"role": "user", "content": text}])
-            for text in load_prompts("edit_warm")[: max(counts)]
-        ]
+        others = [self.encode(text) for text in load_prompts("edit_warm")[: max(counts)]]
         for count in counts:
-            self._record(warm_name(count), others[:count])
+            self.record(warm_name(count), others[:count])
 
-    def _record(self, tenant: str, prompts: Sequence[Sequence[int]]) -> None:
+    def record(self, tenant: str, prompts: Sequence[Sequence[int]]) -> None:
+        """Answer `prompts` for `tenant`, whose cache remembers the answers."""
         for index, prompt in enumerate(prompts):
             self.progress(f"warming {tenant!r}: {index + 1} of {len(prompts)}")
-            request = self._request(prompt, tenant, f"warm-{index}", GREEDY, speculation=True, store=True)
-            self.loop.run_until_complete(collect(self.backend, request))
+            self.run(self._request(prompt, tenant, f"warm-{index}", GREEDY, speculation=True, store=True))
 
-    def _variants(self, table: str) -> dict[str, Variant]:
+    def variants(self, table: str) -> dict[str, Variant]:
         warm = {name: self._agentspec(name, GREEDY) for name in map(warm_name, WARM_COUNTS)}
         return {
-            TRANSFORMERS: lambda prompt, _: self._transformers(prompt),
-            LOOKUP: lambda prompt, _: self._transformers(prompt, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+            TRANSFORMERS: lambda prompt, _: self.transformers(prompt, MAX_TOKENS),
+            LOOKUP: lambda prompt, _: self.transformers(prompt, MAX_TOKENS, prompt_lookup_num_tokens=LOOKUP_TOKENS),
             OFF: self._agentspec(OFF, GREEDY, speculation=False),
             COLD: self._cold(table, GREEDY),
             **warm,
@@ -222,18 +165,11 @@ class Bench:
         return variant
 
     def _cold(self, table: str, sampling: SamplingParams) -> Variant:
-        """A tenant of its own for each answer: nothing was ever said there."""
+        """A tenant of its own for each answer, whose cache is empty."""
         return lambda prompt, index: self._agentspec(f"{table}: {COLD} {index}", sampling)(prompt, index)
 
     def _request(
-        self,
-        prompt: Sequence[int],
-        tenant: str,
-        session: str,
-        sampling: SamplingParams,
-        *,
-        speculation: bool,
-        store: bool,
+        self, prompt: Sequence[int], tenant: str, session: str, sampling: SamplingParams, **options: Any
     ) -> GenerateRequest:
         return GenerateRequest(
             model=self.backend.model_name,
@@ -241,30 +177,86 @@ class Bench:
             sampling=sampling,
             labels=Labels(session=session),
             tenant=tenant,
-            speculation=speculation,
-            store=store,
+            **options,
         )
 
-    def _transformers(self, prompt: Sequence[int], **options: int) -> Run:
-        return Run(*self.peer.generate(prompt, MAX_TOKENS, **options))
 
-
-async def collect(backend: TorchBackend, request: GenerateRequest) -> Run:
-    """One answer with the time it took, from handing the request over to the last token."""
-    tokens: list[int] = []
-    stats: Speculation | None = None
-    start = time.perf_counter()
-    async for delta in backend.generate(request):
-        tokens.extend(delta.token_ids)
-        stats = delta.speculation or stats
-    return Run(tuple(tokens), time.perf_counter() - start, stats)
-
-
-def _require_distinct(runs: Sequence[Run]) -> None:
+def require_distinct(runs: Sequence[Run]) -> None:
     """The control is one only if its text does not repeat: judged over all answers together."""
-    shares = [distinct_ngrams(run.tokens) for run in runs]
-    share = sum(shares) / len(shares)
+    share = sum(distinct_ngrams(run.tokens) for run in runs) / len(runs)
     if share < CONTROL_DISTINCT:
         raise ValueError(
             f"the control repeats itself: {share:.3f} of its 4-grams are distinct, need {CONTROL_DISTINCT}"
         )
+
+
+def distinct_ngrams(tokens: Sequence[int], n: int = 4) -> float:
+    """Share of the n-grams of `tokens` that are distinct: 1.0 where nothing repeats."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReport:
+    tables: Sequence[RunTable]
+
+    def show(self) -> Iterator[RenderableType]:
+        for table in self.tables:
+            yield _shown(table)
+            yield from table.goal_lines(goals_of(table))
+
+    def data(self) -> dict[str, Any]:
+        return {"tables": [_data(table) for table in self.tables]}
+
+    def plot(self, path: Path) -> None:
+        """Bars of the speed ratios with their intervals, one panel a prompt set."""
+        with report.plot(path, panels=len(self.tables), size=(5 * len(self.tables), 4)) as panels:
+            for axes, table in zip(panels, self.tables, strict=True):
+                _draw(axes, table)
+
+
+def goals_of(table: RunTable) -> tuple[RatioGoal, ...]:
+    return CONTROL_GOALS if table.name == "control" else EDIT_GOALS
+
+
+def _baseline(table: RunTable) -> str:
+    return TRANSFORMERS if TRANSFORMERS in table.runs else OFF
+
+
+def _shown(table: RunTable) -> RenderableType:
+    baseline = _baseline(table)
+    title = f"{table.name}: {len(table.speeds(baseline))} prompts, {table.tokens(baseline)} answer tokens"
+    columns = ("variant", "tok/s", f"vs {baseline}", "tokens/step", f"same as {OFF}")
+    rows = [
+        (
+            variant,
+            f"{table.total_speed(variant):.1f}",
+            str(table.ratio(variant, baseline)),
+            table.steps_cell(variant),
+            table.same(variant, OFF),
+        )
+        for variant in table.runs
+    ]
+    return report.table(title, columns, rows)
+
+
+def _data(table: RunTable) -> dict[str, Any]:
+    baseline = _baseline(table)
+    return {
+        "name": table.name,
+        "baseline": baseline,
+        "ratios": table.ratio_data(dict.fromkeys(table.runs, baseline)),
+        "goals": table.goal_data(goals_of(table)),
+        "runs": table.run_data(),
+    }
+
+
+def _draw(axes: Any, table: RunTable) -> None:
+    ratios = {variant: table.ratio(variant, _baseline(table)) for variant in table.runs}
+    medians = [ratio.median for ratio in ratios.values()]
+    errors = [[r.median - r.low for r in ratios.values()], [r.high - r.median for r in ratios.values()]]
+    axes.barh(list(ratios), medians, xerr=errors, capsize=3)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="grey", linewidth=1)
+    axes.set_title(table.name)
+    axes.set_xlabel(f"speed vs {_baseline(table)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -18,20 +18,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import RenderableType
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.exactness import Question, verify
-from agentspec.backends.torch.loader import Loaded, read_tokenizer
+from agentspec.backends.torch.exactness import ExactnessCase, check_exactness
+from agentspec.backends.torch.loader import LoadedModel
 from agentspec.backends.torch.model.cuda_graphs import record_graphs
-from agentspec.backends.torch.model.device import choose_device, choose_dtype, host_waits, wait_for
+from agentspec.backends.torch.model.device import choose_device, choose_dtype, count_host_syncs, synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.benchmarks.decode import OFF, Table
-from agentspec.benchmarks.forced import ON, Forced
-from agentspec.benchmarks.gpu_model import build, byte_tokenizer, copied_bytes, read_bytes
-from agentspec.benchmarks.stats import MIN_PAIRS
+from agentspec.backends.torch.text.tokenizer import read_tokenizer
+from agentspec.benchmarks import report
+from agentspec.benchmarks.gpu_model import ON, ForcedEngine, build, byte_tokenizer, copied_bytes, read_bytes
+from agentspec.benchmarks.report import MIN_PAIRS, Figure, Progress
+from agentspec.benchmarks.runs import OFF, RunTable
 from agentspec.cache import SuffixCache
 from agentspec.recordings.traces import load_encoder, read_calls
 from agentspec.types import SamplingParams
@@ -43,14 +45,13 @@ CHECK_SPREAD = 0.3  # weights of the small models: wide enough that their answer
 CHECK_TOKENS = 32
 TIE = 0.1  # in types of fewer bits answers may part where the two best scores are closer,
 TIE_SHARE = 0.01  # in at most this share of them
+JUDGED = "8b"  # the shape that the goals are for
 GOALS = {"airline": 2.5, "sql": 3.3}
 VERIFY_GOAL, STEP_GOAL = 1.25, 2.0
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GpuPlan:
     """What to measure, where, and for how many seconds at most; `tokenizer` is the folder that `traces` need."""
 
     shape: str = "8b"
@@ -62,26 +63,8 @@ class Plan:
     questions: int = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A value that should be at least or at most something; None where it was not measured."""
-
-    name: str
-    value: float | None
-    unit: str = ""
-    least: float | None = None
-    most: float | None = None
-
-    @property
-    def met(self) -> bool | None:
-        """None where there is no goal, or nothing to hold against it."""
-        if self.value is None or (self.least is None and self.most is None):
-            return None
-        return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
-
-
 @dataclass(slots=True)
-class Report:
+class GpuReport:
     """What was found. `steps` are seconds by (context, tokens of the forward); `checks` say what holds."""
 
     shape: str
@@ -91,7 +74,7 @@ class Report:
     checks: dict[str, bool] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     steps: dict[tuple[int, int], float] = field(default_factory=dict)
-    tables: list[Table] = field(default_factory=list)
+    tables: list[RunTable] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -99,24 +82,77 @@ class Report:
     def sound(self) -> bool:
         return all(self.checks.values())
 
+    @property
+    def judged(self) -> bool:
+        """Whether the goals apply: they are for one shape, on a GPU."""
+        return self.device != "CPU" and self.shape == JUDGED
 
-def run_gpu(plan: Plan, progress: Progress = lambda message: None) -> Report:
+    def show(self) -> Iterator[RenderableType]:
+        title = f"{self.shape}, random weights, {self.dtype} on {self.device}, attention {self.attention or 'none'}"
+        yield f"{title}: {self.seconds:.0f} s"
+        for name, holds in self.checks.items():
+            yield f"  {'ok' if holds else 'FAILED'}: {name}"
+        rows = ((str(context), *(self._step_cell(context, size) for size in SIZES)) for context in CONTEXTS)
+        yield report.table(f"ms of a verification on {self.device}", ("rows", *(f"{n} tokens" for n in SIZES)), rows)
+        for table in self.tables:
+            yield _recorded(table)
+        yield from (f"  {figure.name}: {figure}{self._goal(figure)}" for figure in self.figures)
+        yield from (f"  left out: {name}" for name in self.left_out)
+
+    def _step_cell(self, context: int, size: int) -> str:
+        seconds = self.steps.get((context, size))
+        return "not measured" if seconds is None else f"{seconds * 1e3:.2f}"
+
+    def _goal(self, figure: Figure) -> str:
+        if figure.required is None:
+            return ""
+        bound = f"at {'most' if figure.at_most else 'least'} {figure.required:g}"
+        if not self.judged:
+            return f" (goal on a GPU, shape {JUDGED}: {bound}; not judged here)"
+        return f", goal {bound}: {'undecided' if figure.value is None else figure.verdict}"
+
+    def data(self) -> dict[str, Any]:
+        names = ("shape", "device", "dtype", "attention", "checks", "left_out", "seconds")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "figures": [self._figure_data(figure) for figure in self.figures],
+            "steps": [{"rows": rows, "tokens": size, "seconds": time} for (rows, size), time in self.steps.items()],
+            "tables": [{"name": table.name, "runs": table.run_data()} for table in self.tables],
+        }
+
+    def _figure_data(self, figure: Figure) -> dict[str, Any]:
+        bounds = {"least": None, "most": None, ("most" if figure.at_most else "least"): figure.required}
+        open_ = not self.judged or figure.required is None or figure.value is None
+        met = None if open_ else figure.verdict == "met"
+        return {"name": figure.name, "value": figure.value, "unit": figure.unit, **bounds, "met": met}
+
+
+def _recorded(table: RunTable) -> RenderableType:
+    rows = (
+        (way, str(len(table.runs[way])), f"{table.total_speed(way):.1f}", f"{table.tokens_per_step(way) or 1.0:.2f}")
+        for way in (OFF, ON)
+    )
+    title = f"{table.name}: forced targets, random weights"
+    return report.table(title, ("variant", "calls", "tok/s", "tokens/step"), rows)
+
+
+def run_gpu(plan: GpuPlan, progress: Progress = lambda message: None) -> GpuReport:
     """Build, check and time. Raises `ConfigurationError` for a device, type or file that cannot be used."""
-    return Bench(plan, progress).run()
+    return GpuBench(plan, progress).run()
 
 
-class Bench:
+class GpuBench:
     """One run of a plan: sections in order, each only while there is time."""
 
-    def __init__(self, plan: Plan, progress: Progress) -> None:
+    def __init__(self, plan: GpuPlan, progress: Progress) -> None:
         self._plan, self._progress = plan, progress
         self._started = time.perf_counter()
         self._device = choose_device(plan.device)
         self._dtype = choose_dtype(plan.dtype, self._device)
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
-        self._report = Report(plan.shape, name, str(self._dtype).removeprefix("torch."))
+        self._report = GpuReport(plan.shape, name, str(self._dtype).removeprefix("torch."))
 
-    def run(self) -> Report:
+    def run(self) -> GpuReport:
         self._section("exactness on small models", self._check)
         self._section("the model", self._measure)
         self._report.seconds = time.perf_counter() - self._started
@@ -188,7 +224,7 @@ class Bench:
             one, many = (self._report.steps.get((context, size)) for size in (1, 32))
             ratio = many / one if one and many else None
             self._report.figures.append(
-                Figure(f"verify 32 / verify 1 over {context} rows", ratio, "x", most=VERIFY_GOAL)
+                Figure(f"verify 32 / verify 1 over {context} rows", ratio, "x", required=VERIFY_GOAL)
             )
 
     def _against_memory(self, target: TargetModel) -> None:
@@ -199,16 +235,16 @@ class Bench:
         self._report.figures += [
             Figure("copy bandwidth, read + written", bandwidth / 1e9, "GB/s"),
             Figure("weights that a step reads", read_bytes(target) / 1e9, "GB"),
-            Figure("1-token step / (weight bytes / bandwidth)", step / least, "x", most=STEP_GOAL),
+            Figure("1-token step / (weight bytes / bandwidth)", step / least, "x", required=STEP_GOAL),
             Figure("host waits in a greedy step of 8", waits(target, SamplingParams(temperature=0.0))),
             Figure("host waits in a sampled step of 8", waits(target, SamplingParams(temperature=0.8, seed=0))),
         ]
 
-    def _recorded(self, loaded: Loaded) -> None:
+    def _recorded(self, loaded: LoadedModel) -> None:
         if not self._plan.traces or self._plan.tokenizer is None:
             self._report.left_out.append("recorded answers: no traces and tokenizer were given")
             return
-        encode, forced = load_encoder(self._plan.tokenizer), Forced(loaded)
+        encode, forced = load_encoder(self._plan.tokenizer), ForcedEngine(loaded)
         try:
             for number, path in enumerate(self._plan.traces):
                 self._progress(f"recorded answers: {path.name}")
@@ -216,7 +252,7 @@ class Bench:
         finally:
             forced.close()
 
-    def _replay(self, forced: Forced, path: Path, calls: Sequence[Any], files: int) -> None:
+    def _replay(self, forced: ForcedEngine, path: Path, calls: Sequence[Any], files: int) -> None:
         """One file in its share of the time that is left."""
         now = time.perf_counter()
         deadline = now + max(0.0, self._started + self._plan.seconds - now) / files
@@ -232,29 +268,33 @@ class Bench:
         least = next((goal for word, goal in GOALS.items() if word in table.name), None)
         seconds = sum(run.seconds for run in table.runs[ON])
         self._report.figures += [
-            Figure(f"{table.name}: on / off, forced targets, random weights", ratio, "x", least=least),
+            Figure(
+                f"{table.name}: on / off, forced targets, random weights", ratio, "x", required=least, at_most=False
+            ),
             Figure(f"{table.name}: share of the time on outside of forwards", forced.outside[ON] / seconds, ""),
         ]
 
 
-async def _verified(backend: TorchBackend, asked: Sequence[Question]) -> Any:
+async def _verified(backend: TorchBackend, asked: Sequence[ExactnessCase]) -> Any:
     try:
-        return await verify(backend, asked, lambda message: None)
+        return await check_exactness(backend, asked, lambda message: None)
     finally:
         await backend.aclose()
 
 
-def questions(count: int) -> list[Question]:
+def questions(count: int) -> list[ExactnessCase]:
     """Random prompts of bytes, every other one answered greedily, the others sampled with a seed."""
     rng, greedy = np.random.default_rng(0), SamplingParams(temperature=0.0, max_tokens=CHECK_TOKENS)
     samplings = [replace(greedy, temperature=0.8 * (number % 2), seed=number) for number in range(count)]
-    return [Question(rng.integers(0, 256, 8 + 5 * n % 40).tolist(), sampling) for n, sampling in enumerate(samplings)]
+    return [
+        ExactnessCase(rng.integers(0, 256, 8 + 5 * n % 40).tolist(), sampling) for n, sampling in enumerate(samplings)
+    ]
 
 
 @torch.inference_mode()
 def step_seconds(target: TargetModel, context: int, size: int) -> float:
     """Median seconds of a forward of `size` tokens, a chain drafted behind one, over `context` rows, draws included."""
-    rows = target.new_rows(context + size)
+    rows = target.new_cache(context + size)
     assert isinstance(rows, SequenceCache)
     target.forward(rows, [0])
     rows.fill_blank(context)
@@ -262,7 +302,7 @@ def step_seconds(target: TargetModel, context: int, size: int) -> float:
 
 
 def _clocked(target: TargetModel, rows: SequenceCache, size: int) -> float:
-    wait_for(target.device)
+    synchronize(target.device)
     started = time.perf_counter()
     target.forward(rows, [0], [0] * (size - 1), range(-1, size - 2)).argmax(-1).tolist()
     return time.perf_counter() - started
@@ -275,13 +315,13 @@ def waits(target: TargetModel, sampling: SamplingParams) -> int | None:
         return None
 
     def step() -> None:
-        rows, sampler = target.new_rows(64), Sampler(sampling, target.vocab_size, [0], target.device)
+        rows, sampler = target.new_cache(64), Sampler(sampling, target.vocab_size, [0], target.device)
         sampler.begin(target.forward(rows, [0], [0] * 7, range(-1, 6)), [0] * 7, range(-1, 6))
         for row in range(8):
             sampler.observe(sampler.choose(row))
 
     step()  # what is set up in the first call is no wait of a step
-    return host_waits(step)
+    return count_host_syncs(step)
 
 
 @torch.inference_mode()
@@ -291,10 +331,10 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     times = []
     for _ in range(PASSES):
-        wait_for(device)
+        synchronize(device)
         started = time.perf_counter()
         target.copy_(source)
-        wait_for(device)
+        synchronize(device)
         times.append(time.perf_counter() - started)
     del source, target
     gc.collect()

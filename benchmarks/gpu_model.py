@@ -1,16 +1,36 @@
-"""Models of random weights, made on the device they run on, and how fast that device copies."""
+"""Models of random weights, made on the device they run on, and engines that answer with recorded tokens.
+
+Forced targets measure speed, never answers: the forwards are real, and recorded tokens stand in for what the model
+would say.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agentspec.backends.torch.loader import Loaded, prepare
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.loader import LoadedModel, prepare
+from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.model.tree_mask import tree_layout
+from agentspec.benchmarks.report import rotated
+from agentspec.benchmarks.runs import OFF, Run, RunTable, collect
+from agentspec.cache import SuffixCache
+from agentspec.recordings.traces import EncodedCall
+from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
 
+ON = "on"
 CONTEXT = 16_384
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
 SHAPES: dict[str, dict[str, int]] = {
@@ -42,7 +62,7 @@ SHAPES: dict[str, dict[str, int]] = {
 """Llama 3's, by size (`config.json` of meta-llama/Llama-3.2-1B and Llama-3.1-8B), and one for tests."""
 
 
-def build(shape: str, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, spread: float = 0.02) -> Loaded:
+def build(shape: str, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, spread: float = 0.02) -> LoadedModel:
     """A Llama of random weights with standard deviation `spread`, ready for the engine, float32 head included.
 
     Raises like `prepare`, which also checks that chains and trees are computed rightly.
@@ -92,3 +112,89 @@ def _is_weight(value: object) -> bool:
 
 def copied_bytes(device: torch.device) -> int:
     return COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"])
+
+
+class ForcedModel(TargetModel):
+    """A target whose best token at absolute position p is `script[p]`, whatever it computed; for one text at a time.
+
+    `seconds` is the time spent in forwards, the waiting for the device included.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module, rewindable=True)
+        self.script: Sequence[int] = ()
+        self.seconds = 0.0
+
+    def forward_batch(self, items: Sequence[BatchItem]) -> list[Tensor]:
+        started = time.perf_counter()
+        outputs = [self._forced(item, logits) for item, logits in zip(items, super().forward_batch(items), strict=True)]
+        synchronize(self.device)
+        self.seconds += time.perf_counter() - started
+        return outputs
+
+    def _forced(self, item: BatchItem, logits: Tensor) -> Tensor:
+        """One-hot rows [outputs, vocab], of token 0 beyond the script's end and before it is set."""
+        depths = tree_layout(len(item.tokens), item.draft_parents).depths[len(item) - len(logits) :]
+        places = (item.kv_cache.length + depth + 1 for depth in depths.tolist())
+        tokens = [self.script[place] if place < len(self.script) else 0 for place in places]
+        forced = torch.zeros_like(logits)
+        forced.scatter_(1, torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None], 1.0)
+        return forced
+
+
+class ForcedEngine:
+    """An engine whose answers are those of recorded calls, asked one after another with speculation off and on.
+
+    Each way is a tenant of its own, which keeps key/value rows between the calls of a session and, on, drafts from the
+    file's earlier calls, as it would in use.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.target = ForcedModel(loaded.target.module)
+        self.target.graphs = loaded.target.graphs
+        forced = LoadedModel(
+            name="forced",
+            target=self.target,
+            tokenizer=loaded.tokenizer,
+            fingerprint="forced targets, random weights",
+            tokenizer_hash=loaded.tokenizer_hash,
+            template_hash=loaded.template_hash,
+            packed=loaded.packed,
+        )
+        self._cache = SuffixCache.open()
+        self._backend = TorchBackend(forced, TorchSettings(), cache=self._cache)
+        self.outside = {OFF: 0.0, ON: 0.0}  # seconds not spent in forwards: drafting, drawing, committing
+
+    def close(self) -> None:
+        asyncio.run(self._backend.aclose())
+        self._cache.close()
+
+    def replay(self, name: str, calls: Sequence[EncodedCall], until: Callable[[], bool]) -> RunTable:
+        """Runs with speculation off and on of the calls that fit the model, until `until` is true."""
+        table, ways = RunTable(name), {OFF: False, ON: True}
+        for number, call in enumerate(call for call in calls if self._fits(call)):
+            if until():
+                break
+            for way, speculation in rotated(ways, number):
+                table.add(way, asyncio.run(self._run(name, call, way, speculation=speculation)))
+        return table
+
+    def _fits(self, call: EncodedCall) -> bool:
+        return len(call.prompt) + len(call.response) <= self._backend.context_length
+
+    async def _run(self, name: str, call: EncodedCall, way: str, *, speculation: bool) -> Run:
+        prompt, answer = call.prompt.tolist(), call.response.tolist()
+        self.target.script = [*prompt, *answer]
+        request = GenerateRequest(
+            self._backend.model_name,
+            token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True),
+            labels=Labels(session=call.session),
+            tenant=f"{name}: {way}",
+            speculation=speculation,
+        )
+        inside = self.target.seconds
+        run = await collect(self._backend, request)
+        self.outside[way] += run.seconds - (self.target.seconds - inside)
+        assert list(run.tokens) == answer, "the engine's tokens are not its model's"
+        return replace(run, speculation=run.speculation or Speculation(0, 0, len(answer), 0.0))

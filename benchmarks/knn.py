@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentspec.benchmarks.stats import Ratio, paired_ratio, rotated
+from rich.console import RenderableType
+
+from agentspec.benchmarks import report
+from agentspec.benchmarks.report import Progress, Ratio, paired_ratio, rotated
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
 from agentspec.reasoning.retrieval.knn.build import open_lines
@@ -33,11 +36,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     FIXED: {"bound": False, "stride": 3},
 }
 
-Progress = Callable[[str], None]
+COLUMNS = ("variant", "tok/s", "vs off", "same", "gamma", "decided", "batches saved", "model", "guess", "search")
+REQUIRED, AIM = 1.2, 1.6
+TRACED = 24  # searches of the stride trace that are shown
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class KnnRun:
     """One answer: its tokens, wall-clock seconds with the reading of the prompt, and what it took."""
 
     tokens: tuple[int, ...]
@@ -46,11 +51,11 @@ class Run:
 
 
 @dataclass(slots=True)
-class KnnTable:
+class KnnReport:
     """Runs by variant, one a prompt in the same order, over a datastore of `entries`."""
 
     entries: int
-    runs: dict[str, list[Run]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
+    runs: dict[str, list[KnnRun]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
 
     def speedup(self, variant: str) -> Ratio:
         off, on = ([run.seconds for run in self.runs[name]] for name in (OFF, variant))
@@ -71,6 +76,43 @@ class KnnTable:
         pairs = zip(self.runs[OFF], self.runs[variant], strict=True)
         return sum(one.tokens == other.tokens for one, other in pairs)
 
+    def show(self) -> Iterator[RenderableType]:
+        """Speed, where the time went, how good the guesses were, the bound, and one answer's strides."""
+        tokens = sum(len(run.tokens) for run in self.runs[OFF])
+        title = f"KNN-LM, {self.entries} entries: {len(self.runs[OFF])} prompts, {tokens} tokens"
+        yield report.table(title, COLUMNS, map(self._row, VARIANTS))
+        yield f"  bound, if searches cost nothing: {self.bound():.2f}x"
+        speedup = self.speedup(ON)
+        verdicts = f"required {REQUIRED}x: {speedup.verdict(REQUIRED)}; aim {AIM}x: {speedup.verdict(AIM)}"
+        yield f"  {ON} / {OFF}: {speedup}, {verdicts}"
+        strides = " ".join(map(str, self.runs[ON][0].took.strides[:TRACED]))
+        yield f"  queries of each search, first prompt: {strides}"
+
+    def _row(self, name: str) -> list[str]:
+        runs = self.runs[name]
+        tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+        queries, searches = sum(run.took.queries for run in runs), sum(run.took.searches for run in runs)
+        split = [sum(getattr(run.took, f"{part}_seconds") for run in runs) for part in ("model", "guess", "search")]
+        return [
+            name,
+            f"{tokens / seconds:.1f}",
+            str(self.speedup(name)),
+            f"{self.same(name)}/{len(runs)}",
+            "-" if name == OFF else f"{self.gamma(name):.2f}",
+            f"{sum(run.took.decided for run in runs) / tokens:.0%}",
+            f"{1 - searches / queries:.0%}" if queries else "-",
+            *(f"{part / seconds:.0%}" for part in split),
+        ]
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "entries": self.entries,
+            "bound": self.bound(),
+            "gamma": {name: self.gamma(name) for name in VARIANTS},
+            "ratios": {name: asdict(self.speedup(name)) for name in VARIANTS},
+            "runs": {name: [asdict(run) for run in runs] for name, runs in self.runs.items()},
+        }
+
 
 def read_prompts(file: Path, limit: int) -> list[str]:
     """The `prompt`, `question`, `problem` or `text` of each line. Raises `ConfigurationError` for a line with none."""
@@ -85,7 +127,7 @@ def read_prompts(file: Path, limit: int) -> list[str]:
 
 def run_knn(
     model: str, folder: Path, prompts: Sequence[str], sampling: SamplingParams, knobs: KnnKnobs, progress: Progress
-) -> KnnTable:
+) -> KnnReport:
     """One run for each prompt and variant. Raises what the backend raises."""
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
@@ -93,7 +135,7 @@ def run_knn(
     progress(f"loading {model}")
     backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
 
-    async def measured() -> KnnTable:
+    async def measured() -> KnnReport:
         try:
             return await _measure(backend, folder, prompts, sampling, knobs, progress)
         finally:
@@ -109,10 +151,10 @@ async def _measure(
     sampling: SamplingParams,
     knobs: KnnKnobs,
     progress: Progress,
-) -> KnnTable:
+) -> KnnReport:
     progress("reading the datastore")
     base = await KnnBackend.open(backend, folder, knobs, model=backend.model_name)
-    table = KnnTable(base.entries)
+    table = KnnReport(base.entries)
     await _timed(base, prompts[0], sampling, speculation=True)  # nothing is cold any more
     for index, prompt in enumerate(prompts):
         progress(f"prompt {index + 1} of {len(prompts)}")
@@ -122,11 +164,11 @@ async def _measure(
     return table
 
 
-async def _timed(model: KnnBackend, prompt: str, sampling: SamplingParams, *, speculation: bool) -> Run:
+async def _timed(model: KnnBackend, prompt: str, sampling: SamplingParams, *, speculation: bool) -> KnnRun:
     started = time.perf_counter()
     request = GenerateRequest("", text=prompt, sampling=sampling, speculation=speculation)
     deltas = [delta async for delta in model.generate(request)]
     seconds = time.perf_counter() - started
     took = deltas[-1].speculation
     assert isinstance(took, KnnSpeculation)
-    return Run(tuple(token for delta in deltas for token in delta.token_ids), seconds, took)
+    return KnnRun(tuple(token for delta in deltas for token in delta.token_ids), seconds, took)

@@ -9,10 +9,14 @@ import statistics
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import RenderableType
+
+from agentspec.benchmarks import report
+from agentspec.benchmarks.report import Figure, Progress
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.backend import StrategyBackend
 from agentspec.reasoning.delegation.prompts import SCORE_PREFILL, SCORE_QUESTION
@@ -32,22 +36,7 @@ PUBLISHED = (1.4, 3.0)
 """Speed-ups that the paper reports (arXiv 2504.07891), at 38 to 80 % of steps by the small model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One measurement with what it should be; `goal` is a bound that `value` must keep."""
-
-    name: str
-    value: float
-    unit: str
-    goal: float
-    at_least: bool = False
-
-    @property
-    def met(self) -> bool:
-        return self.value >= self.goal if self.at_least else self.value <= self.goal
-
-
-class Timed:
+class TimedBackend:
     """A backend whose own time is added up: that between being asked for a delta and giving it."""
 
     def __init__(self, inner: FakeBackend) -> None:
@@ -74,13 +63,29 @@ class Timed:
                 yield delta
 
 
+def run_reasoning(model: str | None, progress: Progress) -> ReasoningReport:
+    """Measure the machinery, pipelining and, on the local model if one is named, the judge's call."""
+    progress("the machinery")
+    figures = [overhead()]
+    for acceptance in (0.8, 1.0):
+        progress(f"pipelining at acceptance {acceptance:g}")
+        figures.append(pipelining(acceptance))
+    if model is not None:
+        from agentspec.backends.settings import TorchSettings
+        from agentspec.backends.torch import TorchBackend
+
+        progress("the judge's call")
+        figures.append(score_cost(TorchBackend.load(TorchSettings(model=model))))
+    return ReasoningReport(figures)
+
+
 def overhead(rounds: int = 15) -> Figure:
     """Median over rounds of the milliseconds a step takes beyond the calls of its models, one after another."""
     return Figure("machinery per step", statistics.median(_overhead() for _ in range(rounds)), "ms", 3.0)
 
 
 def _overhead() -> float:
-    base, small = Timed(_model("base")), Timed(_model("small"))
+    base, small = TimedBackend(_model("base")), TimedBackend(_model("small"))
     settings = SpecReasonSettings(base="b", small="s", pipelined=False)
     steps, seconds = asyncio.run(_think(StrategyBackend.of(settings, base=base, small=small)))
     return 1000 * (seconds - base.seconds - small.seconds) / steps
@@ -92,7 +97,7 @@ def pipelining(acceptance: float, rounds: int = 3) -> Figure:
     for _ in range(rounds):
         plain, pipelined = (_asleep(acceptance, pipelined=pipelined) for pipelined in (False, True))
         ratios.append(plain / pipelined)
-    return Figure(f"pipelined, acceptance {acceptance:g}", statistics.median(ratios), "x", 1.15, at_least=True)
+    return Figure(f"pipelined, acceptance {acceptance:g}", statistics.median(ratios), "x", 1.15, at_most=False)
 
 
 def _asleep(acceptance: float, *, pipelined: bool) -> float:
@@ -227,7 +232,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(slots=True)
-class Report:
+class ReasoningReport:
     """Everything that was measured or predicted."""
 
     figures: list[Figure] = field(default_factory=list)
@@ -235,4 +240,36 @@ class Report:
 
     @property
     def met(self) -> bool:
-        return all(figure.met for figure in self.figures)
+        return all(figure.verdict == "met" for figure in self.figures)
+
+    def show(self) -> Iterator[RenderableType]:
+        if self.figures:
+            yield report.table("step delegation", ("figure", "measured", "goal", ""), map(_row, self.figures))
+        if self.predictions:
+            rows = ([f"{value:.2f}" for value in (p.acceptance, p.plain, p.pipelined)] for p in self.predictions)
+            columns = ("acceptance", "plain", "pipelined")
+            yield report.table("predicted speed-up over the base model alone", columns, rows)
+            yield f"Published, measured (arXiv 2504.07891): {PUBLISHED[0]:g} to {PUBLISHED[1]:g} times."
+
+    def data(self) -> dict[str, Any]:
+        figures = [
+            {"name": f.name, "value": f.value, "unit": f.unit, "goal": f.required, "at_least": not f.at_most}
+            for f in self.figures
+        ]
+        return {"figures": figures, "predictions": list(map(asdict, self.predictions))}
+
+    def plot(self, path: Path) -> None:
+        """The prediction, with the published range behind it."""
+        with report.plot(path) as (axes,):
+            axes.axhspan(*PUBLISHED, alpha=0.15, label="published, measured")
+            at = [prediction.acceptance for prediction in self.predictions]
+            axes.plot(at, [prediction.plain for prediction in self.predictions], label="predicted")
+            axes.plot(at, [prediction.pipelined for prediction in self.predictions], "--", label="predicted, pipelined")
+            axes.set_xlabel("share of steps accepted")
+            axes.set_ylabel("times faster than the base model alone")
+            axes.legend()
+
+
+def _row(figure: Figure) -> tuple[str, ...]:
+    bound = f"{figure.sign} {figure.required:g} {figure.unit}"
+    return figure.name, f"{figure.value:.2f} {figure.unit}", bound, "met" if figure.verdict == "met" else "MISSED"

@@ -13,23 +13,23 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
-
-import numpy as np
 
 _model: Any = None  # in the peer's process only
 _kept: tuple[list[int], Any] = ([], None)  # likewise: the latest text that was continued, and its key/value rows
 
 
-class Peer:
+class TransformersPeer:
     """The same weights, device and arithmetic under transformers alone. `close` ends its process."""
 
     def __init__(self, folder: Path, *, device: str, dtype: str) -> None:
         self._process = ProcessPoolExecutor(1, get_context("spawn"), _load, (folder, device, dtype))
 
     @classmethod
-    def beside(cls, backend: TorchBackend, model: str) -> Peer:
+    def beside(cls, backend: TorchBackend, model: str) -> TransformersPeer:
         """A twin of `backend`, which runs `model`."""
         from agentspec.backends.model_store import resolve
 

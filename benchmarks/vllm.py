@@ -11,29 +11,53 @@ import json
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentspec.benchmarks.prompt_sets import load_prompts
-from agentspec.benchmarks.stats import Ratio, paired_ratio, rotated
-from agentspec.benchmarks.vllm_server import CUSTOM, SUFFIX, VllmServer
+import numpy as np
+from rich.console import RenderableType
+
+from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
+from agentspec.benchmarks import report
+from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
+from agentspec.benchmarks.report import MIN_PAIRS, Progress, Ratio, RatioGoal, paired_ratio, rotated
+from agentspec.benchmarks.vllm_server import SUFFIX, VllmServer
+from agentspec.cache import SuffixCache
+from agentspec.cache.index import DEPTH
+from agentspec.recordings.prompt_sets import load_prompts
 
 MAX_TOKENS = 512
 CONTROL_TOKENS = 128
 NONE, NGRAM, ARCTIC = "none", "ngram", "suffix, Arctic"
-PLUGIN, CUSTOM_CLASS = "suffix, agentspec", "custom_class, agentspec"
+PLUGIN = "suffix, agentspec"
 COLD, WARM, RESTARTED, TOGETHER, CONTROL = "cold", "warm", "after restart", "8 at once", "control"
 CLIENTS = 8
 
-Progress = Callable[[str], None]
+# The drafter alone, without a server: sizes in tokens.
+CACHED = 1_000_000
+OUTPUT = PROMPT = 1000
+STEPS = 400
+STEP_SECONDS = 0.01
+MOST = 32
+
+Goal = tuple[tuple[str, str], tuple[str, str], float]
+
+GOALS: tuple[Goal, ...] = (
+    ((COLD, PLUGIN), (COLD, ARCTIC), 1.0),
+    ((WARM, PLUGIN), (WARM, ARCTIC), 1.05),
+    ((RESTARTED, PLUGIN), (WARM, PLUGIN), 0.95),
+    ((CONTROL, PLUGIN), (CONTROL, NONE), 0.98),
+)
+DRAFTING_MS = 0.4
+COLUMNS = ("server", "tok/s", "tokens/step", "drafts accepted", "drafting ms", f"same as {NONE}")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class VllmInstallation:
     """Where vLLM and the model are, and with what further options servers start."""
 
     environment: Path
@@ -42,7 +66,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ClientAnswer:
     """One answer as a client saw it."""
 
     text: str
@@ -51,16 +75,27 @@ class Answer:
     seconds: float
 
 
-@dataclass(slots=True)
-class Report:
-    """Answers by pass and server; acceptance by server; what servers logged of drafting."""
+@dataclass(frozen=True, slots=True)
+class DraftingCost:
+    """Milliseconds a step."""
 
-    answers: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
+    requests: int
+    median_ms: float
+    p99_ms: float
+    drafted: float  # tokens a step
+
+
+@dataclass(slots=True)
+class VllmBenchReport:
+    """Answers by pass and server; acceptance by server; drafting times from the servers' logs, and measured alone."""
+
+    drafting: DraftingCost
+    answers: dict[str, dict[str, list[ClientAnswer]]] = field(default_factory=dict)
     acceptance: dict[str, float] = field(default_factory=dict)
     elapsed: dict[str, float] = field(default_factory=dict)  # of all answers at once, by server
     drafting_ms: dict[str, float] = field(default_factory=dict)
 
-    def add(self, part: str, server: str, answer: Answer) -> None:
+    def add(self, part: str, server: str, answer: ClientAnswer) -> None:
         self.answers.setdefault(part, {}).setdefault(server, []).append(answer)
 
     def speed(self, part: str, server: str) -> float:
@@ -82,6 +117,39 @@ class Report:
         pairs = zip(self.answers[part][server], self.answers[COLD][NONE], strict=False)
         return sum(one.text == other.text for one, other in pairs)
 
+    def show(self) -> Iterator[RenderableType]:
+        for part, servers in self.answers.items():
+            title = f"{part}: {len(next(iter(servers.values())))} answers"
+            yield report.table(title, COLUMNS, (self._row(part, server) for server in servers))
+        yield from self._goal_lines()
+        drafting = self.drafting
+        yield (
+            f"  drafting a step of {drafting.requests} requests, 1 M cached tokens: {drafting.median_ms:.2f} ms median,"
+            f" {drafting.p99_ms:.2f} ms p99, goal {DRAFTING_MS} ms:"
+            f" {'met' if drafting.median_ms <= DRAFTING_MS else 'missed'}"
+        )
+
+    def _goal_lines(self) -> Iterator[str]:
+        for (part, server), (base_part, baseline), least in GOALS:
+            if baseline in self.answers.get(base_part, {}) and len(self.answers[part][server]) >= MIN_PAIRS:
+                ratio = self.ratio((part, server), (base_part, baseline))
+                yield RatioGoal(f"{server} {part}", f"{baseline} {base_part}", least).line(ratio)
+
+    def _row(self, part: str, server: str) -> tuple[str, ...]:
+        accepted, drafting = self.acceptance.get(server), self.drafting_ms.get(server)
+        count = len(next(iter(self.answers[part].values())))
+        return (
+            server,
+            f"{self.speed(part, server):.1f}",
+            f"{self.tokens_per_step(part, server):.2f}",
+            "-" if accepted is None else f"{accepted:.0%}",
+            "-" if drafting is None else f"{drafting:.2f}",
+            "-" if part == CONTROL else f"{self.identical(part, server)} of {count}",
+        )
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 def variants(environment: Path, state: Path) -> dict[str, tuple[Mapping[str, Any] | None, dict[str, str]]]:
     """Each server's speculative configuration and variables."""
@@ -92,33 +160,33 @@ def variants(environment: Path, state: Path) -> dict[str, tuple[Mapping[str, Any
     }
     if any(environment.glob("lib/python*/site-packages/arctic_inference")):
         found[ARCTIC] = (SUFFIX, off)
-    for name, speculative in ((PLUGIN, SUFFIX), (CUSTOM_CLASS, CUSTOM)):
-        found[name] = (speculative, {"AGENTSPEC_CACHE_PATH": str(state / name.partition(",")[0])})
+    found[PLUGIN] = (SUFFIX, {"AGENTSPEC_CACHE_PATH": str(state / "suffix")})
     return found
 
 
-def run_vllm(place: Place, *, limit: int | None, controls: int, progress: Progress) -> Report:
+def run_vllm(place: VllmInstallation, *, limit: int | None, controls: int, progress: Progress) -> VllmBenchReport:
     """Every pass over every server. Raises `RuntimeError` where a server does not start."""
-    report = Report()
+    progress("drafting alone")
+    found = VllmBenchReport(drafting_cost())
     prompts = load_prompts("edit_short")[:limit]
     with tempfile.TemporaryDirectory(prefix="agentspec-bench-") as folder:
         state = Path(folder)
         chosen = variants(place.environment, state)
         with _servers(chosen, place, state, progress) as servers:
-            _passes(report, (COLD, WARM), servers, prompts, progress)
-            _control(report, servers, controls, progress)
-            _together(report, servers, prompts, progress)
-            _figures(report, servers)
-        kept = {name: chosen[name] for name in (ARCTIC, PLUGIN, CUSTOM_CLASS) if name in chosen}
+            _passes(found, (COLD, WARM), servers, prompts, progress)
+            _control(found, servers, controls, progress)
+            _together(found, servers, prompts, progress)
+            _figures(found, servers)
+        kept = {name: chosen[name] for name in (ARCTIC, PLUGIN) if name in chosen}
         with _servers(kept, place, state, progress) as servers:
-            _passes(report, (RESTARTED,), servers, prompts, progress)
-    return report
+            _passes(found, (RESTARTED,), servers, prompts, progress)
+    return found
 
 
 @contextmanager
 def _servers(
     chosen: Mapping[str, tuple[Mapping[str, Any] | None, dict[str, str]]],
-    place: Place,
+    place: VllmInstallation,
     state: Path,
     progress: Progress,
 ) -> Iterator[dict[str, VllmServer]]:
@@ -138,45 +206,51 @@ def _servers(
 
 
 def _passes(
-    report: Report, parts: Sequence[str], servers: Mapping[str, VllmServer], prompts: Sequence[str], progress: Progress
+    found: VllmBenchReport,
+    parts: Sequence[str],
+    servers: Mapping[str, VllmServer],
+    prompts: Sequence[str],
+    progress: Progress,
 ) -> None:
     for part in parts:
         for index, prompt in enumerate(prompts):
             progress(f"{part}: prompt {index + 1} of {len(prompts)}")
             for name, server in rotated(servers, index):
-                report.add(part, name, ask(server, prompt, max_tokens=MAX_TOKENS))
+                found.add(part, name, ask(server, prompt, max_tokens=MAX_TOKENS))
 
 
-def _control(report: Report, servers: Mapping[str, VllmServer], rounds: int, progress: Progress) -> None:
+def _control(found: VllmBenchReport, servers: Mapping[str, VllmServer], rounds: int, progress: Progress) -> None:
     """Sampled answers that do not repeat: without drafts, with ours, and with what any suffix method costs."""
-    compared = {name: servers[name] for name in (NONE, ARCTIC, PLUGIN, CUSTOM_CLASS) if name in servers}
+    compared = {name: servers[name] for name in (NONE, ARCTIC, PLUGIN) if name in servers}
     prompts = load_prompts("control")
     for index in range(rounds):
         progress(f"{CONTROL}: answer {index + 1} of {rounds}")
         for name, server in rotated(compared, index):
             prompt = prompts[index % len(prompts)]
-            report.add(CONTROL, name, ask(server, prompt, max_tokens=CONTROL_TOKENS, temperature=1.0, seed=index))
+            found.add(CONTROL, name, ask(server, prompt, max_tokens=CONTROL_TOKENS, temperature=1.0, seed=index))
 
 
-def _together(report: Report, servers: Mapping[str, VllmServer], prompts: Sequence[str], progress: Progress) -> None:
+def _together(
+    found: VllmBenchReport, servers: Mapping[str, VllmServer], prompts: Sequence[str], progress: Progress
+) -> None:
     for name, server in servers.items():
         progress(f"{TOGETHER}: {name}")
         started = time.perf_counter()
         with ThreadPoolExecutor(CLIENTS) as pool:
             for answer in pool.map(lambda prompt, asked=server: ask(asked, prompt, max_tokens=MAX_TOKENS), prompts):
-                report.add(TOGETHER, name, answer)
-        report.elapsed[name] = time.perf_counter() - started
+                found.add(TOGETHER, name, answer)
+        found.elapsed[name] = time.perf_counter() - started
 
 
-def _figures(report: Report, servers: Mapping[str, VllmServer]) -> None:
+def _figures(found: VllmBenchReport, servers: Mapping[str, VllmServer]) -> None:
     for name, server in servers.items():
         drafted = server.metric("vllm:spec_decode_num_draft_tokens_total")
         if drafted:
-            report.acceptance[name] = server.metric("vllm:spec_decode_num_accepted_tokens_total") / drafted
+            found.acceptance[name] = server.metric("vllm:spec_decode_num_accepted_tokens_total") / drafted
         logged = [line for line in server.text().splitlines() if "ms (median)" in line]
         if logged:
             medians = sorted(float(line.partition("drafting ")[2].split(" ")[0]) for line in logged)
-            report.drafting_ms[name] = medians[len(medians) // 2]
+            found.drafting_ms[name] = medians[len(medians) // 2]
 
 
 def ask(
@@ -188,7 +262,7 @@ def ask(
     seed: int | None = None,
     timeout: float = 600.0,
     **more: Any,
-) -> Answer:
+) -> ClientAnswer:
     """One chat answer, streamed. Raises `urllib.error.URLError` where the server does not give one."""
     body = {
         "model": "model",
@@ -216,4 +290,44 @@ def ask(
             for choice in chunk["choices"]:
                 steps += "role" not in choice["delta"] or bool(choice["delta"].get("content"))
                 pieces.append(choice["delta"].get("content") or "")
-    return Answer("".join(pieces), tokens, max(1, steps), time.perf_counter() - started)
+    return ClientAnswer("".join(pieces), tokens, max(1, steps), time.perf_counter() - started)
+
+
+def drafting_cost(requests: int = 8, cached: int = CACHED) -> DraftingCost:
+    """The cost for requests whose text repeats earlier text, in steps of a fixed time, over `cached` tokens."""
+    text = synthetic_tokens(cached + requests * (PROMPT + 8 * STEPS))
+    with SuffixCache.open() as cache:
+        for start in range(0, cached, OUTPUT):
+            with cache.request(text[max(0, start - 64) : start], session="past") as request:
+                request.extend(text[start : start + OUTPUT])
+        drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), int(text.max()) + 1)
+        seconds, drafted = _draft_steps(drafter, np.split(text[cached:], requests))
+        drafter.close()
+    median, p99 = np.percentile(1e3 * np.array(seconds[STEPS // 4 :]), [50, 99])
+    return DraftingCost(requests, float(median), float(p99), drafted / STEPS)
+
+
+def _draft_steps(drafter: ServerDrafter, texts: list[np.ndarray]) -> tuple[list[float], int]:
+    states = [drafter.begin(text[:PROMPT]) for text in texts]
+    drafter.flush()
+    at = [PROMPT] * len(texts)
+    fresh = [text[PROMPT : PROMPT + 1] for text in texts]
+    seconds, drafted = [], 0
+    for _ in range(STEPS):
+        ends = [text[: end + len(new)][-DEPTH:] for text, end, new in zip(texts, at, fresh, strict=True)]
+        turns = [DraftTurn(*turn, MOST) for turn in zip(states, fresh, ends, strict=True)]
+        started = time.perf_counter()
+        chains = drafter.propose(turns)
+        seconds.append(time.perf_counter() - started)
+        drafted += sum(map(len, chains))
+        for i, chain in enumerate(chains):
+            at[i] += len(fresh[i])
+            fresh[i] = _verified(chain, texts[i][at[i] :])
+        time.sleep(STEP_SECONDS)
+    return seconds, drafted
+
+
+def _verified(chain: list[int], text: np.ndarray) -> np.ndarray:
+    """The chain as far as the text has it, and the text's own next token; at most seven, so that the text lasts."""
+    right = next((i for i, token in enumerate(chain) if token != text[i]), len(chain))
+    return text[: min(7, right) + 1]

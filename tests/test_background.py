@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.background import _Portal, call_sync, iterate_async, iterate_sync
+from agentspec.background import _BackgroundLoop, call_sync, iterate_async, iterate_sync
 from agentspec.errors import EngineError
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
@@ -86,7 +86,7 @@ def test_call_sync() -> None:
 
 
 def test_the_shared_runtime_takes_any_local_model_where_nothing_is_configured() -> None:
-    portal = _Portal()
+    portal = _BackgroundLoop()
     default = portal.runtime(None)
     other = portal.runtime("./my-model")
     assert portal.runtime("smollm2-135m") is default and portal.runtime("./my-model") is other is not default
@@ -97,13 +97,13 @@ def test_the_shared_runtime_takes_any_local_model_where_nothing_is_configured() 
 
 def test_a_configured_runtime_knows_its_own_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTSPEC_BACKENDS__LOCAL__DEVICE", "cpu")
-    portal = _Portal()
+    portal = _BackgroundLoop()
     assert portal.runtime("./my-model") is portal.runtime(None)
     portal.close()
 
 
 def test_equal_endpoints_share_connections() -> None:
-    portal = _Portal()
+    portal = _BackgroundLoop()
     assert portal.remote(upstream()) is portal.remote(upstream())
     assert portal.remote(upstream()) is not portal.remote(upstream(read_timeout=1.0))
     portal.close()

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from agentspec.benchmarks.public_logs import Source
-from agentspec.cli import bench_retrieval
-from agentspec.cli.common import FAILED, REPORT_WIDTH, conditions, require_writable
+from agentspec.benchmarks.cache.public_logs import LogSource
+from agentspec.cli.common import FAILED, require_plot, require_writable
+from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, knobs_of
+
+if TYPE_CHECKING:
+    from agentspec.benchmarks.report import Progress, Report
 
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
+
+REPORT_WIDTH = 150  # columns of a table that goes to a file
+TORCH = ("torch", "transformers")  # packages whose versions go into a JSON file
+R = TypeVar("R", bound="Report")
+
+ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")]
 
 
 class Prompts(StrEnum):
@@ -30,7 +41,7 @@ class Prompts(StrEnum):
         return named.get(self, ["edit", "edit_short"])
 
 
-class Shape(StrEnum):
+class ModelShape(StrEnum):
     tiny = "tiny"
     small = "1b"
     large = "8b"
@@ -43,7 +54,7 @@ def bench() -> None:
 
 @app.command()
 def decode(
-    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    model: ModelOption = "smollm2-135m",
     prompts: Annotated[
         Prompts, typer.Option(help="Code edits with long answers, with short ones, or all; or the control alone")
     ] = Prompts.all,
@@ -58,56 +69,31 @@ def decode(
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios into this PNG or SVG file")] = None,
 ) -> None:
     """Decode the same prompts with transformers and with agentspec off, cold and warm, interleaved in one run."""
-    from rich.console import Console
-
     from agentspec.benchmarks.decode import run_decode
-    from agentspec.benchmarks.decode_report import print_tables, write_json, write_plot
 
-    console = Console()
-    require_writable(json, plot)
-    with console.status("starting") as status:
-        tables = run_decode(
-            model,
-            sets=prompts.sets,
-            limit=limit,
-            progress=status.update,
-            ngram=ngram,
-            draft_model=draft_model,
-        )
-    print_tables(tables, console)
-    if json:
-        write_json(tables, json, conditions("torch", "transformers", model=model))
-    if plot:
-        write_plot(tables, plot)
+    run = partial(run_decode, model, sets=prompts.sets, limit=limit, ngram=ngram, draft_model=draft_model)
+    _publish(run, json, plot, packages=TORCH, wide=False, subject={"model": model})
 
 
 @app.command()
 def concurrency(
-    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    model: ModelOption = "smollm2-135m",
     clients: Annotated[int, typer.Option(help="Requests at once", min=2)] = 8,
     rounds: Annotated[int, typer.Option(help="Measurements, of other prompts each (at least 7)", min=7)] = 7,
     max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 128,
     json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
 ) -> None:
     """Ask several things at once and one after another, speculation off and on."""
-    from rich.console import Console
-
     from agentspec.benchmarks.concurrency import run_concurrency
-    from agentspec.benchmarks.concurrency_report import print_table, write_json
 
-    console = Console()
-    require_writable(json)
-    with console.status("starting") as status:
-        table = run_concurrency(model, clients=clients, rounds=rounds, max_tokens=max_tokens, progress=status.update)
-    print_table(table, console)
-    if json:
-        write_json(table, json, conditions("torch", "transformers", model=model))
+    run = partial(run_concurrency, model, clients=clients, rounds=rounds, max_tokens=max_tokens)
+    _publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
 @app.command("best-of-n")
 def best_of_n(
     problems: Annotated[Path, typer.Argument(help="Questions, JSON lines with a field `problem`", exists=True)],
-    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    model: ModelOption = "smollm2-135m",
     questions: Annotated[int, typer.Option(help="Questions that are replayed (at least 7)", min=7)] = 12,
     choices: Annotated[int, typer.Option(help="Answers to each", min=2)] = 8,
     max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 160,
@@ -115,24 +101,15 @@ def best_of_n(
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
 ) -> None:
     """Sample several answers to each question, and compare drafters that replay them: who serves best-of-N best."""
-    from rich.console import Console
+    from agentspec.benchmarks.best_of_n.contest import ContestPlan, run_best_of_n
 
-    from agentspec.benchmarks.best_of_n_contest import Plan, run_best_of_n
-    from agentspec.benchmarks.best_of_n_report import print_report, write_json
-
-    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
-    require_writable(json)
-    plan = Plan(model, problems, questions, choices, max_tokens, temperatures)
-    with console.status("starting") as status:
-        contests = run_best_of_n(plan, status.update)
-    print_report(contests, console)
-    if json:
-        write_json(contests, json, conditions("torch", "transformers", model=model))
+    plan = ContestPlan(model, problems, questions, choices, max_tokens, temperatures)
+    _publish(partial(run_best_of_n, plan), json, packages=TORCH, subject={"model": model})
 
 
 @app.command()
 def agent(
-    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    model: ModelOption = "smollm2-135m",
     warm: Annotated[int, typer.Option(help="Other sessions before the warm ones", min=1, max=22)] = 20,
     off: Annotated[bool, typer.Option("--off", help="Time agentspec without speculation too")] = False,
     kept: Annotated[
@@ -141,23 +118,15 @@ def agent(
     json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
-    from rich.console import Console
+    from agentspec.benchmarks.agent import run_agent
 
-    from agentspec.benchmarks.agent_loop import run_agent
-    from agentspec.benchmarks.agent_report import print_report, write_json
-
-    console = Console()
-    require_writable(json)
-    with console.status("starting") as status:
-        report = run_agent(model, warm=warm, progress=status.update, off=off, kept=kept)
-    print_report(report, console)
-    if json:
-        write_json(report, json, conditions("torch", "transformers", model=model))
+    run = partial(run_agent, model, warm=warm, off=off, kept=kept)
+    _publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
 @app.command()
 def gpu(
-    shape: Annotated[Shape, typer.Option(help="Sizes of the random model")] = Shape.large,
+    shape: Annotated[ModelShape, typer.Option(help="Sizes of the random model")] = ModelShape.large,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     seconds: Annotated[float, typer.Option(help="What does not fit in so much time is left out", min=1)] = 570.0,
@@ -173,22 +142,12 @@ def gpu(
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
 ) -> None:
     """Check and time the local engine on a device with random weights; exit code 1 where a check fails."""
-    from rich.console import Console
-
-    from agentspec.benchmarks.gpu import Plan, run_gpu
-    from agentspec.benchmarks.gpu_report import print_report, write_json
+    from agentspec.benchmarks.gpu import GpuPlan, run_gpu
 
     if bool(traces) != (tokenizer is not None):
         raise typer.BadParameter("--traces and --tokenizer go together")
-    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
-    require_writable(json)
-    plan = Plan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions)
-    with console.status("starting") as status:
-        report = run_gpu(plan, status.update)
-    print_report(report, console)
-    if json:
-        write_json(report, json, conditions("torch", "transformers"))
-    if not report.sound:
+    plan = GpuPlan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions)
+    if not _publish(partial(run_gpu, plan), json, packages=TORCH).sound:
         raise typer.Exit(FAILED)
 
 
@@ -213,30 +172,23 @@ def cache(
     ] = None,
 ) -> None:
     """Replay recorded calls against the cache, without a model, and measure what the cache costs."""
-    from rich.console import Console
-
-    from agentspec.benchmarks.cache import run_cache
-    from agentspec.benchmarks.cache_costs import measure_costs
-    from agentspec.benchmarks.cache_report import print_report, write_json, write_plot
+    from agentspec.benchmarks.cache.costs import measure_costs
+    from agentspec.benchmarks.cache.replay import run_cache
     from agentspec.recordings.traces import load_encoder
 
-    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
-    require_writable(json, plot)
-    with console.status("starting") as status:
-        report = run_cache(
-            [*data, *(more or ())],
-            load_encoder(tokenizer),
-            calls=calls,
-            budgets=budgets,
-            curve=plot is not None,
-            costs=partial(measure_costs, open_tokens, large=large) if costs else None,
-            progress=status.update,
-        )
-    print_report(report, console)
-    if json:
-        write_json(report, json, conditions("tokenizers", "numpy", tokenizer=str(tokenizer)))
-    if plot:
-        write_plot(report, plot)
+    run = partial(
+        run_cache,
+        [*data, *(more or ())],
+        load_encoder(tokenizer),
+        calls=calls,
+        budgets=budgets,
+        curve=plot is not None,
+        costs=partial(measure_costs, open_tokens, large=large) if costs else None,
+    )
+    packages = ("tokenizers", "numpy")
+    _publish(
+        lambda progress: run(progress=progress), json, plot, packages=packages, subject={"tokenizer": str(tokenizer)}
+    )
 
 
 @app.command()
@@ -251,27 +203,18 @@ def vllm(
     json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
 ) -> None:
     """Ask vLLM servers with other drafters, with ours and with none the same prompts: cold, warm, after a restart."""
-    from rich.console import Console
-
     from agentspec.backends.model_store import fetch
-    from agentspec.benchmarks.vllm import Place, run_vllm
-    from agentspec.benchmarks.vllm_drafting import drafting_cost
-    from agentspec.benchmarks.vllm_report import print_report, write_json
+    from agentspec.benchmarks.vllm import VllmInstallation, run_vllm
     from agentspec.benchmarks.vllm_server import find_environment
     from agentspec.errors import ConfigurationError
 
     found = environment or find_environment()
     if found is None or not (found / "bin" / "vllm").exists():
         raise ConfigurationError("no vLLM found: run .ci/vllm-env in a checkout, or name an environment that has it")
-    console = Console()
     require_writable(json)
-    with console.status("drafting alone") as status:
-        drafting = drafting_cost()
-        place = Place(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
-        report = run_vllm(place, limit=limit, controls=controls, progress=status.update)
-    print_report(report, drafting, console)
-    if json:
-        write_json(report, drafting, json, conditions(model=model, eager=str(eager)))
+    place = VllmInstallation(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
+    run = partial(run_vllm, place, limit=limit, controls=controls)
+    _publish(run, json, wide=False, subject={"model": model, "eager": str(eager)})
 
 
 @app.command()
@@ -290,47 +233,124 @@ def reasoning(
     plot: Annotated[Path | None, typer.Option(help="Draw the prediction into this PNG or SVG file")] = None,
 ) -> None:
     """Measure what delegating steps of thinking costs, and predict what it brings (see also `reasoning calibrate`)."""
-    from rich.console import Console
+    from agentspec.benchmarks.reasoning import Speeds, predict, read_steps, run_reasoning
 
-    from agentspec.benchmarks import reasoning as bench
-    from agentspec.benchmarks.reasoning_report import print_report, write_json, write_plot
+    def measure(progress: Progress) -> Any:
+        report = run_reasoning(model, progress)
+        if replay is not None:
+            speeds = Speeds(base_speed, small_speed, score_seconds)
+            report.predictions = predict(read_steps(replay), speeds, [n / 10 for n in range(11)])
+        return report
 
-    console = Console()
-    require_writable(json, plot)
-    report = bench.Report()
-    with console.status("the machinery") as status:
-        report.figures.append(bench.overhead())
-        for acceptance in (0.8, 1.0):
-            status.update(f"pipelining at acceptance {acceptance:g}")
-            report.figures.append(bench.pipelining(acceptance))
-        if model is not None:
-            from agentspec.backends.settings import TorchSettings
-            from agentspec.backends.torch import TorchBackend
-
-            status.update("the judge's call")
-            report.figures.append(bench.score_cost(TorchBackend.load(TorchSettings(model=model))))
-    if replay is not None:
-        speeds = bench.Speeds(base_speed, small_speed, score_seconds)
-        report.predictions = bench.predict(bench.read_steps(replay), speeds, [n / 10 for n in range(11)])
-    print_report(report, console)
-    if json:
-        write_json(report, json, conditions("numpy", model=str(model)))
-    if plot:
-        write_plot(report, plot)
+    _publish(measure, json, plot, packages=("numpy",), wide=False, subject={"model": str(model)})
 
 
 @app.command()
 def traces(
-    source: Annotated[Source, typer.Argument(help="Whose logs they are")],
+    source: Annotated[LogSource, typer.Argument(help="Whose logs they are")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Option(help="The trace file to write, FILE.jsonl.gz")],
 ) -> None:
     """Turn published logs of agents into recorded calls for `agentspec bench cache`."""
-    from agentspec.benchmarks.public_logs import convert
+    from agentspec.benchmarks.cache.public_logs import convert
 
     require_writable(out)
     typer.echo(f"{convert(source, files, out)} calls written to {out}")
 
 
-app.command()(bench_retrieval.retrieval)
-app.command()(bench_retrieval.knn)
+@app.command()
+def retrieval(
+    corpus: Annotated[Path, typer.Option(help="Documents, FILE.jsonl or .jsonl.gz", exists=True, dir_okay=False)],
+    questions: Annotated[
+        Path, typer.Option(help='JSON lines with "id" and "question", plain or gzip', exists=True, dir_okay=False)
+    ],
+    model: ModelOption = "smollm2-135m",
+    encoder: Annotated[str, typer.Option(help="Embedding model, likewise")] = "minilm",
+    count: Annotated[int, typer.Option(help="Questions of each case (at least 7)", min=1)] = 7,
+    max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 32,
+    synthetic: Annotated[int, typer.Option(help="Vectors of the large exact index; 0: left out", min=0)] = 1_000_000,
+    sweep: Annotated[int, typer.Option(help="Questions at each delay from 1 ms to 1 s; 0: none", min=0)] = 2,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only compare answers, over every knowledge base and in every way")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw speed-up against delay into this PNG or SVG file")] = None,
+) -> None:
+    """Answer questions by sequential and by speculative retrieval over fast and slow knowledge bases, interleaved.
+
+    With --check, exit code 1 where an answer differs from sequential retrieval's.
+    """
+    from agentspec.benchmarks.report import MIN_PAIRS
+    from agentspec.benchmarks.retrieval import bench
+    from agentspec.benchmarks.retrieval.bases import Bases, read_questions
+
+    require_writable(json, plot)
+    if not check and count < MIN_PAIRS:
+        raise typer.BadParameter(f"fewer than {MIN_PAIRS} questions say nothing", param_hint="--count")
+    asked = read_questions(questions, count)
+
+    def measure(progress: Progress) -> Any:
+        with (
+            closing(bench.RetrievalBench.load(model, max_tokens, progress)) as opened,
+            Bases.built(corpus, encoder, opened.loop, progress) as bases,
+        ):
+            if check:
+                return bench.check(opened, bases, asked)
+            return bench.run_retrieval(opened, bases, asked, synthetic=synthetic, sweep=sweep)
+
+    if check:
+        raise typer.Exit(FAILED if _publish(measure, None).differ else 0)
+    _publish(measure, json, plot if sweep else None, packages=TORCH, subject={"model": model, "encoder": encoder})
+
+
+@app.command()
+def knn(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Datastore, as knn build makes it")],
+    prompts: Annotated[
+        Path, typer.Argument(metavar="FILE.jsonl", exists=True, dir_okay=False, help="Lines with a question or text")
+    ],
+    model: Annotated[str, typer.Option(help="The model that the datastore was built with")] = "smollm2-135m",
+    limit: Annotated[int, typer.Option(help="Only the first so many prompts (at least 7)", min=7)] = 20,
+    max_tokens: Annotated[int, typer.Option(help="Length of an answer", min=1)] = 48,
+    sampled: Annotated[bool, typer.Option(help="Draw at temperature 1 with a seed instead of greedily")] = False,
+    neighbours: NeighboursOption = None,
+    weight: WeightOption = None,
+    distance: DistanceOption = None,
+    json: Annotated[Path | None, typer.Option(help="Write every run and ratio to this file")] = None,
+) -> None:
+    """Answer the same prompts by KNN-LM without and with speculative retrieval, interleaved in one run."""
+    from agentspec.benchmarks.knn import read_prompts, run_knn
+    from agentspec.types import SamplingParams
+
+    knobs = knobs_of(neighbours, weight, distance)
+    sampling = SamplingParams(temperature=float(sampled), seed=1, max_tokens=max_tokens)
+    run = partial(run_knn, model, folder, read_prompts(prompts, limit), sampling, knobs)
+    subject = {"model": model, **{name: str(value) for name, value in knobs}}
+    _publish(run, json, packages=("torch", "numpy"), subject=subject)
+
+
+def _publish(
+    measure: Callable[..., R],
+    json: Path | None,
+    plot: Path | None = None,
+    *,
+    packages: Sequence[str] = (),
+    wide: bool = True,
+    subject: Mapping[str, str] | None = None,
+) -> R:
+    """Call `measure(progress=...)`, print its report, and write the files asked for, with `conditions` in the JSON."""
+    from rich.console import Console
+
+    from agentspec.benchmarks.report import conditions, print_report, write_json
+
+    require_writable(json)
+    require_plot(plot)
+    console = Console(width=REPORT_WIDTH if wide and not sys.stdout.isatty() else None)
+    with console.status("starting") as status:
+        report = measure(progress=status.update)
+    print_report(report, console)
+    if json:
+        write_json(report, json, conditions(*packages, **(subject or {})))
+    if plot:
+        cast("Any", report).plot(plot)
+    return report

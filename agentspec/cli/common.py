@@ -1,11 +1,11 @@
-"""What the commands share: one line for an error, --config and --json, settings, the conditions of a figure."""
+"""What the commands share: one line for an error, --config and --json, settings."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 FAILED, MISUSED = 1, 2
 DEFAULT_FILE = Path("agentspec.toml")
-REPORT_WIDTH = 150  # columns of a table that goes to a file
 
 ConfigOption = Annotated[
     Path | None,
@@ -84,15 +83,8 @@ def require_writable(*paths: Path | None) -> None:
             raise typer.BadParameter(f"{path.parent} is not a folder that can be written to")
 
 
-def conditions(*packages: str, **subject: str) -> dict[str, Any]:
-    """What a figure depends on: what was measured, the machine and how busy it is, the versions of the packages."""
-    from importlib.metadata import version
-
-    return {
-        **subject,
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("agentspec", *packages)},
-    }
+def require_plot(path: Path | None) -> None:
+    """As `require_writable`, for a plot; raises `ModuleNotFoundError` where matplotlib is missing (extra `bench`)."""
+    require_writable(path)
+    if path is not None:
+        import_module("matplotlib")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli.common import ConfigOption, load, require_writable
+from agentspec.cli.common import ConfigOption, load, require_plot, require_writable
 
 app = typer.Typer(help="Choose the knobs of strategies.", no_args_is_help=True)
 
@@ -41,18 +41,21 @@ def calibrate(
     import anyio
     from rich.console import Console
 
-    from agentspec.benchmarks.reasoning_curve import Curve, Plan, measure_curve, read_problems
-    from agentspec.benchmarks.reasoning_curve_report import print_curve, write_plot
+    from agentspec.calibration.curve import CurvePlan, ThresholdCurve, print_curve, write_plot
+    from agentspec.calibration.measure import measure_curve, read_problems
 
-    require_writable(json, plot)
+    require_writable(json)
+    require_plot(plot)
     if resume and json is None:
         raise typer.BadParameter("--resume goes on from a file: name it with --json")
     given = {"budget_tokens": budget_tokens, "step_tokens": step_tokens}
     changes = {name: value for name, value in given.items() if value is not None}
-    plan = Plan(model, tuple(_numbers(thresholds)), changes, temperature, max_tokens, reuse)
-    curve = Curve.read(json, plan) if resume and json is not None and json.exists() else Curve.begun(plan)
+    plan = CurvePlan(model, tuple(_numbers(thresholds)), changes, temperature, max_tokens, reuse)
+    curve = (
+        ThresholdCurve.read(json, plan) if resume and json is not None and json.exists() else ThresholdCurve.begun(plan)
+    )
 
-    def save(measured: Curve) -> None:
+    def save(measured: ThresholdCurve) -> None:
         if json is not None:
             measured.write(json)
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.recordings.traces import EncodedCall
 
@@ -99,6 +100,12 @@ def replay(calls: Sequence[EncodedCall], open_request: Open, budget: int) -> Rep
             start = time.perf_counter()
         result.close_seconds += time.perf_counter() - start
     return result
+
+
+def replay_cache(calls: Sequence[EncodedCall], budget: int) -> Replay:
+    """Replay over one cache in memory that is empty at the start, with the recorded sessions."""
+    with SuffixCache.open() as cache:
+        return replay(calls, lambda call: cache.request(call.prompt, session=call.session), budget)
 
 
 def _replay_call(response: Tokens, request: OpenRequest, budget: int, result: Replay) -> None:

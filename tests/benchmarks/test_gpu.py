@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from agentspec.benchmarks.decode import OFF
-from agentspec.benchmarks.gpu import Figure, Plan, Report, run_gpu
-from agentspec.benchmarks.gpu_report import print_report, write_json
+from agentspec.benchmarks.gpu import GpuPlan, GpuReport, run_gpu
+from agentspec.benchmarks.report import Figure, print_report, write_json
+from agentspec.benchmarks.runs import OFF
 
 ANSWER = "check the order again please and then check the order again please"
 
@@ -43,14 +43,14 @@ def traces(tmp_path: Path) -> Path:
     return path
 
 
-def printed(report: Report) -> str:
+def printed(report: GpuReport) -> str:
     console = Console(record=True, width=200, quiet=False)
     print_report(report, console)
     return console.export_text()
 
 
 def test_all_of_it_on_the_cpu(tokenizer: Path, traces: Path, tmp_path: Path) -> None:
-    report = run_gpu(Plan("tiny", "cpu", "float32", 3600, (traces,), tokenizer, questions=4))
+    report = run_gpu(GpuPlan("tiny", "cpu", "float32", 3600, (traces,), tokenizer, questions=4))
     assert report.sound and len(report.checks) == 5 and not report.left_out
     assert len(report.steps) == 14 and all(seconds > 0 for seconds in report.steps.values())
     (table,) = report.tables
@@ -68,13 +68,17 @@ def test_all_of_it_on_the_cpu(tokenizer: Path, traces: Path, tmp_path: Path) -> 
 
 
 def test_what_there_is_no_time_for_is_left_out() -> None:
-    report = run_gpu(Plan("tiny", "cpu", "float32", seconds=0.0))
+    report = run_gpu(GpuPlan("tiny", "cpu", "float32", seconds=0.0))
     assert report.left_out == ["exactness on small models", "the model"]
     assert not report.checks and "left out: the model" in printed(report)
 
 
 def test_goals_are_judged_for_their_shape_on_a_gpu() -> None:
-    figures = [Figure("a", 1.2, "x", most=1.25), Figure("b", 2.0, "x", least=2.5), Figure("c", None, "x", least=1.0)]
-    text = printed(Report("8b", "some GPU", "bfloat16", checks={"trees": False}, figures=figures))
+    figures = [
+        Figure("a", 1.2, "x", 1.25),
+        Figure("b", 2.0, "x", 2.5, at_most=False),
+        Figure("c", None, "x", 1.0, at_most=False),
+    ]
+    text = printed(GpuReport("8b", "some GPU", "bfloat16", checks={"trees": False}, figures=figures))
     assert "a: 1.2 x, goal at most 1.25: met" in text and "b: 2 x, goal at least 2.5: missed" in text
     assert "c: not measured, goal at least 1: undecided" in text and "FAILED: trees" in text

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.index import Drafter
+from agentspec.cache.index import IndexDrafter
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError
@@ -80,7 +80,7 @@ Story = list[Turn | Forget | str]
 def rows(cache: SuffixCache, tenant: str, context: list[int]) -> list[object]:
     """The draft after a context, by a drafter that has learned nothing."""
     with cache.request(context, namespace=tenant, session="probe", store=False) as request:
-        request.drafter.restore(Drafter().state())
+        request.drafter.restore(IndexDrafter().state())
         draft = request.draft(16)
     columns = (draft.tokens, draft.parents, draft.probabilities, draft.match_length, draft.source)
     return [column.tolist() for column in columns]
@@ -114,7 +114,7 @@ def assert_equal_drafts(cache: SuffixCache, left: list[Turn]) -> None:
 
 def assert_ends_are_known(cache: SuffixCache, left: list[Turn]) -> None:
     """The learned tables keep no token that only forgotten outputs ended with."""
-    cells = len(Drafter().state())
+    cells = len(IndexDrafter().state())
     for tenant in "ab":
         with cache.request([9], namespace=tenant, store=False) as request:
             ended = set(request.drafter.state()[cells::3].tolist())
@@ -344,7 +344,7 @@ def test_what_was_learned_on_disk_names_no_token(location: str | Path, condition
     with SuffixCache.open(location) as cache:
         Turn("default", "s", [1], CANARY).record(cache)
         Turn("default", "t", [1], [20, 21]).record(cache)
-    cells = 8 * len(Drafter().state())
+    cells = 8 * len(IndexDrafter().state())
 
     def learned() -> list[bytes]:
         return [zlib.decompress(state) for state in column(location, "SELECT state FROM learned")]

@@ -266,7 +266,7 @@ def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) 
             ask(client)
         assert caught.value.response.headers["retry-after"] == "1"
         stream.close()
-        until(lambda: backend.active == 0 and running.door.gate.inside == 0)
+        until(lambda: backend.active == 0 and running.app.limiter.running == 0)
         assert len(backend.cancelled) == 1
         backend.go.set()
         assert ask(client).choices[0].message.content == "one two"
@@ -289,7 +289,7 @@ def test_a_client_that_leaves_frees_its_place(
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         until(lambda: held.active)
         time.sleep(after)
-    until(lambda: held.active == 0 and running.door.gate.inside == 0)
+    until(lambda: held.active == 0 and running.app.limiter.running == 0)
     assert len(held.requests) == len(held.cancelled) == 1
 
 

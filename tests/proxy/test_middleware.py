@@ -218,7 +218,7 @@ def test_a_logged_exception_has_its_place_and_not_its_message(log: io.StringIO) 
     except ValueError:
         logging.getLogger("elsewhere").exception("failed")
     line = json.loads(log.getvalue())
-    assert (line["event"], line["exception"]) == ("failed", "ValueError") and "test_door.py" in line["frames"][0]
+    assert (line["event"], line["exception"]) == ("failed", "ValueError") and "test_middleware.py" in line["frames"][0]
     assert "canary" not in log.getvalue()
 
 

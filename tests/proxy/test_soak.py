@@ -32,7 +32,7 @@ import openai
 import pytest
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.benchmarks.prompt_sets import load_prompts
+from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.types import SamplingParams
 
 pytest.importorskip("torch")
@@ -299,12 +299,12 @@ class Soak:
         return [said for ask, got, want in self.parted if (said := self._difference(ask, got, want)) is not None]
 
     def _difference(self, ask: Ask, got: Said, want: Said) -> str | None:
-        from agentspec.backends.torch.exactness import Question, first_divergence
+        from agentspec.backends.torch.exactness import ExactnessCase, first_divergence
 
         cut = want.tokens if got.finish else want.tokens[: len(got.tokens)]
         if got.tokens == cut:
             return f"{ask.kind}: the same tokens read as {(got.text, got.calls, got.finish)}, not as {want}"
-        question = Question(want.prompt, ask.sampling)
+        question = ExactnessCase(want.prompt, ask.sampling)
         found = first_divergence(self._target(), question, "at once", self.asks.index(ask), cut, got.tokens)
         return None if found.is_tie else f"{ask.kind}: {found}"
 

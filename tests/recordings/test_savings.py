@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentspec.benchmarks.cache import replay_cache
+from agentspec.recordings.replay import replay_cache
 from agentspec.recordings.savings import measure, print_savings, write_plot
 from agentspec.recordings.traces import EncodedCall
 

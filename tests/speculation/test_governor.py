@@ -179,16 +179,16 @@ def test_choices_for_batches_are_within_one_of_the_best_for_each_request_on_synt
 def test_acceptance_is_calibrated_for_each_workflow_step() -> None:
     """What is known of all steps together stands in for a step's own record until there is one."""
     governor = Governor()
-    good, bad = governor.pace("flow/good"), governor.pace("flow/bad")
+    good, bad = governor.request_stats("flow/good"), governor.request_stats("flow/bad")
     for _ in range(60):
         governor.observe([0.5], [0], [True], good)
         governor.observe([0.5], [0], [False], bad)
-    assert governor.expectations([0.5], [-1], [0], governor.pace("flow/good"))[0] > 0.8
-    assert governor.expectations([0.5], [-1], [0], governor.pace("flow/bad"))[0] < 0.2
+    assert governor.expectations([0.5], [-1], [0], governor.request_stats("flow/good"))[0] > 0.8
+    assert governor.expectations([0.5], [-1], [0], governor.request_stats("flow/bad"))[0] < 0.2
     known = governor.expectations([0.5], [-1], [0])[0]
-    assert governor.expectations([0.5], [-1], [0], governor.pace("new"))[0] == pytest.approx(known)
+    assert governor.expectations([0.5], [-1], [0], governor.request_stats("new"))[0] == pytest.approx(known)
     for index in range(2 * MOST_STEPS):
-        governor.pace(str(index))
+        governor.request_stats(str(index))
     assert len(governor.steps) == MOST_STEPS
 
 
@@ -333,7 +333,7 @@ def test_drafts_that_never_hit_cost_at_most_two_percent(claim: float) -> None:
     governor, spent, off = Governor(), 0.0, 0.0
     governor.cost.calibrate([(size, 0, curve[size - 1]) for size in SIZES])
     for _ in range(2):
-        pace = governor.pace()
+        pace = governor.request_stats()
         for _ in range(400):
             off += curve[0]
             worth = governor.expectations([claim] * 8, range(-1, 7), [0] * 8, pace)

@@ -24,7 +24,10 @@ def folder_of(settings: Settings, path: str | None, *, create: bool = False) -> 
     chosen = settings.cache if path is None else settings.cache.model_copy(update={"path": _location(path)})
     folder = chosen.location()
     if folder is None:
-        raise ConfigurationError("the cache is in memory only; set cache.path or give --path")
+        raise ConfigurationError(
+            "the cache is in memory only, so there is no folder to use: give --path FOLDER, or set cache.path in"
+            " agentspec.toml"
+        )
     if isinstance(folder, Path) and not (create or folder.is_dir()):
         raise ConfigurationError(f"there is no cache at {str(folder)!r}; a server with this cache.path creates it")
     return folder

@@ -12,7 +12,7 @@ import typer
 
 from agentspec.cli.cache.files import Files, FormatOption, SkipOption, choose, counted, progress, recorded_calls
 from agentspec.cli.cache.folder import adapter_of, reference_of
-from agentspec.cli.common import ConfigOption, JsonOption, load, print_json, require_writable
+from agentspec.cli.common import ConfigOption, JsonOption, load, print_json, require_plot
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall
 
@@ -39,11 +39,11 @@ def replay(
 
     Every call is drafted step by step against what was really answered. The files are one log, in the order given.
     """
-    from agentspec.benchmarks.cache import replay_cache
+    from agentspec.recordings.replay import replay_cache
     from agentspec.recordings.savings import measure, print_savings, write_plot
 
     encode = _encoder(load(config), model, tokenizer)
-    require_writable(plot)
+    require_plot(plot)
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         recorded = (

@@ -46,14 +46,16 @@ from transformers import (
 )
 
 import agentspec.backends.torch
-from agentspec.backends.torch.drafters import Drafting, make_draft
-from agentspec.backends.torch.engine.cache_session import Memory
-from agentspec.backends.torch.engine.sequence import Generation, Job, Shared
-from agentspec.backends.torch.engine.step import play
-from agentspec.backends.torch.loader import Loaded, prepare
-from agentspec.backends.torch.model.kv_cache import Rows
-from agentspec.backends.torch.sampling.constraints import Rules
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.drafters import DrafterFactory, make_draft
+from agentspec.backends.torch.engine.cache_session import CacheSession
+from agentspec.backends.torch.engine.scheduler import Schedule
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
+from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
+from agentspec.backends.torch.engine.step import run_step
+from agentspec.backends.torch.loader import LoadedModel, prepare
+from agentspec.backends.torch.model.kv_cache import KVCache
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor, RequestStats
 from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
 
@@ -144,7 +146,7 @@ class EagerGovernor(Governor):
     def choose(self, worths: Sequence[Sequence[float]], **step: Any) -> list[list[int]]:
         return [list(range(len(worth))) for worth in worths]
 
-    def pace(self, step: str | None = None) -> RequestStats:
+    def request_stats(self, step: str | None = None) -> RequestStats:
         return AlwaysAsk()
 
 
@@ -153,7 +155,7 @@ class AlwaysAsk(RequestStats):
         return True
 
 
-class ScriptedMemory(Memory):
+class ScriptedSession(CacheSession):
     """A place in a cache whose drafts come from a function of the text so far and the budget."""
 
     def __init__(self, script: Callable[[list[int], int], Draft | None], prompt: Sequence[int]) -> None:
@@ -172,7 +174,7 @@ class ScriptedMemory(Memory):
 
 @dataclass
 class Outcome:
-    """What one generation produced."""
+    """What one sequence produced."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -181,7 +183,7 @@ class Outcome:
     usage: Usage = field(default_factory=Usage)
     speculation: Speculation | None = None
     deltas: list[Delta] = field(default_factory=list)
-    generation: Generation | None = None
+    sequence: EngineSequence | None = None
 
     @property
     def rounds(self) -> int:
@@ -210,21 +212,27 @@ class Ask:
     stop_ids: Sequence[int] = (EOS,)
     prediction: Sequence[int] | None = None
     speculates: bool = False  # without a script too
-    rules: Rules = field(default_factory=Rules)
+    constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
     request: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, shared: Shared, rows: Rows | None) -> Generation:
+    def begin(self, context: EngineContext, kv_cache: KVCache | None) -> EngineSequence:
         prompt = list(self.prompt)
         speculation = self.speculates or self.script is not None or self.prediction is not None
         request = GenerateRequest(
             "tiny", token_ids=prompt, sampling=self.sampling, speculation=speculation, **self.request
         )
         predicted = None if self.prediction is None else list(self.prediction)
-        job = Job(
-            request, prompt, self.max_tokens, frozenset(self.stop_ids), predicted, lambda item: None, rules=self.rules
+        engine_request = EngineRequest(
+            request,
+            prompt,
+            self.max_tokens,
+            frozenset(self.stop_ids),
+            predicted,
+            lambda item: None,
+            constraints=self.constraints,
         )
-        memory = ScriptedMemory(self.script or (lambda text, budget: None), prompt)
-        return Generation(job, shared, rows or shared.target.new_rows(1), memory)
+        session = ScriptedSession(self.script or (lambda text, budget: None), prompt)
+        return EngineSequence(engine_request, context, kv_cache or context.target.new_cache(1), session)
 
 
 def no_forward_fails() -> None:
@@ -232,12 +240,12 @@ def no_forward_fails() -> None:
     raise AssertionError("a forward failed")
 
 
-def check_invariants(generation: Generation, outcome: Outcome) -> None:
+def check_invariants(sequence: EngineSequence, outcome: Outcome) -> None:
     """I1 and I2 of batched speculation: the tokens are those told, and rows cover all of them but the last."""
-    memory = generation._memory
-    assert isinstance(memory, ScriptedMemory)
-    assert generation.tokens == [*generation.job.prompt, *outcome.tokens] == memory.text
-    assert generation.rows.length == len(generation.tokens) - 1
+    session = sequence._session
+    assert isinstance(session, ScriptedSession)
+    assert sequence.tokens == [*sequence.request.prompt, *outcome.tokens] == session.text
+    assert sequence.kv_cache.length == len(sequence.tokens) - 1
 
 
 class Lab:
@@ -245,9 +253,9 @@ class Lab:
 
     def __init__(self, module: Any, tokenizer: Any = None) -> None:
         self.reference = copy.deepcopy(module)
-        self.loaded: Loaded = prepare(module, tokenizer or byte_tokenizer(), name="tiny", fingerprint="f")
+        self.loaded: LoadedModel = prepare(module, tokenizer or byte_tokenizer(), name="tiny", fingerprint="f")
         self.target = self.loaded.target
-        self.codec = Codec(self.loaded.tokenizer)
+        self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self.divergences: list[str] = []
         self.draws_ahead: bool | None = None
         self._answers: dict[Any, list[int]] = defaultdict(list)  # as long as any test asked for, whatever ends them
@@ -258,15 +266,15 @@ class Lab:
         sampling: SamplingParams,
         script: Script | None = None,
         *,
-        rows: Rows | None = None,
+        kv_cache: KVCache | None = None,
         governor: Governor | None = None,
         max_draft: int = 48,
-        drafting: Drafting | None = None,
+        drafters: DrafterFactory | None = None,
         **options: Any,
     ) -> Outcome:
         """Generate one answer; `options` as `Ask` has them."""
-        ask = Ask(prompt, sampling, script, speculates=drafting is not None, **options)
-        return self.run_batch([ask], governor=governor, max_draft=max_draft, rows=rows, drafting=drafting)[0]
+        ask = Ask(prompt, sampling, script, speculates=drafters is not None, **options)
+        return self.run_batch([ask], governor=governor, max_draft=max_draft, kv_cache=kv_cache, drafters=drafters)[0]
 
     def run_batch(
         self,
@@ -274,38 +282,38 @@ class Lab:
         *,
         governor: Governor | None = None,
         max_draft: int = 48,
-        rows: Rows | None = None,
-        drafting: Drafting | None = None,
-        between: Callable[[list[Generation]], None] = lambda generations: None,
+        kv_cache: KVCache | None = None,
+        drafters: DrafterFactory | None = None,
+        between: Callable[[list[EngineSequence]], None] = lambda sequences: None,
     ) -> list[Outcome]:
         """Generate all answers through the engine's own steps, verifying every draft of their scripts.
 
-        `between` is called before each step with the generations that take part in it, and may take some out or
-        change their rows.
+        `between` is called before each step with the sequences that take part in it, and may take some out or
+        change their caches.
         """
-        shared = Shared(
+        context = EngineContext(
             self.target,
-            self.codec,
+            self.tokenizer,
             governor=governor or EagerGovernor(),
             max_draft_tokens=max_draft,
-            relieve=no_forward_fails,
-            drafting=drafting or Drafting(),
+            free_memory=no_forward_fails,
+            drafters=drafters or DrafterFactory(),
             draws_ahead=self.draws_ahead,
         )
-        generations = [ask.begin(shared, rows if len(asks) == 1 else None) for ask in asks]
-        outcomes = {generation: Outcome(generation=generation) for generation in generations}
-        active = list(generations)
+        sequences = [ask.begin(context, kv_cache if len(asks) == 1 else None) for ask in asks]
+        outcomes = {sequence: Outcome(sequence=sequence) for sequence in sequences}
+        active = list(sequences)
         with torch.inference_mode():
             while active:
                 between(active)
-                for generation, outcome in play(active, shared):
+                for sequence, outcome in run_step(Schedule.of(active, context), context):
                     if isinstance(outcome, Exception):
                         raise outcome
                     if outcome is not None:
-                        outcomes[generation].add(outcome)
-                        check_invariants(generation, outcomes[generation])
-                active = [generation for generation in active if generation.finish is None]
-        return [outcomes[generation] for generation in generations]
+                        outcomes[sequence].add(outcome)
+                        check_invariants(sequence, outcomes[sequence])
+                active = [sequence for sequence in active if sequence.finish is None]
+        return [outcomes[sequence] for sequence in sequences]
 
     def oracle(
         self,

@@ -87,11 +87,11 @@ async def test_the_cache_learns_beside_the_forwards_of_a_device_that_computes_by
     with SuffixCache.open() as cache:
         backend = backend_of(cache)
         monkeypatch.setattr(lab.target, "device", torch.device(device))
-        memory = backend._open_memory(backend.prepare(ask()))
+        memory = backend._open_session(backend.prepare(ask()))
         memory.draft(3)
         memory.extend([5, 6])
         assert cache.stats().steps == (device == "cpu")
-        memory.learn()
+        memory.flush_to_cache()
         assert cache.stats().steps == 1
         memory.close(clean=False)
 

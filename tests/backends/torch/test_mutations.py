@@ -44,17 +44,17 @@ MUTATIONS: Mutations = {
     "noise by path alone": ("Sampler._draw", "self._position + len(path)) for", "len(path)) for"),
     "seed ignored": ("Sampler._draw", "position_key(self.seed, self._choice,", "position_key(0, self._choice,"),
     "child of any parent": (
-        "walk",
+        "accept_path",
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if t == token), None)",
     ),
     "first child always": (
-        "walk",
+        "accept_path",
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if p == node), None)",
     ),
-    "goes on past the end": ("walk", "if emit(token, node + 1):", "if emit(token, node + 1) and False:"),
-    "row of the parent": ("walk", "token = choose(node + 1)", "token = choose(max(node, 0))"),
+    "goes on past the end": ("accept_path", "if emit(token, node + 1):", "if emit(token, node + 1) and False:"),
+    "row of the parent": ("accept_path", "token = choose(node + 1)", "token = choose(max(node, 0))"),
     "illegal ids pass": ("usable", "0 <= token < vocab_size", "True"),
 }
 BATCH_MUTATIONS: Mutations = {
@@ -71,9 +71,9 @@ BATCH_MUTATIONS: Mutations = {
     "a window's last row is cut off": ("first_visible", "past - window + 1", "past - window + 2"),
     "two tokens without a mask": ("_view", "len(layout) == 1", "len(layout) <= 2"),
     "logits of the row before": (
-        "wanted_rows",
-        "np.arange(end - piece.outputs, end)",
-        "np.arange(end - piece.outputs, end) - 1",
+        "logit_rows",
+        "np.arange(end - item.outputs, end)",
+        "np.arange(end - item.outputs, end) - 1",
     ),
     "all rows in the first sequence": (
         "PackedCache.update",
@@ -87,28 +87,40 @@ BATCH_MUTATIONS: Mutations = {
     ),
     "queries out of order": ("Ragged.attend", "torch.cat(parts, dim=1)", "torch.cat(parts[::-1], dim=1)"),
     "rows lost in growing": ("_room", "room[:, :, :length] = rows[:, :, :length]", "pass"),
-    "a prompt's chunk draws": ("schedule", "draws=read == generation.unread", "draws=True"),
+    "a prompt's chunk draws": ("Schedule.of", "draws=tokens == uncomputed", "draws=True"),
     "logits of another sequence": (
         "run_together",
-        "for turn, logits in zip(turns, outputs, strict=True)",
-        "for turn, logits in zip(turns, outputs[::-1], strict=True)",
+        "for each, logits in zip(scheduled, outputs, strict=True)",
+        "for each, logits in zip(scheduled, outputs[::-1], strict=True)",
     ),
-    "rows of a chunk kept twice": ("Generation.read", "self.rows.commit(count, ())", "self.rows.commit(count + 1, ())"),
+    "rows of a chunk kept twice": (
+        "Sequence.commit_chunk",
+        "self.kv_cache.commit(count, ())",
+        "self.kv_cache.commit(count + 1, ())",
+    ),
 }
 # The same for what a request's rules bar.
 RULE_MUTATIONS: Mutations = {
-    "grammar not advanced": ("Constraint.advance", "self._matcher.consume_token(token)", "pass"),
-    "mask not applied": ("Sampler.choose", "self.limits.apply(self._logits[row])[None]", "self._logits[row][None]"),
+    "grammar not advanced": ("GrammarMatcher.advance", "self._matcher.consume_token(token)", "pass"),
+    "mask not applied": (
+        "Sampler.choose",
+        "self.constraints.apply(self._logits[row])[None]",
+        "self._logits[row][None]",
+    ),
     "best token taken unasked": (
         "Sampler.choose",
-        " and (self.limits.idle or self._foresees(self._drawn[row]))",
+        " and (self.constraints.idle or self._holds(self._drawn[row]))",
         "",
     ),
-    "rules do not hear of tokens": ("Sampler.observe", "self.limits.observe(token)", "pass"),
-    "end allowed one token early": ("Limits._barred", "self._count < self._early", "self._count + 1 < self._early"),
+    "rules do not hear of tokens": ("Sampler.observe", "self.constraints.observe(token)", "pass"),
+    "end allowed one token early": (
+        "Constraints._barred",
+        "self._count < self._early",
+        "self._count + 1 < self._early",
+    ),
     "history of bad words not kept": (
-        "Limits.observe",
-        "self._said = [*self._said, token][-self._longest:]",
+        "Constraints.observe",
+        "self._recent = [*self._recent, token][-self._longest:]",
         "pass",
     ),
     "choices share their noise": (
@@ -130,8 +142,8 @@ AHEAD_MUTATIONS: Mutations = {
         "row * size + token",
         "(len(paths) - 1 - row) * size + token",
     ),
-    "paths end at the parent": ("lineages", "(*paths[parent + 1], token)", "paths[parent + 1]"),
-    "paths from the node before": ("lineages", "paths[parent + 1]", "paths[-1]"),
+    "paths end at the parent": ("ancestor_tokens", "(*paths[parent + 1], token)", "paths[parent + 1]"),
+    "paths from the node before": ("ancestor_tokens", "paths[parent + 1]", "paths[-1]"),
     "tokens of another answer": ("fetch", "list(islice(tokens, len(pending)))", "list(tokens)"),
 }
 
@@ -282,8 +294,8 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
         shortest = replace(sampling, min_tokens=15)
         want = lab.oracle(PROMPT, shortest, max_tokens=20, allowed=allowed, choice=1)
         for script in scripts(want, tree_of)[:2]:
-            rules = constraints.Rules(words, (bad,), choice=1)
-            got = lab.run(PROMPT, shortest, script, max_tokens=20, rules=rules)
+            rules = constraints.ConstraintSpec(words, (bad,), choice=1)
+            got = lab.run(PROMPT, shortest, script, max_tokens=20, constraints=rules)
             assert got.tokens == want
         eager = replace(sampling, min_tokens=5, logit_bias={END: 100.0})
         assert len(lab.run(PROMPT, eager, scripts(want, tree_of)[0], max_tokens=20).tokens) == 6
@@ -291,7 +303,7 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
 
 @pytest.fixture(scope="module")
 def grammars(byte_tokens: Any) -> Any:
-    return grammar.Grammars(byte_tokens, 259, [END])
+    return grammar.GrammarCompiler(byte_tokens, 259, [END])
 
 
 def test_the_battery_of_rules_passes_without_a_mutation(lab: Any, tree_of: Any, grammars: Any) -> None:

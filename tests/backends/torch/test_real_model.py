@@ -13,8 +13,8 @@ import pytest
 from agentspec.backends.model_store import ModelFiles
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.benchmarks.prompt_sets import load_prompts
 from agentspec.cache import SuffixCache
+from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
 
 pytestmark = [pytest.mark.anyio, pytest.mark.model]
@@ -67,7 +67,7 @@ def require_same(backend: TorchBackend, rule: Any, request: GenerateRequest, got
     at = next(i for i, (left, right) in enumerate(zip(got, want, strict=False)) if left != right)
     prompt = backend.encode_chat(request.messages or ())
     target = backend._loaded.target
-    row = target.forward(target.new_rows(1), [*prompt, *want[:at]])[0].numpy()
+    row = target.forward(target.new_cache(1), [*prompt, *want[:at]])[0].numpy()
     scores = rule(row, prompt, want[:at], request.sampling)
     gap = abs(float(scores[got[at]] - scores[want[at]]))
     print(f"near-tie divergence at token {at}: gap {gap:.2e}")

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.vllm.step_cost import StepCost
+from agentspec.backends.vllm.step_cost import StepTimeModel
 from agentspec.speculation.governor import allocate_budget
 
 
-class Line(StepCost):
+class Line(StepTimeModel):
     """A step that costs `fixed` seconds and one more for each token."""
 
     def __init__(self, fixed: float) -> None:
@@ -56,11 +56,11 @@ def test_free_tokens_are_all_taken_and_dear_ones_left() -> None:
 def test_what_is_worth_less_than_the_floor_is_never_taken(worth: np.ndarray, requests: int, fixed: float) -> None:
     cost = Line(fixed)
     (count,) = allocate_budget([worth], requests, cost.of(requests))
-    assert all(worth[:count] >= cost.least_worth(requests) * (1 - 1e-9))
+    assert all(worth[:count] >= cost.least_acceptance(requests) * (1 - 1e-9))
 
 
 def test_the_cost_of_a_step_is_learned_from_steps() -> None:
-    cost = StepCost()
+    cost = StepTimeModel()
     for _ in range(200):
         for tokens in (1, 2, 4, 8, 16, 32):
             cost.observe(tokens, 0.02 + 0.003 * tokens)

@@ -13,7 +13,7 @@ from agentspec.errors import CacheError
 
 
 class Disk:
-    """Takes what it is given, or fails as it is told: with what passes (`OSError`), or with what does not."""
+    """Takes what it is given, or fails as it is told: with what is_transient (`OSError`), or with what does not."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -30,8 +30,8 @@ class Disk:
         self.written += jobs
 
     def writer(self, room: int = 1000) -> BatchWriter[int]:
-        passes = lambda error: isinstance(error, OSError)  # noqa: E731
-        return BatchWriter(self.commit, name="test", passes=passes, room=room)
+        is_transient = lambda error: isinstance(error, OSError)  # noqa: E731
+        return BatchWriter(self.commit, name="test", is_transient=is_transient, room=room)
 
 
 def test_flush_waits_and_what_gathers_is_committed_together() -> None:

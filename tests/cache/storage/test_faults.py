@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.storage.sequence_store import SequenceStore
 
 SLOW = pytest.mark.slow
 LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
@@ -23,8 +23,8 @@ STRIDES = [31, pytest.param(7, marks=SLOW), pytest.param(1, marks=LONG)]
 
 
 def stored(location: str | Path) -> list[list[int]]:
-    store = Store.open(location, disk_bytes=None, mode="auto")
-    rows = [row.tokens.tolist() for row in store.newest(most=1 << 30)]
+    store = SequenceStore.open(location, disk_bytes=None, mode="auto")
+    rows = [row.tokens.tolist() for row in store.newest(limit=1 << 30)]
     store.close()
     return rows
 
@@ -127,8 +127,8 @@ def durable(cache):
 def outputs(path):
     with SuffixCache.open(path) as cache:
         assert cache.stats().mode == "writer", cache.stats()
-        from agentspec.cache.storage.sequence_store import Store
-        rows = [row.tokens.tolist() for row in cache._store.newest(most=1 << 30)]
+        from agentspec.cache.storage.sequence_store import SequenceStore
+        rows = [row.tokens.tolist() for row in cache._store.newest(limit=1 << 30)]
         return rows
 
 def drafts(cache, turn):

@@ -17,26 +17,26 @@ from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import select
-from agentspec.cache.storage.record import Row
-from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.record import SequenceRecord
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, ConfigurationError
 from agentspec.types import Labels, Namespace
 
 
-def row(number: int, tokens: object, context: object = ()) -> Row:
+def row(number: int, tokens: object, context: object = ()) -> SequenceRecord:
     labels = Labels("s", "w", None)
     arrays = [np.asarray(part, dtype=np.int32) for part in (tokens, context)]
-    return Row(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
+    return SequenceRecord(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
 
 
 def text(seed: int, length: int) -> Tokens:
     return np.random.default_rng(seed).integers(0, 2**31 - 1, length).astype(np.int32)
 
 
-def opened(location: str | Path, disk_bytes: int | None = None, tenant_disk_bytes: int | None = None) -> Store:
-    return Store.open(location, disk_bytes=disk_bytes, tenant_disk_bytes=tenant_disk_bytes, mode="auto")
+def opened(location: str | Path, disk_bytes: int | None = None, tenant_disk_bytes: int | None = None) -> SequenceStore:
+    return SequenceStore.open(location, disk_bytes=disk_bytes, tenant_disk_bytes=tenant_disk_bytes, mode="auto")
 
 
 def execute(location: str | Path, *statements: str) -> list[tuple[object, ...]]:
@@ -70,7 +70,7 @@ def test_rows_round_trip(location: str | Path, rows: list[tuple[list[int], list[
         store.put(row(number, tokens, context))
     store.close()
     store = opened(location)
-    loaded = store.newest(most=10_000)
+    loaded = store.newest(limit=10_000)
     store.close()
     assert [(r.sequence, r.tokens.tolist(), r.context.tolist()) for r in loaded] == [
         (number, tokens, context) for number, (tokens, context) in enumerate(rows)
@@ -178,7 +178,7 @@ def test_kill_after_flush_loses_nothing(location: str | Path, reports: int) -> N
         durable = [int(worker.stdout.readline()) for _ in range(reports)][-1]
         worker.kill()
     store = opened(location)
-    stored = [r.tokens.tolist() for r in store.newest(most=1 << 30)]
+    stored = [r.tokens.tolist() for r in store.newest(limit=1 << 30)]
     store.close()
     assert len(stored) > durable
     assert stored == [[turn, turn + 1, turn + 2] for turn in range(len(stored))]
@@ -195,7 +195,7 @@ def test_any_name_can_be_stored_and_forgotten(location: str | Path, tenant: str,
     kept = replace(row(1, [1, 2]), namespace=Namespace("t", "m"), labels=Labels(session, session, session))
     store.put(kept)
     store.flush()
-    assert [found.labels for found in store.newest(most=100)] == [kept.labels]
+    assert [found.labels for found in store.newest(limit=100)] == [kept.labels]
     assert store.forget(select(session=session + "x")) == 0
     assert store.forget(select(session=session)) == 1
     # Of no session: one that was just forgotten by that name would not be written.
@@ -211,7 +211,7 @@ def test_hits_and_learned_state_are_kept(location: str | Path) -> None:
     store.put_usage([(5, 3), (99, 1)], {"n": b"one"})
     store.put_usage([(5, 2)], {"n": b"two"})
     store.close()
-    follower = Store.open(location, disk_bytes=None, mode="follower")
+    follower = SequenceStore.open(location, disk_bytes=None, mode="follower")
     follower.put_usage([(5, 1)], {"n": b"three"})  # only the writer's state is kept
     follower.flush()
     assert follower.learned() == {"n": b"two"}
@@ -251,10 +251,10 @@ def test_a_damaged_row_is_told_on_open_and_skipped_while_following(
     writer.put(row((1 << 32) + 1, [4, 5, 6]))
     writer.flush()
     execute(location, f"UPDATE sequences SET tokens = {damage[isinstance(location, str)]} WHERE id = 1")
-    assert [r.tokens.tolist() for r in follower.news(origin=2)] == [[4, 5, 6]]
+    assert [r.tokens.tolist() for r in follower.poll(origin=2)] == [[4, 5, 6]]
     assert "damaged" in caplog.text
     with pytest.raises(CacheFormatError, match="damaged"):
-        writer.newest(most=100)
+        writer.newest(limit=100)
     writer.close()
     follower.close()
     for _ in range(2):  # and the folder is not left locked

@@ -75,3 +75,15 @@ def test_files_without_calls(program, default_model, tmp_path):
         "cache", "replay", tmp_path / "empty.jsonl", "--format", "chat", "--tokenizer", default_model.folder
     )
     assert (result.exit_code, "no model calls" in result.stderr) == (2, True)
+
+
+@pytest.mark.model
+def test_the_calls_that_ship_as_an_example(program, default_model, repository, tmp_path):
+    """The README's two commands: an empty folder takes six answers, and half of the model's steps would be saved."""
+    calls, model = repository / "examples" / "calls.jsonl", ("--model", default_model.folder)
+    imported = program("cache", "import", calls, *model, "--path", tmp_path / "cache", "--json")
+    assert json.loads(imported.stdout)["added"] == 6
+    replayed = json.loads(program("cache", "replay", calls, *model, "--json").stdout)
+    assert (replayed["calls"], replayed["bad"]) == (6, 0) and replayed["saved"] > 0.5
+    refused = program("cache", "import", calls, *model)
+    assert refused.exit_code == 2 and "give --path FOLDER" in refused.stderr

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.torch.text.output_parser import Reading
-from agentspec.backends.torch.text.structured_output import Forms
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.output_parser import OutputParserSpec
+from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 END, TOGETHER, LENGTH = 256, 16, 20
@@ -122,9 +122,9 @@ def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, whol
             assert (len(outcome.tokens), outcome.text, outcome.finish) == want
 
 
-def put_together(reading: Reading, outcome: Any) -> tuple[str, list[list[str]], str]:
+def put_together(reading: OutputParserSpec, outcome: Any) -> tuple[str, list[list[str]], str]:
     """Text, calls and end, as a client has them that adds up the deltas of a stream."""
-    reader, text, calls, finish = reading.reader(), "", list[list[str]](), ""
+    reader, text, calls, finish = reading.parser(), "", list[list[str]](), ""
     for delta in map(reader.read, outcome.deltas):
         text, finish = text + delta.text, delta.finish_reason or finish
         for piece in delta.extra.get("tool_calls", []):
@@ -144,14 +144,14 @@ def test_forms_and_calls_are_those_without_drafts(
     fields = dict(FORMS[name])
     asked = SamplingParams(structured_outputs=fields.pop("form", None))
     request = GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=asked, **fields)
-    form = Forms(Codec(byte_tokens), 259, frozenset({END})).of(request, "x")
-    (rules,) = form.rules(1)
+    form = StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END})).of(request, "x")
+    (rules,) = form.constraints(1)
     requests = [
-        ask_of(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, rules=rules)
+        ask_of(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, constraints=rules)
         for seed, prompt in enumerate(PROMPTS * 2)
     ]
     plain = lab.run_batch(requests)
-    wants = [put_together(form.reading, outcome) for outcome in plain]
+    wants = [put_together(form.parser_spec, outcome) for outcome in plain]
     called = [calls for _, calls, finish in wants if calls and finish in ("stop", "tool_calls")]
     assert all(
         json.loads(arguments).keys() == SCHEMA["properties"].keys() for calls in called for _, arguments in calls
@@ -167,4 +167,4 @@ def test_forms_and_calls_are_those_without_drafts(
 
     for group in groups(cases()):
         for outcome, (_, (tokens, want)) in zip(lab.run_batch([ask for ask, _ in group]), group, strict=True):
-            assert outcome.tokens == tokens and put_together(form.reading, outcome) == want
+            assert outcome.tokens == tokens and put_together(form.parser_spec, outcome) == want

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.model.vector_scan import RowScan
+from agentspec.backends.torch.model.vector_scan import VectorScan
 from agentspec.reasoning.retrieval.knn.mixture import Mixture
 from agentspec.reasoning.retrieval.knn.search import Datastore, NeighbourCache, Neighbours
 from agentspec.reasoning.retrieval.knn.store import Manifest, Store
@@ -27,7 +27,7 @@ def store_of(keys: Any) -> Store:
 
 def datastore_of(keys: Any) -> Datastore:
     store = store_of(keys)
-    return Datastore(store, RowScan(store.keys, CPU))
+    return Datastore(store, VectorScan(store.keys, CPU))
 
 
 def oracle(keys: Any, query: Any, count: int) -> list[int]:

@@ -1,0 +1,123 @@
+"""Solving problems with known answers at every threshold of a curve."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agentspec.calibration.curve import CurvePlan, SolvedProblem, ThresholdCurve
+from agentspec.calibration.memo import CallMemo
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
+from agentspec.types import GenerateRequest, SamplingParams, StepSpeculation
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    problem: str
+    answer: str
+
+
+def read_problems(path: Path) -> list[Problem]:
+    """Problems of a file of JSON lines, plain or gzip. Raises `InvalidRequestError` naming a line that is none."""
+    found = []
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                found.append(Problem(str(record["problem"]), str(record["answer"])))
+            except (ValueError, KeyError, TypeError):
+                raise InvalidRequestError(f'{path}:{number}: want {{"problem": ..., "answer": ...}}') from None
+    if not found:
+        raise InvalidRequestError(f"{path} holds no problems")
+    return found
+
+
+async def measure_curve(
+    settings: Settings,
+    curve: ThresholdCurve,
+    problems: Sequence[Problem],
+    *,
+    progress: Callable[[str], None] = lambda text: None,
+    save: Callable[[ThresholdCurve], None] = lambda curve: None,
+    **given: Any,
+) -> None:
+    """Solve the problems that `curve` does not have yet at every threshold; `save` is called after each problem.
+
+    The thresholds alternate, so that a busy minute affects all alike. `given` goes to the `Runtime`. Raises
+    `ConfigurationError` if the plan's model has no threshold.
+    """
+    plan = curve.plan
+    strategy = settings.models.get(plan.model)
+    if not isinstance(strategy, SpecReasonSettings):
+        raise ConfigurationError(f'{plan.model!r} has no threshold: name a [models.NAME] with strategy = "specreason"')
+    tried = {point.name: plan.settings(strategy, point.threshold) for point in curve.points}
+    async with Runtime(settings, **given) as runtime:
+        built = runtime.route(plan.model).backend
+        assert isinstance(built, StrategyBackend)
+        for number, problem in enumerate(problems[curve.problems :], curve.problems + 1):
+            memo = CallMemo()
+            writers = memo.writers(built.writers) if plan.reuses else built.writers
+            solved = []
+            for point in curve.points:
+                progress(f"problem {number} of {len(problems)}, {point.name}")
+                backend = replace(built, settings=tried[point.name], writers=writers, traces=None)
+                solved.append(await _solve(backend, problem, plan, memo if plan.reuses else None))
+            for point, one in zip(curve.points, solved, strict=True):
+                point.solved.append(one)
+            curve.calls += memo.made
+            curve.remembered += memo.remembered
+            save(curve)
+
+
+async def _solve(backend: StrategyBackend, problem: Problem, plan: CurvePlan, memo: CallMemo | None) -> SolvedProblem:
+    sampling = SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens)
+    messages = [{"role": "user", "content": problem.problem}]
+    request = GenerateRequest(plan.model, messages=messages, sampling=sampling, store=False)
+    before, began, told = memo.seconds if memo else 0.0, time.perf_counter(), None
+    thinking = answer = ""
+    async for delta in backend.generate(request):
+        thinking += delta.extra.get("reasoning", "")
+        answer += delta.text
+        told = delta.speculation or told
+    seconds = memo.seconds - before if memo else time.perf_counter() - began
+    assert isinstance(told, StepSpeculation)
+    return SolvedProblem(
+        correct=is_correct(f"{thinking}\n{answer}", problem.answer),
+        seconds=seconds,
+        steps=told.steps,
+        proposed=told.proposed_steps,
+        accepted=told.accepted_steps,
+        base_tokens=told.kept_tokens["base"],
+        small_tokens=told.kept_tokens["small"],
+        spent_tokens=sum(told.spent_tokens.values()),
+    )
+
+
+def is_correct(text: str, answer: str) -> bool:
+    """Whether the last boxed expression of `text`, or else its last number, is the answer."""
+    boxed = re.findall(r"boxed\{([^{}]*)\}", text)
+    numbers = boxed[-1:] or _NUMBER.findall(text)[-1:]
+    return bool(numbers) and _canonical(numbers[0]) == _canonical(answer)
+
+
+def _canonical(text: str) -> str | float:
+    plain = text.strip().strip("$").replace(",", "")
+    try:
+        return float(plain)
+    except ValueError:
+        return plain

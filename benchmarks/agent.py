@@ -1,0 +1,166 @@
+"""Whole sessions of a coding agent, end to end: transformers, agentspec off, on, and on after other sessions.
+
+The prompt of each turn is the one before with an answer and what the tools said: it grows from about 400 to about 3900
+tokens. transformers reads it afresh each time, as `generate` does; agentspec keeps the session's key/value rows.
+Each session is run under all variants in an order that rotates. All see the same prompts, since the history is the
+script's (`agent_workflows`). Answers are greedy, a pair is one session under two variants, and time is wall time from
+prompt to last token, reading prompts included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+
+from agentspec.benchmarks import report
+from agentspec.benchmarks.agent_workflows import Workflow, measured_workflows, other_workflows
+from agentspec.benchmarks.report import Progress, RatioGoal, rotated
+from agentspec.benchmarks.runs import COLD, OFF, TRANSFORMERS, EngineBench, Run, RunTable, collect, warm_name
+from agentspec.types import GenerateRequest, Labels, SamplingParams
+
+TURNS = 8
+MAX_TOKENS = 128
+WARM_TOGETHER = 4  # other sessions that run at once while the cache is warmed
+
+KEPT = "transformers, keeping its rows"
+WARM = "on, warm"  # the tenant that has other sessions behind it
+
+Ask = Callable[[Sequence[int], str], Awaitable[Run]]
+"""From a prompt's token ids and the name of its session to an answer."""
+
+PromptTokens = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReport:
+    """The runs, `TURNS` in a row for each session, and how many tokens each session's prompts had.
+
+    `warm` is the variant that had other sessions behind it.
+    """
+
+    table: RunTable
+    warm: str
+    prompt_tokens: PromptTokens
+
+    @property
+    def goals(self) -> tuple[RatioGoal, ...]:
+        return RatioGoal(COLD, TRANSFORMERS, 3.0), RatioGoal(self.warm, TRANSFORMERS, 4.0)
+
+    def show(self) -> Iterator[RenderableType]:
+        table, sessions = self.table, len(self.prompt_tokens)
+        first, last = (sum(lengths[at] for lengths in self.prompt_tokens) / sessions for at in (0, -1))
+        tokens = table.tokens(TRANSFORMERS) / len(table.runs[TRANSFORMERS])
+        title = f"{sessions} sessions: prompts of {first:.0f} to {last:.0f} tokens, answers of {tokens:.0f}"
+        columns = ("variant", "seconds a session", f"vs {TRANSFORMERS}", "tokens/step", f"same as {TRANSFORMERS}")
+        yield report.table(title, columns, (self._row(variant) for variant in table.runs))
+        yield from table.goal_lines(self.goals)
+
+    def _row(self, variant: str) -> tuple[str, ...]:
+        seconds = sum(run.seconds for run in self.table.runs[variant]) / len(self.prompt_tokens)
+        return (
+            variant,
+            f"{seconds:.1f}",
+            str(self.table.ratio(variant, TRANSFORMERS)),
+            self.table.steps_cell(variant),
+            self.table.same(variant, TRANSFORMERS),
+        )
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "ratios": self.table.ratio_data(dict.fromkeys(self.table.runs, TRANSFORMERS)),
+            "goals": self.table.goal_data(self.goals),
+            "runs": self.table.run_data(),
+        }
+
+
+def run_agent(model: str, *, warm: int, progress: Progress, **extras: bool) -> AgentReport:
+    """Measure every variant, the warm one after `warm` other sessions; `extras` as `AgentBench.variants` has them.
+
+    Raises what the backend raises.
+    """
+    bench = AgentBench.load(model, progress)
+    try:
+        bench.warm(other_workflows(warm, TURNS))
+        table, prompt_tokens = bench.measure(measured_workflows(TURNS), bench.variants(warm, **extras))
+        return AgentReport(table, warm_name(warm), prompt_tokens)
+    finally:
+        bench.close()
+
+
+class AgentBench(EngineBench):
+    """Runs sessions on the model and on its transformers twin."""
+
+    def warm(self, workflows: Sequence[Workflow]) -> None:
+        """Fill the warm variant's cache with these sessions, some of them at once."""
+        self.loop.run_until_complete(self._warm(workflows))
+
+    async def _warm(self, workflows: Sequence[Workflow]) -> None:
+        places = asyncio.Semaphore(WARM_TOGETHER)
+        ask = self._agentspec(WARM)
+
+        async def answer(number: int, workflow: Workflow) -> None:
+            async with places:
+                self.progress(f"warming: session {number} of {len(workflows)}")
+                await self._answers(workflow, ask)
+
+        await asyncio.gather(*(answer(number, workflow) for number, workflow in enumerate(workflows, 1)))
+
+    def variants(self, warm: int, *, off: bool = False, kept: bool = False) -> dict[str, Ask]:
+        """What is compared; on request also agentspec without drafts, and transformers with rows kept between turns.
+
+        Every measured session is new to its cold tenant. The warm one goes on remembering, measured sessions too.
+        """
+        optional: dict[str, Ask] = {}
+        if off:
+            optional[OFF] = self._agentspec(OFF, speculation=False)
+        if kept:
+            optional[KEPT] = self._keeping_peer
+        return {
+            TRANSFORMERS: self._peer,
+            **optional,
+            COLD: lambda prompt, session: self._agentspec(f"{COLD}: {session}")(prompt, session),
+            warm_name(warm): self._agentspec(WARM),
+        }
+
+    def measure(self, workflows: Sequence[Workflow], variants: Mapping[str, Ask]) -> tuple[RunTable, PromptTokens]:
+        table = RunTable("agent sessions", turns=len(workflows[0].turns))
+        self.transformers(self._prompt(workflows[0], 0), 1)  # the first call also pays for one-time setup
+        for index, workflow in enumerate(workflows):
+            for label, ask in rotated(variants, index):
+                self.progress(f"session {index + 1} of {len(workflows)}: {label}")
+                for run in self.loop.run_until_complete(self._answers(workflow, ask)):
+                    table.add(label, run)
+        lengths = [tuple(len(self._prompt(flow, turn)) for turn in range(table.turns)) for flow in workflows]
+        return table, tuple(lengths)
+
+    async def _answers(self, workflow: Workflow, ask: Ask) -> list[Run]:
+        """The answers of one session under one variant."""
+        return [await ask(self._prompt(workflow, turn), workflow.name) for turn in range(len(workflow.turns))]
+
+    def _prompt(self, workflow: Workflow, turn: int) -> list[int]:
+        return self.backend.encode_chat(workflow.messages(turn))
+
+    def _agentspec(self, tenant: str, *, speculation: bool = True) -> Ask:
+        async def ask(prompt: Sequence[int], session: str) -> Run:
+            request = GenerateRequest(
+                model=self.backend.model_name,
+                token_ids=prompt,
+                sampling=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
+                labels=Labels(session=session, workflow="coding agent"),
+                tenant=tenant,
+                speculation=speculation,
+            )
+            return await collect(self.backend, request)
+
+        return ask
+
+    async def _peer(self, prompt: Sequence[int], session: str) -> Run:
+        return self.transformers(prompt, MAX_TOKENS)
+
+    async def _keeping_peer(self, prompt: Sequence[int], session: str) -> Run:
+        return Run(*self.peer.continue_from(prompt, MAX_TOKENS))

@@ -1,0 +1,1 @@
+"""`agentspec bench best-of-n`: which drafter serves several sampled answers to one question best."""

@@ -1,0 +1,142 @@
+"""Records what best-of-N replays need: sampled answers, and the model's distribution at every token of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.calibrate import measure_costs
+from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.backends.torch.text.model_text import ids_of_end
+from agentspec.benchmarks.best_of_n.replay import Cost, SampledAnswer, SampledQuestion, TopTokens
+from agentspec.benchmarks.report import Progress
+from agentspec.speculation.cost_model import CostModel
+from agentspec.types import SamplingParams
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.backends.torch.model.target import TargetModel
+
+TOP = 16  # tokens of each distribution that are kept
+RANKED = 10  # of them a drafter asks for: the most that either method keeps
+ROWS = (1, 8, 16, 32)
+PASSES = 5
+
+
+@dataclass(slots=True)
+class AnswerInProgress:
+    """One answer while it is drawn. `logits` [vocab] are those that its next token is drawn from."""
+
+    rows: SequenceCache
+    sampler: Sampler
+    logits: Tensor
+    tokens: list[int] = field(default_factory=list)
+    seen: list[TopTokens] = field(default_factory=list)
+
+    def draw(self) -> int:
+        self.seen.append(likeliest(self.logits[None]))
+        self.sampler.begin(self.logits[None])
+        token = self.sampler.choose(0)
+        self.sampler.observe(token)
+        self.tokens.append(token)
+        return token
+
+    @property
+    def answer(self) -> SampledAnswer:
+        ids = np.concatenate([row.ids for row in self.seen])
+        logprobs = np.concatenate([row.logprobs for row in self.seen])
+        return SampledAnswer(np.array(self.tokens, dtype=np.int32), TopTokens(ids, logprobs))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRecorder:
+    """Asks a backend's model at one temperature; every question has a seed of its own."""
+
+    backend: TorchBackend
+    temperature: float
+    max_tokens: int
+    progress: Progress
+
+    def record(self, questions: Sequence[str], choices: int) -> list[SampledQuestion]:
+        return [self._answered(index, text, choices) for index, text in enumerate(questions)]
+
+    def _answered(self, index: int, text: str, choices: int) -> SampledQuestion:
+        self.progress(f"temperature {self.temperature:g}: {choices} answers to question {index + 1}")
+        prompt = self.backend.encode_chat([{"role": "user", "content": text}])
+        ends = ids_of_end(self.backend.target.module.generation_config, self.backend.tokenizer)
+        sampling = SamplingParams(temperature=self.temperature, seed=index, max_tokens=self.max_tokens)
+        return record(self.backend.target, prompt, sampling, ends, choices)
+
+
+@torch.inference_mode()
+def record(
+    target: TargetModel,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    ends: frozenset[int],
+    choices: int,
+) -> SampledQuestion:
+    """`choices` answers to `prompt`, computed in one forward a token, as the engine draws them under the seed given."""
+    assert sampling.seed is not None and sampling.max_tokens is not None, "a replay draws with the same noise again"
+    length = sampling.max_tokens
+    rows = target.new_cache(len(prompt) + length)
+    assert isinstance(rows, SequenceCache), "a model that cannot be rewound verifies no drafts"
+    logits = target.forward(rows, prompt[:1], prompt[1:], range(-1, len(prompt) - 2))
+    rows.commit(1, range(len(prompt) - 1))
+    answers = [_begun(target, prompt, sampling, choice, rows, logits[-1]) for choice in range(choices)]
+    running = answers
+    while running := [one for one in running if one.draw() not in ends and len(one.tokens) < length]:
+        fresh = target.forward_batch([BatchItem(one.rows, one.tokens[-1:]) for one in running])
+        for one, row in zip(running, fresh, strict=True):
+            one.rows.commit(1, ())
+            one.logits = row[0]
+    tokens = np.array(prompt, dtype=np.int32)
+    return SampledQuestion(
+        tokens, [one.answer for one in answers], sampling.temperature, sampling.seed, likeliest(logits)
+    )
+
+
+def _begun(
+    target: TargetModel,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    choice: int,
+    rows: SequenceCache,
+    logits: Tensor,
+) -> AnswerInProgress:
+    sampler = Sampler(sampling, target.vocab_size, prompt, target.device, choice=choice)
+    return AnswerInProgress(rows.copy(rows.length, rows.capacity), sampler, logits)
+
+
+def likeliest(logits: Tensor) -> TopTokens:
+    """The `TOP` likeliest tokens of logits [rows, vocab]."""
+    best = logits.log_softmax(-1).topk(TOP)
+    return TopTokens(best.indices.cpu().numpy().astype(np.int32), best.values.cpu().numpy())
+
+
+@torch.inference_mode()
+def measured(target: TargetModel) -> tuple[Cost, Cost]:
+    """What forwards of so many tokens cost here and what ranking as many rows does, in forwards of one token."""
+    model = CostModel()
+    model.calibrate(measure_costs(target, limit_seconds=30.0))
+    one = model.seconds(1)
+    ranking = [min(_ranked(target, count) for _ in range(PASSES)) / one for count in ROWS]
+    return lambda tokens: model.many(tokens) / one, lambda tokens: np.interp(tokens, ROWS, ranking)
+
+
+def _ranked(target: TargetModel, count: int) -> float:
+    """Seconds to find the `RANKED` likeliest tokens of so many rows, and their probabilities."""
+    logits = torch.randn(count, target.vocab_size, device=target.device)
+    started = perf_counter()
+    best = logits.topk(RANKED)
+    (best.values - logits.logsumexp(-1, keepdim=True)).exp().tolist()
+    best.indices.tolist()
+    return perf_counter() - started

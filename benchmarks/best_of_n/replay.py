@@ -1,0 +1,264 @@
+"""Teacher-forced replay of several sampled answers to each question: which drafter serves best-of-N best?
+
+The answers of a question are decoded side by side, one verification each in every round, or one after another. Draws
+are coupled by position, so that a drafted token is accepted exactly where it equals the recorded one: the replay of the
+steps is exact. What a drafter is fed of the model's distributions are the recorded rows of the tokens drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.cache.tokens import Tokens
+from agentspec.recordings.replay import accepted_nodes
+from agentspec.speculation.governor import Governor, allocate_budget, best_nodes
+from agentspec.types import Draft
+
+Floats = NDArray[np.float64]
+Cost = Callable[[NDArray[np.int64]], Floats]
+"""What forwards of so many tokens cost, in forwards of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The likeliest tokens [rows, top] of the model's distributions, best first, and their raw log-probabilities."""
+
+    ids: Tokens
+    logprobs: NDArray[np.float32]
+
+    def __getitem__(self, part: slice) -> TopTokens:
+        return TopTokens(self.ids[part], self.logprobs[part])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAnswer:
+    """What was drawn, and for every token the distribution that it was drawn from."""
+
+    tokens: Tokens
+    rows: TopTokens
+
+
+@dataclass(frozen=True, slots=True)
+class SampledQuestion:
+    """A prompt with its recorded answers, drawn at one temperature with the noise of one seed."""
+
+    prompt: Tokens
+    answers: Sequence[SampledAnswer]
+    temperature: float
+    seed: int
+    prompt_rows: TopTokens
+
+
+class Contender(Protocol):
+    """A drafter for the answers of one question at a time; what it learns may outlive the question."""
+
+    def open(self, question: SampledQuestion) -> None: ...
+
+    def draft(self, choice: int, budget: int) -> Draft:
+        """What may follow as much of an answer as was committed."""
+        ...
+
+    def commit(self, choice: int, start: int, end: int) -> None:
+        """Tokens `start` to `end` of an answer are verified, and the model's rows for them are known."""
+        ...
+
+    def close(self, choice: int) -> None:
+        """An answer is complete."""
+        ...
+
+
+@dataclass(slots=True)
+class VerifySteps:
+    """The verification steps of one question: in each the nodes verified, and the tokens emitted."""
+
+    nodes: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.emitted)
+
+    @property
+    def accepted(self) -> int:
+        return self.tokens - len(self.emitted)
+
+    def cost(self, cost: Cost) -> float:
+        return float(cost(1 + np.asarray(self.nodes, dtype=np.int64)).sum())
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One pass over all questions, at what forwards cost. Seconds are wall time spent proposing and learning."""
+
+    cost: Cost | None = None
+    questions: list[VerifySteps] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    learn_seconds: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        return sum(len(one.nodes) for one in self.questions)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return sum(one.tokens for one in self.questions) / self.steps
+
+    @property
+    def nodes_per_step(self) -> float:
+        return sum(sum(one.nodes) for one in self.questions) / self.steps
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted nodes that were accepted."""
+        return sum(one.accepted for one in self.questions) / max(1, sum(sum(one.nodes) for one in self.questions))
+
+    @property
+    def draft_microseconds(self) -> float:
+        """Spent proposing, a step."""
+        return 1e6 * self.draft_seconds / self.steps
+
+    @property
+    def learn_microseconds(self) -> float:
+        """Spent learning, a token."""
+        return 1e6 * self.learn_seconds / sum(one.tokens for one in self.questions)
+
+    @property
+    def forwards(self) -> Floats:
+        """What the steps of each question cost, in forwards of one token."""
+        assert self.cost is not None, "replayed without a cost"
+        return np.array([one.cost(self.cost) for one in self.questions])
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second against decoding without drafts, were drafting free."""
+        return sum(one.tokens for one in self.questions) / float(self.forwards.sum())
+
+
+def replay(
+    questions: Iterable[SampledQuestion],
+    contender: Contender,
+    budget: int,
+    *,
+    beside: bool = True,
+    cost: Cost | None = None,
+) -> Outcome:
+    """Decode every question's answers `beside` each other or one after another, with trees of at most `budget` nodes.
+
+    With `cost` the governor cuts each tree to what pays at that cost, as in the engine.
+    """
+    outcome, governor = Outcome(cost), Governor()
+    for question in questions:
+        contender.open(question)
+        steps = VerifySteps()
+        choices = range(len(question.answers))
+        for group in [list(choices)] if beside else [[choice] for choice in choices]:
+            _decode(question, group, contender, budget, DraftCutter(governor, budget, cost), steps, outcome)
+        outcome.questions.append(steps)
+    return outcome
+
+
+@dataclass(slots=True)
+class DraftCutter:
+    """Cuts drafts as the engine's governor does, where there is a cost, and teaches it what became of them."""
+
+    governor: Governor
+    budget: int
+    cost: Cost | None
+
+    def cut(self, draft: Draft) -> Draft:
+        cost = self.cost
+        if not len(draft) or (cost is None and len(draft) <= self.budget):
+            return draft
+        worth = self._worth(draft)
+        count = (
+            min(self.budget, len(draft))
+            if cost is None
+            else allocate_budget([worth], 1, lambda nodes: cost(1 + nodes))[0]
+        )
+        return part_of(draft, best_nodes(worth, min(count, self.budget)))
+
+    def _worth(self, draft: Draft) -> list[float]:
+        columns = draft.probabilities.tolist(), draft.parents.tolist(), draft.source.tolist()
+        return self.governor.expectations(*columns)
+
+    def learn(self, draft: Draft, accepted: NDArray[np.bool_]) -> None:
+        self.governor.observe(draft.probabilities.tolist(), draft.source.tolist(), accepted.tolist())
+
+
+def part_of(draft: Draft, nodes: Sequence[int]) -> Draft:
+    """The tree made of `nodes`, ascending and closed under parents."""
+    kept = np.asarray(nodes, dtype=np.int64)
+    place = np.full(len(draft) + 1, -1, dtype=np.int32)  # the last entry stands for the parent -1
+    place[kept] = np.arange(len(kept))
+    return Draft(
+        tokens=draft.tokens[kept],
+        parents=place[draft.parents[kept]],
+        probabilities=draft.probabilities[kept],
+        match_length=draft.match_length[kept],
+        source=draft.source[kept],
+    )
+
+
+def _decode(
+    question: SampledQuestion,
+    group: Sequence[int],
+    contender: Contender,
+    budget: int,
+    cutter: DraftCutter,
+    steps: VerifySteps,
+    outcome: Outcome,
+) -> None:
+    """Decode the answers in `group` in rounds: all draft, then all learn what was verified."""
+    at = dict.fromkeys(group, 0)
+    while at:
+        drafts = {choice: _timed_draft(contender, choice, budget, outcome) for choice in at}
+        for choice, whole in drafts.items():
+            draft, actual = cutter.cut(whole), question.answers[choice].tokens[at[choice] :]
+            accepted = accepted_nodes(draft, actual)
+            cutter.learn(draft, accepted)
+            emitted = min(int(accepted.sum()) + 1, len(actual))
+            started = time.perf_counter()
+            contender.commit(choice, at[choice], at[choice] + emitted)
+            outcome.learn_seconds += time.perf_counter() - started
+            steps.nodes.append(len(draft))
+            steps.emitted.append(emitted)
+            at[choice] += emitted
+        for choice in [choice for choice, end in at.items() if end == len(question.answers[choice].tokens)]:
+            contender.close(choice)
+            del at[choice]
+
+
+def _timed_draft(contender: Contender, choice: int, budget: int, outcome: Outcome) -> Draft:
+    started = time.perf_counter()
+    draft = contender.draft(choice, budget)
+    outcome.draft_seconds += time.perf_counter() - started
+    return draft
+
+
+def speed_ratio(outcome: Outcome, baseline: Outcome, *, resamples: int = 10_000) -> tuple[float, float, float]:
+    """How much faster than `baseline` were drafting free, with a 95 % bootstrap interval over the questions."""
+    ours, theirs = outcome.forwards, baseline.forwards
+    picks = np.random.default_rng(0).integers(0, len(ours), size=(resamples, len(ours)))
+    low, high = np.percentile(theirs[picks].sum(axis=1) / ours[picks].sum(axis=1), [2.5, 97.5])
+    return float(theirs.sum() / ours.sum()), float(low), float(high)
+
+
+def curve(points: dict[int, float]) -> Cost:
+    """A cost that is linear between measured sizes (tokens: seconds) and goes on behind the last as before it."""
+    sizes, seconds = np.array(sorted(points), dtype=np.float64), np.array([points[size] for size in sorted(points)])
+    rise = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+
+    def cost(tokens: NDArray[np.int64]) -> Floats:
+        beyond = np.maximum(tokens - sizes[-1], 0) * rise
+        return np.asarray((np.interp(tokens, sizes, seconds) + beyond) / seconds[0])
+
+    return cost

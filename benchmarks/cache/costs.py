@@ -1,0 +1,288 @@
+"""What the cache costs: seconds per draft, per token recorded and per prompt token, bytes per token, seconds to open.
+
+All over synthetic text, so that anyone gets the same work without data. Everything is called from Python, as users do.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
+from agentspec.benchmarks.cache.threads import Gains, measure_gains
+from agentspec.benchmarks.report import Progress
+from agentspec.cache import SuffixCache
+from agentspec.cache.index import IndexDrafter, Sourced, SuffixIndex
+from agentspec.cache.tokens import EMPTY, Tokens
+from agentspec.errors import ConfigurationError
+from agentspec.types import Draft, Source
+
+CACHED, LARGE = 1_000_000, 100_000_000
+TREE = 32
+_OUTPUT = 500  # tokens of one cached output
+_STEP = 4  # tokens committed at a time
+_MEASURED, _WARMUP = 3000, 300  # drafts
+_PROMPT, _TURN = 50_000, 250  # tokens of a long prompt, and what each turn adds
+_MEMORY = 8 << 30  # never reached: eviction would change what is measured
+_BYTES_PER_TOKEN = 40  # at most, while runs merge and are saved
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds of one draft over `drafts` of them, and the mean size of their trees."""
+
+    cached_tokens: int
+    drafts: int
+    tree: float
+    median: float
+    p99: float
+    longest: float
+
+    @classmethod
+    def of(cls, cached_tokens: int, seconds: Sequence[float], sizes: Sequence[int]) -> Latency:
+        middle, late = np.percentile(seconds, [50, 99])
+        return cls(cached_tokens, len(seconds), float(np.mean(sizes)), float(middle), float(late), max(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times in seconds, sizes in bytes; `insert` and `record` per token, `request_start` per prompt token."""
+
+    draft: Latency
+    draft_while_inserting: Latency
+    insert: float  # an output joining the shared past, merges included
+    record: float  # all that an output token causes: learning, session, shared past
+    request_start: float
+    memory_bytes: float  # per token of the shared past
+    disk_bytes: float  # per token in the database
+    opened_tokens: int
+    open_seconds: float  # a cache on disk until its first draft
+    gains: Gains  # of several threads
+    large: Latency | None = None
+    segment_bytes: float | None = None  # per token in a segment
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Seconds from opening a cache to its first draft, and bytes per token in its database and its segments."""
+
+    seconds: float
+    database: float
+    segments: float
+
+
+def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, large: bool = False) -> Costs:
+    """Measure everything with `cached` tokens in memory and `opened` tokens on disk.
+
+    `large` adds drafting over LARGE tokens; raises `ConfigurationError` where memory is too small for them.
+    """
+    if large:
+        _require_memory(LARGE)
+    text = synthetic_tokens(cached)
+    progress(f"inserting {cached:,} tokens")
+    insert, memory_bytes = insert_cost(text)
+    progress("starting requests")
+    request_start = request_start_cost()
+    with tempfile.TemporaryDirectory(prefix="agentspec-bench-") as folder:
+        progress(f"recording {cached:,} tokens")
+        with SuffixCache.open(memory_bytes=_MEMORY) as cache:
+            record = record_cost(cache, text)
+            progress("drafting")
+            draft = draft_latency(cache)
+            busy = draft_latency(cache, beside=_insertions(cache))
+            progress("drafting in several threads")
+            gains = measure_gains(cache, _continuation(cached, 2000), TREE)
+        progress(f"writing {opened:,} tokens")
+        opening = open_cost(Path(folder), opened)
+    return Costs(
+        draft=draft,
+        draft_while_inserting=busy,
+        insert=insert,
+        record=record,
+        request_start=request_start,
+        memory_bytes=memory_bytes,
+        disk_bytes=opening.database,
+        opened_tokens=opened,
+        open_seconds=opening.seconds,
+        gains=gains,
+        large=large_latency(LARGE, progress) if large else None,
+        segment_bytes=opening.segments,
+    )
+
+
+def insert_cost(text: Tokens) -> tuple[float, float]:
+    """(seconds, bytes) per token of an index that takes `text` in output by output."""
+    index = SuffixIndex()
+    seconds = 0.0
+    for number, output in enumerate(_outputs(text)):
+        context = text[max(0, number * _OUTPUT - 64) : number * _OUTPUT]
+        start = time.perf_counter()
+        index.append(number, output, context)
+        seconds += time.perf_counter() - start
+    return seconds / len(text), index.memory_bytes() / len(text)
+
+
+def record_cost(cache: SuffixCache, text: Tokens) -> float:
+    """Seconds per token of requests that each write one output in steps of a few tokens."""
+    start = time.perf_counter()
+    for output in _outputs(text):
+        with cache.request(EMPTY) as request:
+            for at in range(0, len(output), _STEP):
+                request.extend(output[at : at + _STEP])
+    return (time.perf_counter() - start) / len(text)
+
+
+def request_start_cost() -> float:
+    """Median seconds per prompt token of a request whose int32 prompt extends the session's last one."""
+    text = synthetic_tokens(_PROMPT + 50 * _TURN, seed=1)
+    seconds = []
+    with SuffixCache.open(memory_bytes=_MEMORY) as cache:
+        for end in range(_PROMPT, len(text) + 1, _TURN):
+            prompt = text[:end]
+            start = time.perf_counter()
+            request = cache.request(prompt, session="long")
+            seconds.append((time.perf_counter() - start) / end)
+            request.abandon()
+    return median(seconds[1:])  # the first has no session to extend
+
+
+def draft_latency(cache: SuffixCache, *, beside: Callable[[], None] | None = None) -> Latency:
+    """Drafts of a request that goes on as the cached text would, with `beside` repeated in another thread."""
+    cached = cache.stats().tokens
+    text = _continuation(cached, 2000 + _STEP * (_MEASURED + _WARMUP))
+    request = cache.request(text[:2000], store=False)
+    with request, _repeated(beside):
+        return _drafts(cached, text[2000:], request.draft, request.extend)
+
+
+def large_latency(tokens: int, progress: Progress) -> Latency:
+    """Drafts over a shared past of `tokens` tokens in a mapped file, with a drafter that has learned nothing yet."""
+    progress(f"inserting {tokens:,} tokens")
+    text = synthetic_tokens(tokens)
+    shared, session, drafter = SuffixIndex(), SuffixIndex(), IndexDrafter()
+    for number, output in enumerate(_outputs(text)):
+        shared.append(number, output, text[max(0, number * _OUTPUT - 64) : number * _OUTPUT])
+    shared = _mapped(shared)
+    progress("drafting")
+    indexes: list[Sourced] = [(session, Source.SESSION), (shared, Source.SHARED)]
+    upcoming = _continuation(tokens, _STEP * (_MEASURED + _WARMUP))
+    context = text[-64:]
+
+    def draft(budget: int) -> Draft:
+        return drafter.draft(indexes, context, budget)
+
+    def extend(new: Tokens) -> None:
+        nonlocal context
+        drafter.observe(indexes, context, new)
+        session.append(0, new)
+        context = np.concatenate((context, new))[-64:]
+
+    return _drafts(tokens, upcoming, draft, extend)
+
+
+def _mapped(index: SuffixIndex) -> SuffixIndex:
+    """The same index in a file, mapped as a segment is."""
+    frozen = index.freeze(index.usage().sequences)
+    with tempfile.TemporaryFile(prefix="agentspec-bench-") as file:
+        for part in frozen.parts:
+            file.write(part.data)
+        file.flush()
+        return SuffixIndex.load(file.fileno(), 0, frozen.counts, frozen.checksums)
+
+
+def open_cost(folder: Path, tokens: int) -> Opening:
+    """What it takes to open a cache of `tokens` tokens that a process closed before; its files are still in memory."""
+    text = synthetic_tokens(tokens)
+    with SuffixCache.open(folder, memory_bytes=_MEMORY) as cache:
+        for number, output in enumerate(_outputs(text)):
+            with cache.request(text[max(0, number * _OUTPUT - 64) : number * _OUTPUT]) as request:
+                request.extend(output)
+        cache.compact()
+    gc.collect()
+    start = time.perf_counter()
+    with SuffixCache.open(folder, memory_bytes=_MEMORY) as cache, cache.request(text[:64], store=False) as request:
+        request.draft(TREE)
+        seconds = time.perf_counter() - start
+        disk_bytes = cache.stats().disk_bytes
+    segments = sum(file.stat().st_size for file in folder.glob("*.segment"))
+    return Opening(seconds, (disk_bytes - segments) / tokens, segments / tokens)
+
+
+def _outputs(text: Tokens) -> Iterator[Tokens]:
+    return (text[at : at + _OUTPUT] for at in range(0, len(text), _OUTPUT))
+
+
+def _continuation(cached: int, count: int) -> Tokens:
+    """Unseen text that copies from the cached text as that copies from itself."""
+    rng = np.random.default_rng(2)
+    known = synthetic_tokens(cached)
+    text = synthetic_tokens(count, seed=3)
+    for at in range(0, count, 100):
+        begin = int(rng.integers(0, max(1, len(known) - 80)))
+        text[at : at + 80] = known[begin : begin + len(text[at : at + 80])]
+    return text
+
+
+def _drafts(cached: int, text: Tokens, draft: Callable[[int], Draft], extend: Callable[[Tokens], None]) -> Latency:
+    seconds, sizes = [], []
+    gc.collect()
+    for at in range(0, len(text), _STEP):
+        start = time.perf_counter()
+        tree = draft(TREE)
+        seconds.append(time.perf_counter() - start)
+        sizes.append(len(tree))
+        extend(text[at : at + _STEP])
+    return Latency.of(cached, seconds[_WARMUP:], sizes[_WARMUP:])
+
+
+def _insertions(cache: SuffixCache) -> Callable[[], None]:
+    """Records one more output each time it is called."""
+    outputs = cycle(_outputs(synthetic_tokens(1 << 20, seed=4)))
+
+    def insert() -> None:
+        with cache.request(EMPTY) as request:
+            request.extend(next(outputs))
+
+    return insert
+
+
+@contextmanager
+def _repeated(action: Callable[[], None] | None) -> Iterator[None]:
+    """Repeat `action` in another thread as long as the block runs."""
+    if action is None:
+        yield
+        return
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.is_set():
+            action()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _require_memory(tokens: int) -> None:
+    needed = tokens * _BYTES_PER_TOKEN
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > 0.8 * total:
+        raise ConfigurationError(
+            f"{tokens:,} tokens need up to {needed / 1e9:.1f} GB of memory, more than this machine of "
+            f"{total / 1e9:.1f} GB can spare"
+        )

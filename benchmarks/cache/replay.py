@@ -1,0 +1,52 @@
+"""The cache benchmark: recorded calls replayed at several budgets, compared with the peer, and what it all costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from agentspec.benchmarks.cache import peer
+from agentspec.benchmarks.cache.costs import Costs
+from agentspec.benchmarks.cache.report import CacheReport, FileResult
+from agentspec.benchmarks.report import Progress
+from agentspec.recordings.replay import replay_cache
+from agentspec.recordings.traces import Encode, EncodedCall, read_calls
+
+CURVE = (1, 2, 4, 8, 16, 32, 64)
+"""Budgets of the plot, besides those asked for."""
+
+
+def run_cache(
+    paths: Sequence[Path],
+    encode: Encode,
+    *,
+    calls: int,
+    budgets: Sequence[int],
+    curve: bool = False,
+    costs: Callable[[Progress], Costs] | None = None,
+    progress: Progress,
+) -> CacheReport:
+    """Replay the first `calls` calls of each file at every budget (and at those of CURVE), then measure `costs`."""
+    files = []
+    installed = peer.installed_version()
+    for path in paths:
+        name = path.name.removesuffix(".jsonl.gz")
+        progress(f"{name}: encoding")
+        recorded = read_calls(path, encode, calls)
+        result = FileResult(name)
+        for budget in sorted({*budgets, *(CURVE if curve else ())}):
+            progress(f"{name}: replaying {len(recorded)} calls at budget {budget}")
+            result.replays[budget] = replay_cache(recorded, budget)
+        for budget in budgets:
+            progress(f"{name}: the peer at budget {budget}")
+            if (figure := _peer(name, recorded, budget, calls, installed)) is not None:
+                result.peer[budget] = figure
+        files.append(result)
+    source = f"arctic-inference {installed}, best tree, run here" if installed else peer.MEASURED_SOURCE
+    return CacheReport(files, sorted(budgets), source, costs(progress) if costs else None)
+
+
+def _peer(name: str, recorded: Sequence[EncodedCall], budget: int, calls: int, installed: str | None) -> float | None:
+    if installed:
+        return peer.replay_peer(recorded, budget).tokens_per_step
+    return peer.measured(name, budget, calls)

@@ -1,0 +1,168 @@
+"""What all benchmarks share: figures with goals, ratios of paired measurements, tables, JSON, plots, conditions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+T = TypeVar("T")
+
+RESAMPLES = 10_000
+MIN_PAIRS = 7
+NAMES = {"variant", "file", "figure", "note", "verdict", "server", "case", "of", "strides", "drafter"}
+
+Progress = Callable[[str], None]
+Verdict = Literal["aim met", "met", "missed", "not measured"]
+
+
+class Report(Protocol):
+    """The result of a benchmark."""
+
+    def show(self) -> Iterator[RenderableType]:
+        """The tables and lines to print, in order."""
+        ...
+
+    def data(self) -> dict[str, Any]:
+        """All that --json writes besides the conditions: enough to redo each figure."""
+        ...
+
+
+def print_report(report: Report, console: Console) -> None:
+    for part in report.show():
+        console.print(part)
+
+
+def write_json(report: Report, path: Path, environment: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps({"environment": environment, **report.data()}, indent=1))
+
+
+def conditions(*packages: str, **subject: str) -> dict[str, Any]:
+    """What a figure depends on: what was measured, the machine and how busy it is, the versions of the packages."""
+    return {
+        **subject,
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("agentspec", *packages)},
+    }
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose numbers are aligned to the right, and the columns in `NAMES` to the left."""
+    built = Table(title=title, title_justify="left")
+    for column in columns:
+        built.add_column(column, justify="left" if column in NAMES else "right")
+    for row in rows:
+        built.add_row(*row)
+    return built
+
+
+@contextmanager
+def plot(path: Path, *, panels: int = 1, size: tuple[float, float] = (6, 4)) -> Iterator[Any]:
+    """Matplotlib axes, one for each panel, saved to a PNG or SVG file at the end. Needs the extra `bench`."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=size, layout="constrained")
+    yield canvas.subplots(1, panels, squeeze=False)[0]
+    canvas.savefig(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement, None where it was not made, with the bound it must keep and the one it should, all in `unit`.
+
+    `note` says what limits the comparison.
+    """
+
+    name: str
+    value: float | None
+    unit: str = ""
+    required: float | None = None
+    aim: float | None = None
+    at_most: bool = True
+    note: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.value is None:
+            return "not measured"
+        if self._keeps(self.aim):
+            return "aim met"
+        return "met" if self._keeps(self.required) else "missed"
+
+    @property
+    def sign(self) -> str:
+        return "<=" if self.at_most else ">="
+
+    def _keeps(self, bound: float | None) -> bool:
+        if self.value is None or bound is None:
+            return False
+        return self.value <= bound if self.at_most else self.value >= bound
+
+    def __str__(self) -> str:
+        return "not measured" if self.value is None else f"{self.value:.3g} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The median of paired ratios with the bounds of its 95 % interval, over `pairs` pairs."""
+
+    median: float
+    low: float
+    high: float
+    pairs: int
+
+    def verdict(self, least: float) -> str:
+        """met: the whole interval lies at or above the goal; missed: all of it below; else undecided."""
+        if self.low >= least:
+            return "met"
+        return "missed" if self.high < least else "undecided"
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class RatioGoal:
+    """What the ratio of a variant to its baseline must reach, judged by the interval's lower bound, and should."""
+
+    variant: str
+    baseline: str
+    required: float
+    aim: float | None = None
+
+    def line(self, ratio: Ratio) -> str:
+        verdict = ratio.verdict(self.required)
+        return f"  {self.variant} / {self.baseline}: {ratio}, goal {self.required}x: {verdict}"
+
+
+def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Ratio:
+    """Median of `values[i] / baseline[i]`, with a percentile bootstrap over the pairs (Efron 1979).
+
+    Raises ValueError for sequences of different length or of fewer than seven pairs: fewer say nothing.
+    """
+    if len(values) != len(baseline) or len(values) < MIN_PAIRS:
+        raise ValueError(f"need two equally long sequences of at least {MIN_PAIRS}: {len(values)}, {len(baseline)}")
+    ratios = np.asarray(values, dtype=np.float64) / np.asarray(baseline, dtype=np.float64)
+    picks = np.random.default_rng(seed).integers(0, len(ratios), size=(RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[picks], axis=1), [2.5, 97.5])
+    return Ratio(float(np.median(ratios)), float(low), float(high), len(ratios))
+
+
+def rotated(items: Mapping[str, T], by: int) -> list[tuple[str, T]]:
+    """The items in an order that begins with another one each time, so that none is always first."""
+    listed = list(items.items())
+    start = by % len(listed)
+    return listed[start:] + listed[:start]

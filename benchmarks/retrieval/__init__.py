@@ -1,0 +1,1 @@
+"""`agentspec bench retrieval`: speculative retrieval against sequential retrieval, on one model."""

@@ -1,0 +1,224 @@
+"""The knowledge bases of the retrieval benchmark: a corpus indexed in several ways, one of them behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import multiprocessing
+import socket
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.errors import ConfigurationError
+from agentspec.reasoning.retrieval.knowledge import folder
+from agentspec.reasoning.retrieval.knowledge.base import Document, Found, KnowledgeBase, Metric, Query
+from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, DenseMetric, Encoder
+from agentspec.reasoning.retrieval.knowledge.factory import load_encoder, open_knowledge
+from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
+from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
+from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
+from agentspec.recordings.corpus import read_corpus
+
+HOST = "127.0.0.1"
+START_SECONDS = 120.0
+NOISE = 0.5  # length of the noise around a corpus vector of length 1
+PART = 50_000
+CORES = 2
+SLOW = 0.05  # seconds of delay where only answers are compared
+KINDS: tuple[folder.Kind, ...] = ("dense", "hnsw", "bm25")
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusQuestion:
+    id: str
+    text: str
+
+
+def read_questions(path: Path, count: int) -> list[CorpusQuestion]:
+    """`count` questions from all over a file of JSON lines with `id` and `question`. Raises `ConfigurationError`."""
+    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        records = [json.loads(line) for line in file if line.strip()]
+    try:
+        questions = [CorpusQuestion(str(record["id"]), str(record["question"])) for record in records]
+    except (KeyError, TypeError):
+        raise ConfigurationError(f"{path}: want JSON lines with id and question") from None
+    step = max(1, len(questions) // count)
+    return questions[::step][:count]
+
+
+class DelayedKnowledge:
+    """A knowledge base that answers `delay` seconds later than it could."""
+
+    def __init__(self, base: KnowledgeBase, delay: Synchronized[float]) -> None:
+        self._base, self._delay = base, delay
+
+    @property
+    def metric(self) -> Metric:
+        return self._base.metric
+
+    async def search(self, queries: Sequence[Query], count: int) -> Found:
+        await asyncio.sleep(self._delay.value)
+        return await self._base.search(queries, count)
+
+    async def aclose(self) -> None:
+        await self._base.aclose()
+
+
+class DelayedRemote(RemoteKnowledge):
+    """The client of a service whose delay can be set."""
+
+    def __init__(self, settings: RemoteSettings, metric: DenseMetric, delay: Synchronized[float]) -> None:
+        super().__init__(settings, metric)
+        self._delay = delay
+
+    @property
+    def delay(self) -> float:
+        return self._delay.value
+
+    @delay.setter
+    def delay(self, seconds: float) -> None:
+        self._delay.value = seconds
+
+
+@dataclass(slots=True)
+class Bases:
+    """Indexes of one corpus in a temporary folder, and the embedding model that made them."""
+
+    path: Path
+    model: str
+    encoder: SharedEncoder
+    documents: list[Document]
+    vectors: NDArray[np.float32]
+    loop: asyncio.AbstractEventLoop
+
+    @classmethod
+    @contextmanager
+    def built(
+        cls, corpus: Path, model: str, loop: asyncio.AbstractEventLoop, progress: Callable[[str], None]
+    ) -> Iterator[Bases]:
+        """Index `corpus` as dense, HNSW and BM25; what is opened over them lives on `loop`."""
+        documents = sorted(read_corpus(corpus), key=lambda document: document.id)
+        loaded = load_encoder(model)
+        encoder = SharedEncoder(loaded)
+        try:
+            with tempfile.TemporaryDirectory() as path:
+                for kind in KINDS:
+                    progress(f"indexing {len(documents)} documents: {kind}")
+                    folder.build(documents, Path(path) / kind, kind, encoder=encoder, model=model)
+                assert encoder.vectors is not None
+                yield cls(Path(path), model, encoder, documents, encoder.vectors, loop)
+        finally:
+            loaded.close()
+
+    @property
+    def dimensions(self) -> int:
+        return self.encoder.dimensions
+
+    def opened(self, kind: str) -> AbstractContextManager[KnowledgeBase]:
+        """One of `KINDS`, or the service, which then takes its time."""
+        return self.remote(SLOW) if kind == "remote" else self.local(kind)
+
+    @contextmanager
+    def local(self, kind: str) -> Iterator[KnowledgeBase]:
+        base = folder.open_folder(self.path / kind, lambda name: self.encoder, threads=CORES)
+        with self._closing(base):
+            yield base
+
+    @contextmanager
+    def synthetic(self, size: int) -> Iterator[KnowledgeBase]:
+        """An exact index of `size` vectors: seeded noise around those of the corpus, with the corpus's texts."""
+        import faiss
+
+        index = faiss.IndexFlatIP(self.dimensions)
+        draw = np.random.default_rng(0)
+        for start in range(0, size, PART):
+            near = self.vectors[np.arange(start, min(start + PART, size)) % len(self.vectors)]
+            noise = draw.standard_normal(near.shape, dtype=np.float32) * np.float32(NOISE / self.dimensions**0.5)
+            noisy = near + noise
+            index.add(noisy / np.linalg.norm(noisy, axis=1, keepdims=True))
+        sources = [self.documents[at % len(self.documents)] for at in range(size)]
+        documents = [Document(f"{at:09}", source.text, source.title) for at, source in enumerate(sources)]
+        dense = DenseIndex(documents, index, self.encoder, threads=CORES)
+        with self._closing(IndexKnowledge(Snapshot(dense, "synthetic"))) as base:
+            yield base
+
+    @contextmanager
+    def remote(self, delay: float = 0.0) -> Iterator[DelayedRemote]:
+        """The dense index in a process of its own, behind HTTP on loopback."""
+        context = multiprocessing.get_context("spawn")
+        shared, port = context.Value("d", delay), _free_port()
+        served = context.Process(target=serve, args=(self.path / "dense", self.model, port, shared), daemon=True)
+        served.start()
+        try:
+            _wait(served, port)
+            url = f"http://{HOST}:{port}"
+            settings = RemoteSettings.model_validate({"url": url, "ranks_by": "dense", "model": self.model})
+            with self._closing(DelayedRemote(settings, DenseMetric(self.encoder), shared)) as base:
+                yield base
+        finally:
+            served.terminate()
+            served.join()
+
+    @contextmanager
+    def _closing(self, base: Any) -> Iterator[Any]:
+        try:
+            yield base
+        finally:
+            self.loop.run_until_complete(base.aclose())
+
+
+class SharedEncoder:
+    """An encoder for several knowledge bases over one corpus: encoded once, and open when one of them is closed."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self.fingerprint, self.dimensions = encoder.fingerprint, encoder.dimensions
+        self.vectors: NDArray[np.float32] | None = None
+
+    async def encode(self, text: str) -> NDArray[np.float32]:
+        return await self._encoder.encode(text)
+
+    def encode_all(self, texts: Sequence[str], advance: Callable[[int], None]) -> NDArray[np.float32]:
+        if self.vectors is None:
+            self.vectors = self._encoder.encode_all(texts, advance)
+        return self.vectors
+
+    def close(self) -> None: ...
+
+
+def serve(path: Path, model: str, port: int, delay: Synchronized[float]) -> None:
+    """Serve the index in `path` until killed: what the process of `Bases.remote` runs."""
+    from agentspec.proxy import knowledge
+
+    base = open_knowledge(IndexSettings(path=path, model=model))
+    knowledge.serve(DelayedKnowledge(base, delay), HOST, port)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(served: Any, port: int) -> None:
+    """Until the service answers. Raises `ConfigurationError` for one that ended, or took too long."""
+    limit = time.monotonic() + START_SECONDS
+    while time.monotonic() < limit and served.is_alive():
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise ConfigurationError("the knowledge base's service did not start")

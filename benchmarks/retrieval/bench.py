@@ -1,0 +1,207 @@
+"""Speculative retrieval against sequential retrieval, on one model: wall time, answers compared, bounds beside figures.
+
+Every question is answered by all variants of a case one after another, in an order that rotates from question to
+question. Each run is a tenant of its own, so that none finds key/value rows which another has left; token drafting is
+off, so that what is measured is retrieval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.benchmarks.report import Progress, rotated
+from agentspec.benchmarks.retrieval.bases import KINDS, Bases, CorpusQuestion
+from agentspec.benchmarks.retrieval.cases import (
+    SEQUENTIAL,
+    SPECULATIVE,
+    WAITING,
+    DelayPoint,
+    RetrievalCase,
+    RetrievalReport,
+    RetrievalRun,
+    speedup_goal,
+)
+from agentspec.reasoning.retrieval.events import Said
+from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
+from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
+from agentspec.reasoning.retrieval.settings import RetrievalSettings
+from agentspec.speculation.stride import RequestStride
+from agentspec.types import GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
+
+SAMPLED = 0.8
+CHECKED: tuple[int | Literal["os3"], ...] = (3, "os3")
+SAVED_TOKENS = 96  # batches are saved in long answers: an answer's first query is one of its own, and its last few too
+SWEPT = (0.001, 0.01, 0.1, 0.3, 1.0)
+
+
+@dataclass(slots=True)
+class RetrievalBench:
+    """One loaded model that answers questions over one knowledge base or another."""
+
+    backend: TorchBackend
+    max_tokens: int
+    progress: Progress
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    runs: Iterator[int] = field(default_factory=count)
+
+    @classmethod
+    def load(cls, model: str, max_tokens: int, progress: Progress) -> RetrievalBench:
+        from agentspec.backends.torch import TorchBackend
+
+        progress(f"loading {model}")
+        return cls(TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0)), max_tokens, progress)
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.backend.aclose())
+        self.loop.close()
+
+    def measure(
+        self, case: RetrievalCase, base: KnowledgeBase, questions: Sequence[CorpusQuestion], variants: Sequence[str]
+    ) -> RetrievalCase:
+        """Answer every question by every variant. What speculation learns of costs it keeps from one to the next."""
+        paces = {variant: RequestStride() for variant in variants}
+        self.answer(questions[0], base, variants[0], RequestStride())  # the first search also pays for one-time setup
+        for index, question in enumerate(questions):
+            self.progress(f"{case.name}: question {index + 1} of {len(questions)}")
+            for variant, pace in rotated(paces, index):
+                case.runs.setdefault(variant, []).append(self.answer(question, base, variant, pace))
+        return case
+
+    def answer(
+        self,
+        question: CorpusQuestion,
+        base: KnowledgeBase,
+        variant: str,
+        pace: RequestStride,
+        settings: RetrievalSettings | None = None,
+        seed: int | None = None,
+    ) -> RetrievalRun:
+        settings = settings or RetrievalSettings(asynchronous=variant != WAITING)
+        return self.loop.run_until_complete(self._answer(question, base, variant, pace, settings, seed))
+
+    async def _answer(
+        self,
+        question: CorpusQuestion,
+        base: KnowledgeBase,
+        variant: str,
+        pace: RequestStride,
+        settings: RetrievalSettings,
+        seed: int | None,
+    ) -> RetrievalRun:
+        temperature = 0.0 if seed is None else SAMPLED
+        request = GenerateRequest(
+            self.backend.model_name,
+            messages=[{"role": "user", "content": question.text}],
+            sampling=SamplingParams(temperature=temperature, seed=seed, max_tokens=self.max_tokens),
+            tenant=f"run-{next(self.runs)}",
+        )
+        account, began = Account(), time.perf_counter()
+        tokens: list[int] = []
+        given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "settings": settings, "account": account}
+        events = sequential(request, **given) if variant == SEQUENTIAL else ralmspec(request, **given, pace=pace)
+        async for event in events:
+            if isinstance(event, Said):
+                tokens += event.token_ids
+        return RetrievalRun(tuple(tokens), time.perf_counter() - began, account)
+
+
+def run_retrieval(
+    bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestion], *, synthetic: int, sweep: int
+) -> RetrievalReport:
+    """All cases: `synthetic` vectors in an exact index (0: left out), `sweep` questions at each delay (0: no sweep)."""
+    report = RetrievalReport()
+    for kind in ("hnsw", "bm25"):
+        with bases.local(kind) as base:
+            case = RetrievalCase(f"{kind} over the corpus", (speedup_goal(0.98, 1.05),))
+            report.cases.append(bench.measure(case, base, questions, (SEQUENTIAL, SPECULATIVE)))
+    generate, _, encode = report.cases[0].costs()
+    report.round_seconds = generate + encode
+    with bases.local("dense") as base:
+        report.saved, report.saved_gamma = batches_saved(bench, base, questions)
+    if synthetic:
+        with bases.synthetic(synthetic) as base:
+            case = RetrievalCase(f"exact dense, {synthetic:,} x {bases.dimensions}", (speedup_goal(0.98, 1.1),))
+            report.cases.append(bench.measure(case, base, questions, (SEQUENTIAL, SPECULATIVE)))
+    with bases.remote() as remote:
+        for times, goals, variants in (
+            (4, (speedup_goal(1.5), speedup_goal(1.1, 1.3, SPECULATIVE, WAITING)), (SEQUENTIAL, SPECULATIVE, WAITING)),
+            (1, (speedup_goal(1.1),), (SEQUENTIAL, SPECULATIVE)),
+        ):
+            remote.delay = times * report.round_seconds
+            case = RetrievalCase(f"remote, a delay of {times} rounds", goals, remote.delay)
+            report.cases.append(bench.measure(case, remote, questions, variants))
+        for delay in SWEPT if sweep else ():
+            remote.delay = delay
+            case = RetrievalCase(f"remote, {1000 * delay:g} ms", (), delay)
+            bench.measure(case, remote, questions[:sweep], (SEQUENTIAL, SPECULATIVE))
+            report.points.append(_point(case))
+    return report
+
+
+def _point(case: RetrievalCase) -> DelayPoint:
+    generate, retrieve, encode = case.costs()
+    return DelayPoint(case.delay, case.speedup(), case.bound(), generate + encode, retrieve, case.gamma())
+
+
+def batches_saved(
+    bench: RetrievalBench, base: KnowledgeBase, questions: Sequence[CorpusQuestion]
+) -> tuple[float, float]:
+    """1 - batches / queries at a fixed stride of 3, where verification is waited for; and the hit rate meanwhile."""
+    settings = RetrievalSettings(stride=3, asynchronous=False)
+    longer, accounts = replace(bench, max_tokens=SAVED_TOKENS), []
+    for index, question in enumerate(questions):
+        bench.progress(f"fixed stride: question {index + 1} of {len(questions)}")
+        accounts.append(longer.answer(question, base, SPECULATIVE, RequestStride(), settings).account)
+    batches, queries = sum(a.batches for a in accounts), sum(a.queries for a in accounts)
+    return 1 - batches / queries, sum(a.right for a in accounts) / max(1, sum(a.guesses for a in accounts))
+
+
+@dataclass(slots=True)
+class AnswerComparison:
+    """Answers compared with sequential retrieval's, by knowledge base: how many there were, and which differ."""
+
+    compared: dict[str, int] = field(default_factory=dict)
+    differ: list[str] = field(default_factory=list)
+
+    def show(self) -> Iterator[str]:
+        for kind, answers in self.compared.items():
+            yield f"{kind}: {answers} answers compared"
+        for line in self.differ:
+            yield f"  differs: {line}"
+        yield f"{len(self.differ)} of {sum(self.compared.values())} answers differ"
+
+    def data(self) -> dict[str, Any]:
+        return {"compared": self.compared, "differ": self.differ}
+
+
+def check(bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestion]) -> AnswerComparison:
+    """Every question over every knowledge base, greedy and seeded, by fixed stride and OS3, waiting and not."""
+    found = AnswerComparison()
+    ways = [
+        RetrievalSettings(stride=stride, asynchronous=asynchronous)
+        for stride in CHECKED
+        for asynchronous in (False, True)
+    ]
+    for kind in (*KINDS, "remote"):
+        with bases.opened(kind) as base:
+            pace = RequestStride()
+            for index, question in enumerate(questions):
+                bench.progress(f"{kind}: question {index + 1} of {len(questions)}")
+                seed = index if index % 2 else None
+                plain = bench.answer(question, base, SEQUENTIAL, pace, seed=seed)
+                for way in ways:
+                    run = bench.answer(question, base, SPECULATIVE, pace, way, seed)
+                    found.compared[kind] = found.compared.get(kind, 0) + 1
+                    if run.tokens != plain.tokens:
+                        found.differ.append(f"{kind}, {question.id}, stride {way.stride}, {way.asynchronous=}")
+    return found

@@ -1,0 +1,233 @@
+"""The cases of the retrieval benchmark: their runs, bounds, goals, tables and plot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import RenderableType
+
+from agentspec.benchmarks import report
+from agentspec.benchmarks.report import Ratio, RatioGoal, paired_ratio
+from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.speculation.stride import expected, latency, one_by_one, os3
+
+SEQUENTIAL, SPECULATIVE, WAITING = "sequential", "speculative", "speculative, waiting"
+SAVED_REQUIRED, SAVED_AIM = 0.5, 0.65
+NEAR_BOUND = 0.9
+PARTS = ("generate", "rolled_back", "retrieve", "verify", "encode")
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalRun:
+    """One answer: its token ids, seconds of wall time, and where those went."""
+
+    tokens: tuple[int, ...]
+    seconds: float
+    account: Account
+
+
+@dataclass(slots=True)
+class RetrievalCase:
+    """A knowledge base and the runs over it, question by question, of each variant."""
+
+    name: str
+    goals: tuple[RatioGoal, ...]
+    delay: float = 0.0
+    runs: dict[str, list[RetrievalRun]] = field(default_factory=dict)
+
+    def ratio(self, goal: RatioGoal) -> Ratio:
+        """How many times faster the variant is."""
+        baseline, variant = (self._seconds(name) for name in (goal.baseline, goal.variant))
+        return paired_ratio(baseline, variant)
+
+    def speedup(self, variant: str = SPECULATIVE) -> float:
+        """Of all questions together."""
+        return sum(self._seconds(SEQUENTIAL)) / sum(self._seconds(variant))
+
+    def same(self, variant: str) -> int:
+        """Answers equal to sequential retrieval's, token for token."""
+        pairs = zip(self.runs[variant], self.runs[SEQUENTIAL], strict=True)
+        return sum(left.tokens == right.tokens for left, right in pairs)
+
+    def gamma(self, variant: str = SPECULATIVE) -> float:
+        """Share of the guesses that were right: the accuracy of the cache."""
+        accounts = [run.account for run in self.runs[variant]]
+        guesses = sum(account.guesses for account in accounts)
+        return sum(account.right for account in accounts) / guesses if guesses else 0.0
+
+    def costs(self) -> tuple[float, float, float]:
+        """Mean seconds of a round by sequential retrieval: generating, searching, making the query."""
+        accounts = [run.account for run in self.runs[SEQUENTIAL]]
+        rounds = sum(account.rounds for account in accounts)
+        parts = ("generate", "retrieve", "encode")
+        generate, retrieve, encode = (sum(getattr(account, part) for account in accounts) / rounds for part in parts)
+        return generate, retrieve, encode
+
+    def bound(self) -> float:
+        """What free verification would give: of a right guess only its round is left, of a wrong one nothing saved.
+
+        The first document of an answer is always waited for.
+        """
+        (generate, retrieve, encode), gamma = self.costs(), self.gamma()
+        rounds = sum(run.account.rounds for run in self.runs[SEQUENTIAL]) / len(self.runs[SEQUENTIAL])
+        waits = 1 + (1 - gamma) * (rounds - 1)
+        return rounds * (generate + encode + retrieve) / (rounds * (generate + encode) + waits * retrieve)
+
+    def shares(self, variant: str) -> dict[str, float]:
+        """Where the seconds went, as shares of all."""
+        total = sum(self._seconds(variant))
+        parts = self.runs[variant][0].account.seconds
+        return {part: sum(run.account.seconds[part] for run in self.runs[variant]) / total for part in parts}
+
+    def _seconds(self, variant: str) -> list[float]:
+        return [run.seconds for run in self.runs[variant]]
+
+
+@dataclass(frozen=True, slots=True)
+class DelayPoint:
+    """Mean speed-up at a delay of the knowledge base, measured, and by what the costs and the hit rate imply."""
+
+    delay: float
+    speedup: float
+    bound: float
+    generate: float
+    retrieve: float
+    gamma: float
+
+    @property
+    def theory(self) -> float:
+        return published(self.generate, self.retrieve, self.gamma)
+
+
+@dataclass(slots=True)
+class RetrievalReport:
+    """Everything that was measured. `saved` is 1 - batches / queries at a fixed stride of 3, synchronously."""
+
+    cases: list[RetrievalCase] = field(default_factory=list)
+    points: list[DelayPoint] = field(default_factory=list)
+    saved: float = 0.0
+    saved_gamma: float = 0.0
+    round_seconds: float = 0.0
+
+    def show(self) -> Iterator[RenderableType]:
+        yield f"a round of sequential retrieval without its search: {self.round_seconds:.3f} s"
+        yield _goals(self.cases)
+        yield (
+            f"batches saved at fixed stride 3: {self.saved:.0%} (required {SAVED_REQUIRED:.0%}, aim {SAVED_AIM:.0%},"
+            f" hit rate {self.saved_gamma:.2f}): {'met' if self.saved >= SAVED_REQUIRED else 'MISSED'}"
+        )
+        yield _times(self.cases)
+        if self.points:
+            yield _sweep(self.points)
+
+    def data(self) -> dict[str, Any]:
+        return {**asdict(self), "cases": list(map(_data, self.cases))}
+
+    def plot(self, path: Path) -> None:
+        """Speed-up against the knowledge base's delay: measured, the bound and the paper's formula."""
+        points = self.points
+        speak = float(np.mean([point.generate for point in points]))
+        gamma = float(np.mean([point.gamma for point in points]))
+        delays = np.geomspace(min(p.delay for p in points), max(p.delay for p in points), 50)
+        with report.plot(path) as (axes,):
+            theory = [published(speak, ask, gamma) for ask in delays]
+            axes.plot(delays, theory, label=f"OS3's formula, gamma {gamma:.2f}")
+            measured = [point.delay for point in points]
+            axes.plot(measured, [point.bound for point in points], "--", label="free verification, as measured")
+            axes.plot(measured, [point.speedup for point in points], "o-", label=SPECULATIVE)
+            axes.axhline(1.0, color="grey", linewidth=1)
+            axes.set_xscale("log")
+            axes.set_xlabel("delay of the knowledge base (s)")
+            axes.set_ylabel("times faster than sequential retrieval")
+            axes.legend()
+
+
+def speedup_goal(
+    required: float, aim: float | None = None, variant: str = SPECULATIVE, baseline: str = SEQUENTIAL
+) -> RatioGoal:
+    """What the ratio of two variants' seconds must reach, and should; without `aim`, nine tenths of the bound."""
+    return RatioGoal(variant, baseline, required, aim)
+
+
+def _goals(cases: Sequence[RetrievalCase]) -> RenderableType:
+    columns = ("case", "of", "measured", "required", "aim", "bound", "of bound", "gamma", "same answers", "")
+    rows = (_cells(case, goal) for case in cases for goal in case.goals)
+    return report.table("speculative over sequential retrieval", columns, rows)
+
+
+def _cells(case: RetrievalCase, goal: RatioGoal) -> tuple[str, ...]:
+    ratio, bound = case.ratio(goal), case.bound()
+    aim = NEAR_BOUND * bound if goal.aim is None else goal.aim
+    bounded = goal.baseline == SEQUENTIAL
+    return (
+        case.name,
+        goal.variant if bounded else f"beside / {goal.baseline}",
+        str(ratio),
+        f"{goal.required:.2f}x",
+        f"{aim:.2f}x",
+        f"{bound:.2f}x" if bounded else "",
+        f"{ratio.median / bound:.0%}" if bounded else "",
+        f"{case.gamma(goal.variant):.2f}",
+        f"{case.same(goal.variant)}/{ratio.pairs}",
+        ratio.verdict(goal.required),
+    )
+
+
+def _times(cases: Sequence[RetrievalCase]) -> RenderableType:
+    columns = ("case", "variant", "seconds", *PARTS, "queries", "batches", "strides")
+    rows = (_time_cells(case, variant) for case in cases for variant in case.runs)
+    return report.table("where the time went, and the strides", columns, rows)
+
+
+def _time_cells(case: RetrievalCase, variant: str) -> tuple[str, ...]:
+    runs, shares = case.runs[variant], case.shares(variant)
+    return (
+        case.name,
+        variant,
+        f"{sum(run.seconds for run in runs) / len(runs):.2f}",
+        *(f"{shares[part]:.0%}" for part in PARTS),
+        str(sum(run.account.queries for run in runs)),
+        str(sum(run.account.batches for run in runs)),
+        _strides(case, variant) if variant != SEQUENTIAL else "",
+    )
+
+
+def _strides(case: RetrievalCase, variant: str) -> str:
+    """How often each stride was taken; 0 is a document that was waited for."""
+    counts = Counter(stride for run in case.runs[variant] for stride in run.account.strides)
+    return ", ".join(f"{count} of {stride}" for stride, count in sorted(counts.items()))
+
+
+def _sweep(points: Sequence[DelayPoint]) -> RenderableType:
+    rows = (
+        (
+            f"{1000 * point.delay:g} ms",
+            *(f"{value:.2f}" for value in (point.speedup, point.bound, point.theory, point.gamma)),
+        )
+        for point in points
+    )
+    columns = ("delay", "measured", "bound", "OS3's formula", "gamma")
+    return report.table("speed-up by the knowledge base's delay", columns, rows)
+
+
+def published(speak: float, ask: float, gamma: float) -> float:
+    """The speed-up that the paper's formula gives at its best stride with asynchronous verification."""
+    stride = os3(speak, ask, gamma, asynchronous=True)
+    seconds = latency(stride, speak, ask, gamma, asynchronous=True) / expected(stride, gamma)
+    return one_by_one(speak, ask) / seconds
+
+
+def _data(case: RetrievalCase) -> dict[str, Any]:
+    figures = {
+        "goals": [asdict(goal) | {"ratio": asdict(case.ratio(goal))} for goal in case.goals],
+        "bound": case.bound(),
+        "gamma": case.gamma(),
+        "round": dict(zip(("generate", "retrieve", "encode"), case.costs(), strict=True)),
+        "same": {variant: case.same(variant) for variant in case.runs},
+    }
+    return asdict(case) | {"figures": figures}

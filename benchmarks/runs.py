@@ -1,0 +1,142 @@
+"""Timed answers of the local engine and of transformers, and the comparison of variants over the same prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.benchmarks.report import Progress, Ratio, RatioGoal, paired_ratio
+from agentspec.benchmarks.transformers_peer import TransformersPeer
+from agentspec.types import GenerateRequest, Speculation
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch import TorchBackend
+
+TRANSFORMERS, OFF, COLD = "transformers", "off", "on, cold"
+
+
+def warm_name(count: int) -> str:
+    """The variant and tenant whose cache holds the answers to `count` other prompts."""
+    return f"on, after {count} others"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One answer: its token ids, seconds from request to last token, and what speculation did."""
+
+    tokens: tuple[int, ...]
+    seconds: float
+    speculation: Speculation | None = None
+
+
+@dataclass(slots=True)
+class RunTable:
+    """Runs of one prompt set: each prompt was answered `turns` times in a row by each variant."""
+
+    name: str
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    turns: int = 1
+
+    def add(self, variant: str, run: Run) -> None:
+        self.runs.setdefault(variant, []).append(run)
+
+    def speeds(self, variant: str) -> list[float]:
+        """Tokens a second of each prompt."""
+        runs = self.runs[variant]
+        turns = [runs[start : start + self.turns] for start in range(0, len(runs), self.turns)]
+        return [sum(len(run.tokens) for run in group) / sum(run.seconds for run in group) for group in turns]
+
+    def total_speed(self, variant: str) -> float:
+        return self.tokens(variant) / sum(run.seconds for run in self.runs[variant])
+
+    def tokens(self, variant: str) -> int:
+        """Tokens of all answers together."""
+        return sum(len(run.tokens) for run in self.runs[variant])
+
+    def tokens_per_step(self, variant: str) -> float | None:
+        counted = [run for run in self.runs[variant] if run.speculation]
+        steps = sum(run.speculation.steps for run in counted if run.speculation)
+        return sum(len(run.tokens) for run in counted) / steps if steps else None
+
+    def identical(self, variant: str, baseline: str) -> int:
+        """How many answers equal the baseline's, token for token."""
+        pairs = zip(self.runs[variant], self.runs[baseline], strict=True)
+        return sum(left.tokens == right.tokens for left, right in pairs)
+
+    def same(self, variant: str, baseline: str) -> str:
+        return f"{self.identical(variant, baseline)}/{len(self.runs[variant])}"
+
+    def steps_cell(self, variant: str) -> str:
+        per_step = self.tokens_per_step(variant)
+        return f"{per_step:.2f}" if per_step else ""
+
+    def ratio(self, variant: str, baseline: str) -> Ratio:
+        return paired_ratio(self.speeds(variant), self.speeds(baseline))
+
+    def verdict(self, goal: RatioGoal) -> str:
+        return self.ratio(goal.variant, goal.baseline).verdict(goal.required)
+
+    def goal_lines(self, goals: Iterable[RatioGoal]) -> Iterator[str]:
+        return (goal.line(self.ratio(goal.variant, goal.baseline)) for goal in goals)
+
+    def goal_data(self, goals: Iterable[RatioGoal]) -> list[dict[str, Any]]:
+        return [
+            {"variant": g.variant, "baseline": g.baseline, "least": g.required, "verdict": self.verdict(g)}
+            for g in goals
+        ]
+
+    def ratio_data(self, baselines: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """The ratio of each variant to its baseline."""
+        return {variant: asdict(self.ratio(variant, baseline)) for variant, baseline in baselines.items()}
+
+    def run_data(self) -> dict[str, list[dict[str, Any]]]:
+        return {variant: [asdict(run) for run in runs] for variant, runs in self.runs.items()}
+
+
+async def collect(backend: TorchBackend, request: GenerateRequest) -> Run:
+    """One answer with the time it took, from handing the request over to the last token."""
+    tokens: list[int] = []
+    stats: Speculation | None = None
+    start = time.perf_counter()
+    async for delta in backend.generate(request):
+        tokens.extend(delta.token_ids)
+        stats = delta.speculation or stats
+    return Run(tuple(tokens), time.perf_counter() - start, stats)
+
+
+@dataclass(slots=True)
+class EngineBench:
+    """One loaded model with a cache in memory, and the same model under plain transformers."""
+
+    backend: TorchBackend
+    peer: TransformersPeer
+    loop: asyncio.AbstractEventLoop
+    progress: Progress
+
+    @classmethod
+    def load(cls, model: str, progress: Progress, **settings: Any) -> Self:
+        """`settings` of the engine, as `TorchSettings` has them. Raises what loading raises."""
+        from agentspec.backends.torch import TorchBackend
+        from agentspec.cache import SuffixCache
+
+        progress(f"loading {model}")
+        backend = TorchBackend.load(TorchSettings(model=model, **settings), cache=SuffixCache.open())
+        return cls(backend, TransformersPeer.beside(backend, model), asyncio.new_event_loop(), progress)
+
+    def close(self) -> None:
+        self.peer.close()
+        self.loop.run_until_complete(self.backend.aclose())
+        self.loop.close()
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode_chat([{"role": "user", "content": text}])
+
+    def run(self, request: GenerateRequest) -> Run:
+        return self.loop.run_until_complete(collect(self.backend, request))
+
+    def transformers(self, prompt: Sequence[int], max_tokens: int, **options: int) -> Run:
+        return Run(*self.peer.generate(prompt, max_tokens, **options))

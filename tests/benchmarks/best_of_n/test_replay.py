@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.drafters.base import make_draft
+from agentspec.benchmarks.best_of_n.contest import entrants, shapes_of, spread
+from agentspec.benchmarks.best_of_n.drafters import (
+    MixedContender,
+    NgramTable,
+    RecyclingContender,
+    StandContender,
+    SuffixContender,
+    TreeShape,
+    best_first,
+    fixed_tree,
+    learn_shape,
+)
+from agentspec.benchmarks.best_of_n.record import AnswerRecorder
+from agentspec.benchmarks.best_of_n.replay import (
+    Contender,
+    Outcome,
+    SampledAnswer,
+    SampledQuestion,
+    TopTokens,
+    VerifySteps,
+    curve,
+    part_of,
+    replay,
+    speed_ratio,
+)
+from agentspec.benchmarks.runs import collect
+from agentspec.errors import InvalidRequestError
+from agentspec.types import Draft, GenerateRequest, SamplingParams
+
+LINE, FREE = curve({1: 1.0, 2: 2.0}), curve({1: 1.0, 2: 1.0})
+
+
+def rows(*likeliest: list[int]) -> TopTokens:
+    """TopTokens whose first token has half of the probability, the second a quarter, and so on."""
+    ids = np.array(likeliest, dtype=np.int32)
+    return TopTokens(ids, np.broadcast_to(np.log(0.5 ** np.arange(1, ids.shape[1] + 1)), ids.shape).astype(np.float32))
+
+
+def question(*texts: list[int], prompt: tuple[int, ...] = (1, 2)) -> SampledQuestion:
+    """Answers whose every token was the likeliest but one."""
+    answers = [
+        SampledAnswer(np.array(text, dtype=np.int32), rows(*([99, token, 98] for token in text))) for text in texts
+    ]
+    return SampledQuestion(np.array(prompt, dtype=np.int32), answers, 1.0, 0, rows(*([50, 51, 52] for _ in prompt)))
+
+
+class Oracle(Contender):
+    """Drafts what was recorded."""
+
+    def open(self, question: SampledQuestion) -> None:
+        self.question, self.at = question, [0] * len(question.answers)
+        self.order: list[int] = []
+
+    def draft(self, choice: int, budget: int) -> Draft:
+        self.order.append(choice)
+        ahead = self.question.answers[choice].tokens[self.at[choice] :][:budget].tolist()
+        return make_draft(ahead, range(-1, len(ahead) - 1), [0.9] * len(ahead), [0] * len(ahead), [0] * len(ahead))
+
+    def commit(self, choice: int, start: int, end: int) -> None:
+        assert start == self.at[choice]
+        self.at[choice] = end
+
+    def close(self, choice: int) -> None:
+        assert self.at[choice] == len(self.question.answers[choice].tokens)
+
+
+def test_replay_counts_every_token_once_and_a_perfect_drafter_saves_all_it_may():
+    outcome = replay([question(list(range(12)), list(range(6)))], Oracle(), 3)
+    assert outcome.questions[0].tokens == 18
+    assert outcome.questions[0].nodes == [3, 3, 3, 2, 3]
+    assert outcome.tokens_per_step == 18 / 5
+    assert outcome.nodes_per_step == 14 / 5
+
+
+@pytest.mark.parametrize(("beside", "order"), [(True, [0, 1, 0, 1]), (False, [0, 0, 1, 1])])
+def test_answers_are_decoded_in_rounds_or_in_turn(beside: bool, order: list[int]):
+    oracle = Oracle()
+    replay([question(list(range(8)), list(range(8)))], oracle, 3, beside=beside)
+    assert oracle.order == order
+
+
+def test_the_governor_leaves_out_nodes_that_do_not_pay():
+    dear = curve({1: 1.0, 2: 3.0})
+    texts = [list(range(12))]
+    assert replay([question(*texts)], Oracle(), 3, cost=FREE).nodes_per_step == 3
+    assert replay([question(*texts)], Oracle(), 3, cost=dear).nodes_per_step == 0
+
+
+def test_speed_is_tokens_over_what_their_forwards_cost():
+    outcome, plain = (
+        Outcome(FREE, [VerifySteps([1, 3], [2, 4])] * 7),
+        Outcome(LINE, [VerifySteps([0] * 6, [1] * 6)] * 7),
+    )
+    assert outcome.speed == 3.0 and plain.speed == 1.0 and outcome.acceptance == 1.0
+    assert Outcome(LINE, outcome.questions).speed == 1.0
+    assert speed_ratio(outcome, plain) == (3.0, 3.0, 3.0)
+
+
+def test_costs_are_lines_between_what_was_measured():
+    assert curve({1: 2.0, 3: 4.0, 5: 8.0})(np.array([1, 2, 3, 4, 6])).tolist() == [1.0, 1.5, 2.0, 3.0, 5.0]
+
+
+def test_a_part_of_a_draft_keeps_its_edges():
+    whole = make_draft([5, 6, 7, 8], [-1, -1, 1, 2], [0.5, 0.4, 0.3, 0.2], [0] * 4, [0] * 4)
+    part = part_of(whole, [1, 2, 3])
+    assert part.tokens.tolist() == [6, 7, 8] and part.parents.tolist() == [-1, 0, 1]
+
+
+def test_ngrams_average_what_was_seen_and_the_longest_is_asked_first():
+    table = NgramTable()
+    table.learn([1, 2], {7: 0.8, 8: 0.2})
+    table.learn([3, 2], {8: 0.6})
+    assert table.behind([9, 2]) == pytest.approx({7: 0.4, 8: 0.4})
+    assert table.behind([1, 2]) == {7: 0.8, 8: 0.2}
+    assert table.behind([9]) == {} and len(table) == 3
+
+
+def test_recycling_keeps_what_was_last_behind_a_token():
+    contender = RecyclingContender(TreeShape([(0,), (1,), (0, 0)], [0.5, 0.3, 0.2]))
+    contender.open(question([5, 6, 5, 7], [0]))
+    assert len(contender.draft(1, 8)) == 0  # nothing is known behind the last token of the prompt
+    assert [token for token, _ in contender.candidates([1], 0, 0)] == [50, 51, 52]
+    contender.commit(0, 0, 4)
+    assert contender.draft(1, 8).tokens.tolist() == [99, 5]
+    assert [token for token, _ in contender.candidates([5], 0, 0)] == [99, 7, 98]
+
+
+def test_shapes_hold_the_ranks_that_were_accepted():
+    text = [5, 6] * 6
+    shape = learn_shape([question(text)], StandContender("likely"), 4)
+    assert shape.paths[0] == (1,) and (0,) not in shape.paths
+    assert list(shape.rates) == sorted(shape.rates, reverse=True)
+
+
+def test_trees_grow_parents_first_within_the_budget():
+    def expand(path):
+        return [(10 * len(path) + rank, 0.5 - 0.2 * rank) for rank in range(2)]
+
+    fixed = fixed_tree(expand, TreeShape([(0,), (0, 1), (2,), (2, 0), (1,)], [0.5, 0.4, 0.3, 0.2, 0.1]), 5, 6)
+    assert fixed.tokens.tolist() == [0, 11, 1] and fixed.parents.tolist() == [-1, 0, -1]
+    grown = best_first(expand, 4, 6)
+    assert grown.tokens.tolist() == [0, 1, 10, 11] and grown.parents.tolist() == [-1, -1, 0, 0]
+    assert grown.probabilities.tolist() == pytest.approx([0.5, 0.3, 0.25, 0.15])
+
+
+def test_the_cache_drafts_from_finished_answers_and_live_from_running_ones():
+    text = list(range(10, 40))
+    later = question(text[:20], text)
+    assert replay([question(text), later], SuffixContender(), 8).tokens_per_step > 2
+    alone = replay([later], SuffixContender(), 8, beside=True).tokens_per_step
+    staggered = replay([later], SuffixContender(), 8, beside=False).tokens_per_step
+    assert alone == 1.0 < staggered
+
+
+def test_mixtures_accept_what_either_drafts():
+    shapes = shapes_of([question([5, 6, 7, 8] * 4)])
+    questions = [question([5, 6, 7, 8] * 8, [5, 6, 7, 8] * 4)] * 2
+    mixed = replay(questions, MixedContender(SuffixContender(), StandContender("coupled")), 8)
+    single = replay(questions, SuffixContender(), 8)
+    assert mixed.tokens_per_step >= 0.9 * single.tokens_per_step
+    for entrant in entrants(shapes).values():
+        assert replay(questions, entrant.make(), 8, beside=False).questions[0].tokens == 48
+
+
+def test_problems_are_spread_over_the_file_and_never_shared():
+    first, rest = spread([str(index) for index in range(100)], (4, 12))
+    assert len(first) == 4 and len(rest) == 12 and not {*first} & {*rest}
+    with pytest.raises(InvalidRequestError, match="need 16 problems, found 3"):
+        spread(["a", "b", "c"], (4, 12))
+
+
+def test_what_is_recorded_is_what_the_engine_answers(tiny_model: Path):
+    backend = TorchBackend.load(TorchSettings(model=str(tiny_model)))
+    (recorded,) = AnswerRecorder(backend, 0.8, 12, lambda text: None).record(["count"], 2)
+    sampling = SamplingParams(temperature=0.8, seed=0, max_tokens=12)
+    request = GenerateRequest(model="tiny", token_ids=recorded.prompt.tolist(), sampling=sampling, speculation=False)
+    loop = asyncio.new_event_loop()
+    run = loop.run_until_complete(collect(backend, request))
+    loop.run_until_complete(backend.aclose())
+    loop.close()
+    first, second = recorded.answers
+    assert first.tokens.tolist() == list(run.tokens) != second.tokens.tolist()
+    assert len(first.rows) == len(first.tokens) and len(recorded.prompt_rows) == len(recorded.prompt)
+    assert (np.diff(first.rows.logprobs) <= 0).all()

@@ -1,0 +1,108 @@
+"""Published logs become the calls that their agents made."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.benchmarks.cache.public_logs import LogSource, convert
+from agentspec.errors import ConfigurationError
+
+CALL = {"function": {"name": "find", "arguments": '{"id":"é"}'}, "id": "c1", "type": "function"}
+AGENT = [
+    {"role": "system", "content": "policy"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "who?"},
+    {"role": "user", "content": "me"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "found"},
+    {"role": "assistant", "content": [{"type": "text", "text": "done"}], "tool_calls": [CALL, CALL]},
+    {"role": "exit", "content": "over"},
+]
+FIND = '{"name": "find", "arguments": {"id": "é"}}'
+ANSWERS = ["who?", FIND, f"done\n{FIND}\n{FIND}"]
+
+
+def converted(source: LogSource, tmp_path: Path, log: Any, name: str = "runs.json") -> list[dict[str, Any]]:
+    file, out = tmp_path / name, tmp_path / "out.jsonl.gz"
+    file.write_text(log if isinstance(log, str) else json.dumps(log), "utf-8")
+    count = convert(source, [file], out)
+    with gzip.open(out, "rt", encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    assert len(records) == count
+    return records
+
+
+@pytest.mark.parametrize(
+    ("source", "log"),
+    [
+        (LogSource.tau_bench, [{"task_id": 3, "trial": 1, "traj": AGENT}]),
+        (LogSource.mini_swe_agent, {"info": {}, "messages": AGENT}),
+    ],
+)
+def test_calls_hold_what_was_added_since_the_last(source: LogSource, log: Any, tmp_path: Path) -> None:
+    records = converted(source, tmp_path, log)
+    assert [record["response"] for record in records] == ANSWERS
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert [[m["content"] for m in record["messages_delta"]] for record in records] == [
+        ["policy", "hello"],
+        ["me"],
+        ["found"],
+    ]
+    assert records[2]["messages_delta"][0]["role"] == "tool"
+    assert len({record["session"] for record in records}) == 1
+
+
+def test_the_simulated_users_tools_and_the_greeting_are_no_answers(tmp_path: Path) -> None:
+    messages = [
+        {"role": "assistant", "content": "Hi!"},
+        {"role": "user", "content": "help"},
+        {"role": "assistant", "content": "try it", "tool_calls": None},
+        {"role": "user", "content": None, "tool_calls": [{"name": "poke", "arguments": {}, "requestor": "user"}]},
+        {"role": "tool", "content": "poked", "requestor": "user"},
+        {"role": "user", "content": "works"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "close", "arguments": {"n": 1}}]},
+        {"role": "tool", "content": "closed", "requestor": "assistant"},
+        {"role": "assistant", "content": "bye"},
+    ]
+    log = {
+        "info": {"environment_info": {"policy": "be kind"}},
+        "simulations": [{"task_id": "7", "trial": 0, "messages": messages}],
+    }
+    first, second, third = converted(LogSource.tau2_bench, tmp_path, log)
+    assert [m["content"] for m in first["messages_delta"]] == ["be kind", "Hi!", "help"]
+    assert [m["content"] for m in second["messages_delta"]] == ["works"]
+    assert second["response"] == '{"name": "close", "arguments": {"n": 1}}'
+    assert [m["content"] for m in third["messages_delta"]] == ["closed"]
+
+
+def test_a_game_is_a_conversation_with_the_database(tmp_path: Path) -> None:
+    turns = {"actions": ["SHOW TABLES", "SELECT 1"], "observations": ["[('a',)]", [1]], "rewards": [0, 1]}
+    records = converted(LogSource.intercode, tmp_path, {"0": {"query": "one?", "turn_history": turns}})
+    assert [record["response"] for record in records] == ["SHOW TABLES", "SELECT 1"]
+    assert records[1]["messages_delta"] == [{"role": "user", "content": "[('a',)]"}]
+
+
+def test_a_chat_history_is_told_apart_by_its_marks(tmp_path: Path) -> None:
+    log = (
+        "# aider chat started at 2024-08-05 19:33:32\n\n> Added a.py to the chat.  \n\n#### change  \n#### a.py  \n\n"
+        "Sure:\n\n> Tokens: 5,244 sent, 604 received. Cost: $0.02  \n> Applied edit to a.py  \n\n#### /diff  \n\n"
+        "#### and b  \n\nDone.\n\n> Tokens: 1 sent, 2 received.  \n"
+        "# aider chat started at 2024-08-05 20:00:00\n\n#### never answered  \n"
+    )
+    first, second = converted(LogSource.aider, tmp_path, log, "history.md")
+    assert (first["response"], second["response"]) == ("Sure:", "Done.")
+    assert first["messages_delta"] == [{"role": "user", "content": "Added a.py to the chat.\nchange\na.py"}]
+    assert second["messages_delta"] == [{"role": "user", "content": "Applied edit to a.py\n/diff\nand b"}]
+
+
+@pytest.mark.parametrize("source", list(LogSource))
+@pytest.mark.parametrize("log", ["{}", "[1]", "not a log"])
+def test_what_is_no_log_is_refused_and_nothing_is_written(source: LogSource, log: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError):
+        converted(source, tmp_path, log)
+    assert [file.name for file in tmp_path.iterdir()] == ["runs.json"]

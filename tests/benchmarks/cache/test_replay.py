@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from agentspec.benchmarks.cache import peer
+from agentspec.benchmarks.cache.costs import Costs, Latency
+from agentspec.benchmarks.cache.replay import CURVE, run_cache
+from agentspec.benchmarks.cache.threads import Gains
+from agentspec.recordings.traces import END, START
+
+IDS = {START: 1, END: 2}
+
+
+def encode(text: str) -> list[int]:
+    for mark, number in IDS.items():
+        text = text.replace(mark, chr(number))
+    return [ord(character) for character in text]
+
+
+def quiet(message: str) -> None:
+    pass
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Eight sessions in which an agent calls the same tool."""
+    path = tmp_path / "agent_tau2.jsonl.gz"
+    with gzip.open(path, "wt") as lines:
+        for number in range(8):
+            delta = [{"role": "user", "content": f"task {number}"}]
+            answer = f'{{"name": "look_up_order", "arguments": {{"id": {number}}}}}'
+            lines.write(json.dumps({"session": f"s{number}", "messages_delta": delta, "response": answer}) + "\n")
+    return path
+
+
+def test_the_second_call_is_drafted_from_the_first(trace: Path) -> None:
+    report = run_cache([trace], encode, calls=600, budgets=(32, 8), progress=quiet)
+    (file,) = report.files
+    assert file.name == "agent_tau2" and report.budgets == [8, 32] and report.costs is None
+    for replay in file.replays.values():
+        assert replay.tokens == [len('{"name": "look_up_order", "arguments": {"id": 0}}') + 1] * 8
+        assert replay.steps[0] > 2 * replay.steps[-1]
+    assert file.replays[32].tokens_per_step > file.replays[8].tokens_per_step > 1.5
+
+
+@pytest.mark.skipif(peer.installed_version() is not None, reason="the peer is run instead")
+def test_without_the_peer_its_measured_figures_are_named_as_such(trace: Path) -> None:
+    report = run_cache([trace], encode, calls=600, budgets=(8, 32), progress=quiet)
+    (file,) = report.files
+    assert report.peer_source == peer.MEASURED_SOURCE
+    assert file.peer == {8: 2.34, 32: 2.58}
+    assert file.ratio(8) == file.replays[8].tokens_per_step / 2.34
+    assert report.mean_ratio(8) == pytest.approx(file.ratio(8))
+
+
+@pytest.mark.skipif(peer.installed_version() is not None, reason="the peer is run instead")
+def test_figures_of_another_setting_are_not_compared(trace: Path) -> None:
+    report = run_cache([trace], encode, calls=5, budgets=(4, 8), progress=quiet)
+    (file,) = report.files
+    assert len(file.replays[8].tokens) == 5
+    assert file.peer == {} and file.ratio(8) is None and report.mean_ratio(8) is None
+
+
+def test_the_curve_and_the_costs_come_on_demand(trace: Path) -> None:
+    latency = Latency(1, 1, 1.0, 1e-6, 1e-6, 1e-6)
+    costs = Costs(latency, latency, 1e-6, 1e-6, 1e-6, 1.0, 1.0, 1, 1.0, Gains(1.0, 1.0, 1.0, 0.0))
+    report = run_cache([trace], encode, calls=3, budgets=(5, 8), curve=True, costs=lambda p: costs, progress=quiet)
+    assert list(report.files[0].replays) == sorted({5, 8, *CURVE})
+    assert report.costs is costs

@@ -1,0 +1,157 @@
+"""The retrieval benchmark: its bounds, its tables, and a small run against fakes and a real service."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agentspec.benchmarks.report import print_report, write_json
+from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion, DelayedKnowledge, read_questions
+from agentspec.benchmarks.retrieval.bench import RetrievalBench, check, run_retrieval
+from agentspec.benchmarks.retrieval.cases import (
+    SEQUENTIAL,
+    SPECULATIVE,
+    WAITING,
+    RetrievalCase,
+    RetrievalRun,
+    published,
+    speedup_goal,
+)
+from agentspec.errors import ConfigurationError
+from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.testing import Answer, FakeBackend, FakeEncoder
+
+WORDS = [f"{first}{second}" for first in "bdfgkl" for second in ("an", "el", "ir", "os", "um")]
+
+
+class Reader(FakeBackend):
+    """What it says next depends on every word of its prompt, the document's too."""
+
+    model_name = "reader"
+
+    def __init__(self) -> None:
+        super().__init__(self._next, latency=0.0005)
+
+    def _next(self, request: Any) -> Answer:
+        draw = random.Random(zlib.crc32(self.prompt_text(request).encode()))
+        return Answer("".join(f" {draw.choice(WORDS)}" for _ in range(4)), finish_reason="length")
+
+
+def account(seconds: float, rounds: int, **more: Any) -> Account:
+    return Account(rounds=rounds, generate=seconds, **more)
+
+
+def test_the_bound_is_what_free_verification_would_give() -> None:
+    case = RetrievalCase("c", ())
+    case.runs[SEQUENTIAL] = [RetrievalRun((1,), 50.0, account(10.0, 10, retrieve=40.0))]
+    case.runs[SPECULATIVE] = [RetrievalRun((1,), 25.0, account(10.0, 10, guesses=9, right=6))]
+    assert case.gamma() == pytest.approx(2 / 3)
+    assert case.bound() == pytest.approx(50 / (10 + 4 * (1 + 9 / 3)))
+    assert case.speedup() == 2.0 and case.same(SPECULATIVE) == 1
+    case.runs[SPECULATIVE] = [RetrievalRun((2,), 25.0, account(10.0, 10, guesses=9, right=9))]
+    assert case.bound() == pytest.approx(50 / (10 + 4)) and case.same(SPECULATIVE) == 0
+
+
+def test_the_published_formula_at_its_best_stride() -> None:
+    assert published(1.0, 5.0, 0.6) == pytest.approx(6 / ((0.216 * 7 + 0.784 * 8) / 1.96))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    draw, path = random.Random(1), tmp_path / "corpus.jsonl"
+    lines = ({"id": f"{at:02}", "text": " ".join(draw.choices(WORDS, k=8))} for at in range(40))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for place in ("benchmarks.retrieval.bases", "reasoning.retrieval.knowledge.factory"):
+        monkeypatch.setattr(f"agentspec.{place}.load_encoder", lambda model: FakeEncoder())
+    opened = RetrievalBench(Reader(), 12, lambda text: None)  # type: ignore[arg-type]
+    yield opened
+    opened.close()
+
+
+QUESTIONS = [CorpusQuestion(str(n), f"Which {word}?") for n, word in enumerate(WORDS[:7])]
+
+
+def test_every_case_is_measured_and_reported(
+    bench: RetrievalBench, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.benchmarks.retrieval.bench.SWEPT", (0.001, 0.002))
+    monkeypatch.setattr(Bases, "remote", local_remote)
+    with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases:
+        report = run_retrieval(bench, bases, QUESTIONS, synthetic=90, sweep=2)
+    assert len(report.cases) == 5 and len(report.points) == 2 and 0 < report.saved < 1
+    for case in report.cases:
+        assert case.same(SPECULATIVE) == 7 and case.ratio(speedup_goal(1.0)).pairs == 7
+    assert WAITING in report.cases[3].runs
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=220))
+    assert "batches saved at fixed stride 3" in out.getvalue() and "exact dense, 90 x 16" in out.getvalue()
+    write_json(report, tmp_path / "r.json", {"cpus": 2})
+    figures = json.loads((tmp_path / "r.json").read_text())["cases"][0]["figures"]
+    assert figures["same"] == {SEQUENTIAL: 7, SPECULATIVE: 7}
+    report.plot(tmp_path / "r.svg")
+    assert (tmp_path / "r.svg").stat().st_size > 1000
+
+
+class Behind(DelayedKnowledge):
+    """A base behind a delay that can be set, in process: a service takes a process, and seconds to start."""
+
+    def __init__(self, base: Any, delay: float) -> None:
+        self.shared: Any = SimpleNamespace(value=delay)
+        super().__init__(base, self.shared)
+
+    @property
+    def delay(self) -> float:
+        return float(self.shared.value)
+
+    @delay.setter
+    def delay(self, seconds: float) -> None:
+        self.shared.value = seconds
+
+
+@contextmanager
+def local_remote(bases: Bases, delay: float = 0.0) -> Iterator[Behind]:
+    with bases.local("dense") as base:
+        yield Behind(base, delay)
+
+
+def test_every_answer_is_compared(bench: RetrievalBench, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bases, "remote", local_remote)
+    with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases:
+        found = check(bench, bases, QUESTIONS[:2])
+    assert found.compared == dict.fromkeys(("dense", "hnsw", "bm25", "remote"), 8) and not found.differ
+    found.differ.append("dense, 0, stride 3")
+    out = io.StringIO()
+    print_report(found, Console(file=out))
+    assert "1 of 32 answers differ" in out.getvalue()
+
+
+def test_a_delay_is_waited_for(bench: RetrievalBench, corpus: Path) -> None:
+    with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases, local_remote(bases, 0.05) as base:
+        query = bench.loop.run_until_complete(base.metric.encode("ban"))
+        began = bench.loop.time()
+        found = bench.loop.run_until_complete(base.search([query], 3))
+    assert bench.loop.time() - began >= 0.05 and len(found.hits[0]) == 3
+
+
+def test_questions_come_from_all_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps({"id": n, "question": f"q{n}"}) + "\n" for n in range(100)))
+    assert [question.text for question in read_questions(path, 4)] == ["q0", "q25", "q50", "q75"]
+    path.write_text('{"id": 1}\n')
+    with pytest.raises(ConfigurationError, match="id and question"):
+        read_questions(path, 4)

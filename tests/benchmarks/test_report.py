@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.benchmarks.report import MIN_PAIRS, paired_ratio
+
+speeds = st.lists(st.floats(1.0, 1000.0), min_size=MIN_PAIRS, max_size=20)
+
+
+@given(speeds, st.floats(0.1, 10.0))
+def test_constant_ratio_has_a_closed_interval(baseline: list[float], factor: float) -> None:
+    ratio = paired_ratio([factor * value for value in baseline], baseline)
+    assert (ratio.low, ratio.median, ratio.high) == pytest.approx((factor, factor, factor))
+    assert ratio.pairs == len(baseline)
+
+
+@given(speeds, speeds)
+def test_interval_contains_the_median(values: list[float], baseline: list[float]) -> None:
+    size = min(len(values), len(baseline))
+    ratio = paired_ratio(values[:size], baseline[:size])
+    assert ratio.low <= ratio.median <= ratio.high
+
+
+def test_interval_shows_the_spread() -> None:
+    ratio = paired_ratio([1.0, 1.0, 1.0, 2.0, 3.0, 3.0, 3.0], [1.0] * 7)
+    assert (ratio.low, ratio.median, ratio.high) == (1.0, 2.0, 3.0)
+    assert str(ratio) == "2.00x [1.00, 3.00]"
+
+
+@pytest.mark.parametrize("values", [[1.0] * 6, [1.0] * 8])
+def test_too_few_or_unpaired_values_are_refused(values: list[float]) -> None:
+    with pytest.raises(ValueError, match="equally long"):
+        paired_ratio(values, [1.0] * 7 if len(values) == 8 else values)

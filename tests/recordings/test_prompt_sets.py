@@ -1,0 +1,97 @@
+"""The shipped prompts are well formed, and the warming set shares no code with the measured ones."""
+
+from __future__ import annotations
+
+import ast
+import json
+from importlib.resources import files
+
+import pytest
+
+EDIT_SETS = ["edit", "edit_short", "edit_warm"]
+MEASURED = EDIT_SETS[:2]
+ALL_SETS = [*EDIT_SETS, "control"]
+EDIT_KINDS = {"docstring", "type_hints", "rename", "unchanged"}
+LONG_LINE = 30
+
+
+def prompt_text(name: str) -> str:
+    return files("agentspec.recordings").joinpath("prompts", f"{name}.jsonl").read_text(encoding="utf-8")
+
+
+def records(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in prompt_text(name).splitlines()]
+
+
+def defined_names(code: str) -> set[str]:
+    """Names of all functions, methods and classes, without those Python itself gives a meaning."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names = {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)}
+    return {name for name in names if not name.startswith("__")}
+
+
+def long_lines(code: str) -> set[str]:
+    """Lines that could give a warmed cache an answer; special methods' signatures are everyone's."""
+    lines = {line.strip() for line in code.splitlines() if not line.strip().startswith("def __")}
+    return {line for line in lines if len(line) >= LONG_LINE}
+
+
+@pytest.mark.parametrize(("name", "count"), [("edit", 14), ("edit_short", 12), ("edit_warm", 110), ("control", 14)])
+def test_set_has_its_size(name: str, count: int) -> None:
+    assert len(records(name)) == count
+
+
+def test_ids_are_unique_over_all_sets() -> None:
+    ids = [record["id"] for name in ALL_SETS for record in records(name)]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("name", ALL_SETS)
+def test_text_is_ascii(name: str) -> None:
+    assert prompt_text(name).isascii()
+    assert all(value.isascii() for record in records(name) for value in record.values())
+
+
+@pytest.mark.parametrize("name", EDIT_SETS)
+def test_edit_records_have_the_documented_fields(name: str) -> None:
+    for record in records(name):
+        assert record.keys() == {"id", "kind", "instruction", "code"}
+        assert record["kind"] in EDIT_KINDS
+
+
+def test_control_records_are_questions_without_code() -> None:
+    assert all(record.keys() == {"id", "instruction"} for record in records("control"))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_sets_hold_at_least_three_of_each_kind(name: str) -> None:
+    kinds = [record["kind"] for record in records(name)]
+    assert {kind for kind in kinds if kinds.count(kind) >= 3} == EDIT_KINDS
+
+
+@pytest.mark.parametrize("name", EDIT_SETS)
+def test_code_parses(name: str) -> None:
+    for record in records(name):
+        assert defined_names(record["code"]), record["id"]
+
+
+def test_warming_set_has_many_codes_each_used_at_most_twice() -> None:
+    warm = records("edit_warm")
+    codes = [record["code"] for record in warm]
+    assert len(set(codes)) >= 75
+    assert max(codes.count(code) for code in codes) <= 2
+    assert len({(record["code"], record["kind"]) for record in warm}) == len(warm)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_warming_set_defines_no_measured_name(name: str) -> None:
+    warm = set().union(*(defined_names(record["code"]) for record in records("edit_warm")))
+    measured = set().union(*(defined_names(record["code"]) for record in records(name)))
+    assert measured and not measured & warm
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_warming_set_holds_no_long_line_of_a_measured_task(name: str) -> None:
+    warm = set().union(*(long_lines(record["code"]) for record in records("edit_warm")))
+    measured = set().union(*(long_lines(record["code"]) for record in records(name)))
+    assert measured and not measured & warm
