@@ -169,8 +169,8 @@ class SequenceStore:
             with connection.execute(query.execution_options(yield_per=256)) as rows:
                 yield from rows
 
-    def poll(self, origin: int) -> list[SequenceRecord]:
-        """Sequences that processes other than `origin` added since the last call. Raises `CacheError`."""
+    def poll(self, process: int) -> list[SequenceRecord]:
+        """Sequences that processes other than `process` added since the last call. Raises `CacheError`."""
         with self._poll_lock, self._reading() as connection:
             newest = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
             if newest <= self.last_id:
@@ -178,7 +178,7 @@ class SequenceStore:
             query = sa.select(sequences).where(
                 sequences.c.id > self.last_id,
                 sequences.c.id <= newest,
-                sa.not_(sequences.c.number.between(origin << 32, ((origin + 1) << 32) - 1)),
+                sa.not_(sequences.c.number.between(process << 32, ((process + 1) << 32) - 1)),
             )
             rows = connection.execute(query.order_by(sequences.c.id)).all()
             self.last_id = newest
