@@ -10,7 +10,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Coverage:
     row: int
     rows: int
     newest: int  # number of the sequence in the last of them, which tells another database from this one
-    deletion: int  # forgets up to this number are followed
+    deletion: int  # deletions up to this number are applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def read_segment(file: BinaryIO, key: str) -> Segment:
     namespace, meta = _tables(body, numbers[0])
     if namespace.key != key:
         raise CacheNamespaceError(f"it is of tokenizer {namespace.tokenizer_hash!r} and namespace {namespace.key}")
-    counts, checksums = _four(numbers[:4]), _four(numbers[4:])
+    counts, checksums = cast(PartCounts, tuple(numbers[:4])), cast(PartCounts, tuple(numbers[4:]))
     return Segment(namespace, Coverage(row, rows, newest, deletion), meta, counts, checksums, offset)
 
 
@@ -159,8 +159,3 @@ def _names(body: bytes, at: int, lengths: Sequence[int]) -> Iterator[str | None]
             raise ValueError("longer than the file")
         yield body[at : at + length].decode()
         at += length
-
-
-def _four(numbers: Sequence[int]) -> PartCounts:
-    one, two, three, four = numbers
-    return one, two, three, four
