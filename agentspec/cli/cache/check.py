@@ -23,7 +23,7 @@ def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOptio
     settings = load(config)
     folder = folder_of(settings, path)
     with Console(stderr=True).status("starting") as status:
-        problems = list(verify(folder, int(settings.cache.memory_bytes), lambda stage: status.update(f"the {stage}")))
+        problems = verify(folder, int(settings.cache.memory_bytes), lambda stage: status.update(f"the {stage}"))
     if json:
         print_json({"ok": not problems, "problems": problems})
     else:
