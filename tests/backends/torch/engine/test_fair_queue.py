@@ -34,7 +34,7 @@ def test_lower_priorities_go_first_and_equal_ones_in_order_of_arrival(priorities
     for each in requests:
         queue.push(each)
     assert len(queue) == len(requests)
-    assert served(queue, len(requests)) == sorted(requests, key=lambda each: each.request.priority)
+    assert served(queue, len(requests)) == sorted(requests, key=lambda each: each.original.priority)
     assert queue.first() is None
 
 
@@ -44,14 +44,14 @@ def test_a_tenant_that_asks_much_does_not_hold_up_another() -> None:
         queue.push(request("busy"))
     for _ in range(3):
         queue.push(request("modest"))
-    assert Counter(each.request.tenant for each in served(queue, 6)) == {"busy": 3, "modest": 3}
+    assert Counter(each.original.tenant for each in served(queue, 6)) == {"busy": 3, "modest": 3}
 
 
 def test_sessions_of_one_tenant_take_turns() -> None:
     queue = FairQueue()
     for session in ("x", "x", "x", "x", "y", "y"):
         queue.push(request(session=session))
-    assert Counter(each.request.labels.session for each in served(queue, 4)) == {"x": 2, "y": 2}
+    assert Counter(each.original.labels.session for each in served(queue, 4)) == {"x": 2, "y": 2}
 
 
 def test_being_away_earns_no_credit() -> None:
@@ -61,7 +61,7 @@ def test_being_away_earns_no_credit() -> None:
     queue.push(request("worker"))
     for _ in range(4):
         queue.push(request("newcomer"))
-    assert Counter(each.request.tenant for each in served(queue, 4)) == {"worker": 2, "newcomer": 2}
+    assert Counter(each.original.tenant for each in served(queue, 4)) == {"worker": 2, "newcomer": 2}
 
 
 def test_what_was_put_back_goes_on_before_anything_begins() -> None:
