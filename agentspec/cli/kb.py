@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,6 +51,7 @@ def build(
     from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
     from agentspec.recordings.corpus import read_corpus
 
+    import_module("bm25s" if kind is KindName.bm25 else "faiss")  # a missing extra is told before the encoding
     with _bars() as (console, start):
         on_bad, bad = choose(skip_bad, console)
         advance = start(None)
