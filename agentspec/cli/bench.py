@@ -47,11 +47,6 @@ class ModelShape(StrEnum):
     large = "8b"
 
 
-@app.callback()
-def bench() -> None:
-    """Measure speed-ups on this machine."""
-
-
 @app.command()
 def decode(
     model: ModelOption = "smollm2-135m",
