@@ -13,8 +13,8 @@ import pytest
 from agentspec.backends.model_store import ModelFiles
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.cache import SuffixCache
+from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
 
 pytestmark = [pytest.mark.anyio, pytest.mark.model]

@@ -18,12 +18,12 @@ from starlette.testclient import TestClient
 
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
-from agentspec.recordings.prompt_sets import load_prompts
-from agentspec.benchmarks.vllm import ask
-from agentspec.benchmarks.vllm_server import CUSTOM, SUFFIX, VllmServer, find_environment
+from agentspec.benchmarks.vllm.bench import ask
+from agentspec.benchmarks.vllm.server import CUSTOM, SUFFIX, VllmServer, find_environment
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cli.doctor.checks import Check, check_upstream
 from agentspec.proxy import create_app
+from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams

@@ -25,7 +25,7 @@ from agentspec.backends.vllm.drafting import ServerDrafter, Turn
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
 from agentspec.benchmarks.report import MIN_PAIRS, Progress, Ratio, RatioGoal, paired_ratio, rotated
-from agentspec.benchmarks.vllm_server import CUSTOM, SUFFIX, VllmServer
+from agentspec.benchmarks.vllm.server import CUSTOM, SUFFIX, VllmServer
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
 from agentspec.recordings.prompt_sets import load_prompts

@@ -30,7 +30,7 @@ from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.benchmarks import report
-from agentspec.benchmarks.gpu_model import ON, ForcedEngine, build, byte_tokenizer, copied_bytes, read_bytes
+from agentspec.benchmarks.gpu.random_model import ON, ForcedEngine, build, byte_tokenizer, copied_bytes, read_bytes
 from agentspec.benchmarks.report import MIN_PAIRS, Figure, Progress
 from agentspec.benchmarks.runs import OFF, RunTable
 from agentspec.cache import SuffixCache
