@@ -1,28 +1,35 @@
-# make demo   sets up .venv and runs the demonstration on the built-in model
-# make test   sets up .venv and runs the tests
+# make demo        sets up .venv and runs the demonstration on the built-in model
+# make test        what to run while changing something: every invariant, in a few minutes
+# make check       everything that must hold before a change is merged: lint, documentation, types, import contracts,
+#                  and all tests but the long ones, with coverage
+# make check-long  what takes from minutes to an hour: faults and load at full length, real vLLM servers
+# make mutants     breaks the guards of exactness one by one; the tests have to notice each of them
 #
 # PYTHON       the interpreter to build .venv with (3.11 to 3.14)
 # TORCH_INDEX  a further package index to take torch from, for instance
 #                make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #                make test TORCH_INDEX=https://download.pytorch.org/whl/cu130
 #              Empty: whatever pip finds first (on Linux, PyPI's CUDA build).
+# WORKERS      how many processes run tests (2); 0 runs them in pytest's own, as a debugger wants it
 # PYTEST_ARGS  further arguments for pytest
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-SOURCES := $(wildcard cache/native/*.cpp cache/native/*.hpp) CMakeLists.txt pyproject.toml constraints.txt
+NATIVE := $(wildcard cache/native/*.cpp cache/native/*/*.cpp cache/native/*/*.hpp)
+SOURCES := $(NATIVE) CMakeLists.txt pyproject.toml constraints.txt
 CODE := agentspec cache backends reasoning benchmarks tests examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types contracts format wheel docs docs-check constraints clean
+.PHONY: help demo test check check-tests check-long mutants lint types contracts format wheel docs docs-check constraints clean
 
 help:
-	@grep -E '^# ?' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -45,15 +52,35 @@ demo: $(VENV)/.installed-all
 test: $(VENV)/.installed-test
 	$(BIN)/agentspec model fetch smollm2-135m
 	$(BIN)/agentspec model fetch minilm
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(CHOICE) $(PYTEST_ARGS)
+
+# The same with another choice of tests than that of pyproject.toml.
+check-tests: CHOICE = -m "not long and not mutants" --hypothesis-profile=ci --cov
+check-tests: test
+
+check: lint docs-check types contracts check-tests
+
+# vLLM is a download of 400 MB into an environment of its own; without it the tests of real servers are skipped.
+check-long: CHOICE = -m long
+check-long: WORKERS = 0
+check-long: export AGENTSPEC_VLLM_ENV = $(CURDIR)/.ci/vllm
+check-long: .ci/vllm/bin/vllm test
+
+.ci/vllm/bin/vllm:
+	-PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/vllm-env .ci/vllm
+
+mutants: CHOICE = -m mutants
+mutants: test
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
+	$(BIN)/clang-format -i $(NATIVE)
 
 types: $(VENV)/.installed-test
 	$(BIN)/mypy

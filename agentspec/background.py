@@ -1,4 +1,4 @@
-"""The edge for callers outside the runtime's event loop: one loop in a thread of its own, shared by the process.
+"""One background event loop for callers outside the runtime's own: in a thread, shared by the process.
 
 `iterate_sync` and `call_sync` serve synchronous callers, `iterate_async` any asyncio loop. The loop is started on
 demand and closed at exit, with the runtimes that live on it.
@@ -26,7 +26,7 @@ from agentspec.settings.load import Settings, effective_values, load_settings
 T = TypeVar("T")
 
 
-class _Portal:
+class _BackgroundLoop:
     """The process's one background event loop and the runtimes that live on it."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def _at_exit(function: Callable[[], object]) -> None:
     getattr(threading, "_register_atexit", atexit.register)(function)
 
 
-_portal = _Portal()
+_loop = _BackgroundLoop()
 
 
 def shared_runtime(model: str | None = None) -> Runtime:
@@ -94,23 +94,23 @@ def shared_runtime(model: str | None = None) -> Runtime:
     a GGUF file or a model-hub id. Its engine is then built beside the default one and shares its cache.
     Drive it through `iterate_sync` or `iterate_async` only: its connections belong to the background loop.
     """
-    return _portal.runtime(model)
+    return _loop.runtime(model)
 
 
 def remote_runtime(settings: OpenAISettings) -> Runtime:
     """The process's own runtime for one endpoint, which takes any model name. Equal settings share connections."""
-    return _portal.remote(settings)
+    return _loop.remote(settings)
 
 
 def call_sync(function: Callable[..., Awaitable[T]], *args: Any) -> T:
     """Run `function(*args)` on the background loop and wait for its result."""
-    return _portal.get().call(function, *args)
+    return _loop.get().call(function, *args)
 
 
 def iterate_sync(make: Callable[[], AsyncIterator[T]]) -> Generator[T, None, None]:
     """Iterate `make()` on the background loop from a synchronous caller. Closing the iterator cancels the work."""
     items: queue.SimpleQueue[_Item[T]] = queue.SimpleQueue()
-    pump = _portal.get().start_task_soon(_pump, make, items.put)
+    pump = _loop.get().start_task_soon(_pump, make, items.put)
     ended = False
     try:
         while not (ended := (item := items.get()).last):
@@ -130,7 +130,7 @@ async def iterate_async(make: Callable[[], AsyncIterator[T]]) -> AsyncGenerator[
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[_Item[T]] = asyncio.Queue()
-    pump = _portal.get().start_task_soon(_pump, make, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+    pump = _loop.get().start_task_soon(_pump, make, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
     ended = False
     try:
         while not (ended := (item := await items.get()).last):

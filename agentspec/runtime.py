@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 
 from agentspec.backends.base import Backend
-from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
+from agentspec.backends.settings import BackendSettings, OpenAISettings
 from agentspec.errors import (
     ConfigurationError,
     ModelNotFoundError,
     NotReadyError,
     ShuttingDownError,
 )
-from agentspec.protocol.chat_fields import with_extra
+from agentspec.protocol.requests import with_extra
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.types import Delta, GenerateRequest
@@ -140,7 +140,8 @@ class Runtime:
         """
         await self.start_for(request.model)
         route = self.route(request.model)
-        if isinstance(self.settings.backends.get(route.backend_name), TorchSettings):
+        configured = self.settings.backends.get(route.backend_name)
+        if configured is not None and configured.local:
             request = with_extra(request)
         store = request.store and self.settings.cache.store
         answer = route.backend.generate(replace(request, model=route.upstream_model, store=store))
@@ -299,7 +300,8 @@ def _passthrough(settings: Settings, given: Mapping[str, Backend]) -> str | None
     only = list({**settings.backends, **given})
     if settings.models or len(only) != 1:
         return None
-    return only[0] if isinstance(settings.backends.get(only[0]), OpenAISettings) else None
+    configured = settings.backends.get(only[0])
+    return only[0] if configured is not None and not configured.local else None
 
 
 def closing_items(iterator: AsyncIterator[Any]) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -10,8 +11,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.types import Delta, GenerateRequest, Message
+from agentspec.telemetry.samples import BackendSample
+from agentspec.types import Delta, GenerateRequest, Labels, Message
 
+CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 NONE: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
 Floats = NDArray[np.float32]
@@ -26,6 +29,7 @@ class Capabilities:
     logprobs: bool = False
     speculation: bool = False  # drafts and verifies tokens itself
     context_length: int | None = None
+    routes: tuple[str, ...] = (CHAT, COMPLETIONS)  # of a gateway, below /v1, whose requests it answers
 
 
 @runtime_checkable
@@ -79,6 +83,64 @@ def text_side(backend: Backend) -> TextSide | None:
     return shown if isinstance(shown, TextSide) and backend.capabilities.token_ids else None
 
 
+class ForwardedAnswer(Protocol):
+    """A server's own answer: `status`, the `headers` that may be passed on (lower case), and the body as it arrives."""
+
+    status: int
+    headers: dict[str, str]
+
+    @property
+    def is_stream(self) -> bool: ...
+
+    def aiter_raw(self) -> AsyncGenerator[bytes]:
+        """The body's bytes exactly as they were sent. Raises `UpstreamError` where the server breaks off."""
+        ...
+
+    async def aread(self) -> bytes:
+        """The whole body. Raises `UpstreamError` if it breaks off or is too long."""
+        ...
+
+
+@runtime_checkable
+class Forwards(Protocol):
+    """A backend whose server speaks OpenAI's protocol itself: a gateway passes bytes on, both ways, unchanged."""
+
+    def forward(
+        self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b"", query: str = ""
+    ) -> AbstractAsyncContextManager[ForwardedAnswer]:
+        """Send a request to `path` below the server's root; the caller allow-lists paths.
+
+        Error answers are answers here. Closing the block cancels the server's work. Raises `UpstreamError`.
+        """
+        ...
+
+    async def label_fields(self, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What to set in a body, which has the fields `given`, for the server to know `labels`. Never raises."""
+        ...
+
+    async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+        """The server's own model list; `headers` may carry a client's key. Raises `UpstreamError`."""
+        ...
+
+
+@runtime_checkable
+class AddsHeaders(Protocol):
+    """A backend whose answers carry HTTP headers of its own."""
+
+    def response_headers(self, request: GenerateRequest) -> dict[str, str]:
+        """The headers of the answer to `request`, known before it begins."""
+        ...
+
+
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """A backend that counts what it does."""
+
+    async def metrics(self, name: str) -> BackendSample | None:
+        """The counts of this backend, called `name`; None where it has none now. Raises nothing, in a few seconds."""
+        ...
+
+
 @runtime_checkable
 class Embeds(Protocol):
     """A backend that turns texts into vectors whose directions tell how alike they are."""
@@ -103,14 +165,14 @@ class HiddenStates(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class State:
+class StepOutput:
     """What a model computed behind a text's last token: `logits` [vocab], and the `hidden` [width] its head read."""
 
     logits: Floats
     hidden: Floats
 
 
-class Steps(Protocol):
+class StepwiseDecoding(Protocol):
     """One answer, token by token, in the hands of who decides what the next token is drawn from.
 
     `tokens` are the prompt and what was added. Only for use inside `StepSession.run`.
@@ -124,7 +186,7 @@ class Steps(Protocol):
         """Whether the next token is simply the one with the best score, the lowest id among equals."""
         ...
 
-    def advance(self) -> State:
+    def advance(self) -> StepOutput:
         """Compute the last token, and the prompt before it where that has not been done.
 
         Each token has a forward of its own, so that what it gives does not depend on what was rewound before.
@@ -160,8 +222,8 @@ class Scan(Protocol):
 class StepSession(Protocol):
     """An answer made step by step, where the model computes."""
 
-    async def run(self, play: Callable[[Steps], T]) -> T:
-        """What `play` returns or raises, run in the model's computing thread, between the work of other requests."""
+    async def run(self, function: Callable[[StepwiseDecoding], T]) -> T:
+        """Run `function` in the model's computing thread, between the work of other requests; returns what it does."""
         ...
 
     def tell(self, tokens: Sequence[int]) -> Delta:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr, model_validator
 
@@ -14,6 +14,7 @@ class TorchSettings(BaseModel):
     """`[backends.NAME] kind = "torch"`: a model run by the local engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    local: ClassVar[bool] = True  # computes in this process, with a token cache
 
     kind: Literal["torch"] = "torch"
     model: str = Field(default="smollm2-135m", description="Built-in name, folder, GGUF file or model-hub id")
@@ -64,6 +65,7 @@ class OpenAISettings(BaseModel):
     """`[backends.NAME] kind = "openai"`: any OpenAI-compatible endpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    local: ClassVar[bool] = False
 
     kind: Literal["openai"] = "openai"
     base_url: HttpUrl = Field(description="The endpoint's root, usually ending in /v1")

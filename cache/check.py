@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.suffix_cache import SuffixCache
 from agentspec.errors import AgentSpecError
 
@@ -32,7 +32,7 @@ def verify(folder: Path | str, memory_bytes: int, progress: Progress = lambda st
 
 
 def _database_problems(folder: Path | str, _: int) -> Iterator[str]:
-    store = Store.open(folder, disk_bytes=None, mode="follower")
+    store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
     try:
         yield from store.problems()
     finally:

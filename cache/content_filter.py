@@ -1,4 +1,4 @@
-"""Outputs that are turned away at the door, by what their text holds."""
+"""Outputs that are not shared because of what their text holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
 
 
-class Refusal:
+class ContentFilter:
     """Regular expressions that no shared text may match anywhere. Raises `ConfigurationError` for an invalid one."""
 
     def __init__(self, patterns: Sequence[str]) -> None:

@@ -32,10 +32,10 @@ except ImportError as error:
 DEPTH = 64
 """Contexts count up to this many tokens."""
 
-Counts = tuple[int, int, int, int]
+PartCounts = tuple[int, int, int, int]
 """A number for each part of a frozen index."""
 
-ITEM_BYTES: Counts = (32, 12, 4, 4)
+ITEM_BYTES: PartCounts = (32, 12, 4, 4)
 """Of one item of each part. That of a sequence begins with its number."""
 
 _SCAN_LIMIT = 64
@@ -51,7 +51,7 @@ class Successors:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class IndexUsage:
     """One row per sequence. `last_used` is a clock that ticks with every insert and hit."""
 
     sequences: NDArray[np.int64]
@@ -78,12 +78,12 @@ class Frozen:
         return sequence_numbers(self.sequences)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> PartCounts:
         one, two, three, four = (part.nbytes // size for part, size in zip(self.parts, ITEM_BYTES, strict=True))
         return one, two, three, four
 
     @property
-    def checksums(self) -> Counts:
+    def checksums(self) -> PartCounts:
         """One for each array."""
         one, two, three, four = (checksum(part.view(np.uint8)) for part in self.parts)
         return one, two, three, four
@@ -111,10 +111,10 @@ class SuffixIndex:
     """
 
     def __init__(self, *, tail: int = 128, ratio: int = 8) -> None:
-        self._native = _native.SuffixIndex(tail, ratio)
+        self.native = _native.SuffixIndex(tail, ratio)
 
     @classmethod
-    def load(cls, file: int, offset: int, counts: Counts, checksums: Counts) -> SuffixIndex:
+    def load(cls, file: int, offset: int, counts: PartCounts, checksums: PartCounts) -> SuffixIndex:
         """A frozen index, used where it lies: from byte `offset` to the end of the open file of that descriptor.
 
         The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` where it is not
@@ -122,7 +122,7 @@ class SuffixIndex:
         """
         index = cls()
         try:
-            index._native = _native.SuffixIndex.load(file, offset, counts, checksums)
+            index.native = _native.SuffixIndex.load(file, offset, counts, checksums)
         except ValueError as error:
             raise CacheDamagedError(str(error)) from error
         except MemoryError as error:
@@ -131,7 +131,7 @@ class SuffixIndex:
 
     def freeze(self, sequences: Sequence[int] | NDArray[np.int64]) -> Frozen:
         """Those of the sequences that exist, for `load`. Others append meanwhile; drafting is not held up at all."""
-        return Frozen(*self._native.freeze(np.ascontiguousarray(sequences, dtype=np.int64)))
+        return Frozen(*self.native.freeze(np.ascontiguousarray(sequences, dtype=np.int64)))
 
     def append(self, sequence: int, tokens: TokensLike, context: TokensLike = EMPTY) -> None:
         """Add tokens at the end of a sequence; visible to queries at once. A new sequence is opened.
@@ -139,18 +139,18 @@ class SuffixIndex:
         `context`, for a new sequence only, is what stood before it: it is matched, and never counted or drafted.
         """
         try:
-            self._native.append(sequence, as_tokens(tokens), as_tokens(context, "context"))
+            self.native.append(sequence, as_tokens(tokens), as_tokens(context, "context"))
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
 
     def close(self, sequence: int) -> None:
         """Refuse further tokens for a sequence."""
-        self._known(sequence, self._native.close)
+        self._known(sequence, self.native.close)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens of an open sequence from `length` on."""
         try:
-            self._native.truncate(sequence, length)
+            self.native.truncate(sequence, length)
         except IndexError:
             raise KeyError(sequence) from None
         except ValueError as error:
@@ -158,17 +158,17 @@ class SuffixIndex:
 
     def remove(self, sequences: Sequence[int] | NDArray[np.int64]) -> None:
         """Forget sequences in one pass over the index. Unknown ones are ignored."""
-        self._native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
+        self.native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
 
     def tokens(self, sequence: int) -> Tokens:
-        return self._known(sequence, self._native.tokens)
+        return self._known(sequence, self.native.tokens)
 
-    def lead(self, sequence: int) -> Tokens:
+    def prefix(self, sequence: int) -> Tokens:
         """What stood before a sequence: the last `DEPTH` tokens of its context."""
-        return self._known(sequence, self._native.lead)
+        return self._known(sequence, self.native.prefix)
 
     def length(self, sequence: int) -> int:
-        return self._known(sequence, self._native.length)
+        return self._known(sequence, self.native.length)
 
     def common_prefix(self, sequence: int, tokens: TokensLike) -> int:
         """Number of leading tokens that the sequence shares with `tokens`.
@@ -177,40 +177,40 @@ class SuffixIndex:
         """
         ready = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.flags.c_contiguous
         array = cast(Tokens, tokens) if ready else as_tokens(tokens)
-        return self._known(sequence, lambda known: self._native.common_prefix(known, array))
+        return self._known(sequence, lambda known: self.native.common_prefix(known, array))
 
     def count(self, context: TokensLike) -> int:
         """How often the last `DEPTH` tokens of a non-empty context occurred with a token after them."""
-        return self._native.count(_context(context))
+        return self.native.count(_context(context))
 
     def successors(self, context: TokensLike) -> Successors:
         """The tokens that followed the last `DEPTH` tokens of a non-empty context."""
-        tokens, counts, most_recent = self._native.successors(_context(context))
+        tokens, counts, most_recent = self.native.successors(_context(context))
         return Successors(tokens, counts, most_recent if most_recent >= 0 else None)
 
-    def usage(self) -> Usage:
-        return Usage(*self._native.usage())
+    def usage(self) -> IndexUsage:
+        return IndexUsage(*self.native.usage())
 
     @property
     def sequence_count(self) -> int:
-        return self._native.sequence_count
+        return self.native.sequence_count
 
     @property
     def token_count(self) -> int:
-        return self._native.token_count
+        return self.native.token_count
 
     def memory_bytes(self) -> int:
         """Bytes held, by the capacity of every part, a mapped file included. Constant time."""
-        return self._native.memory_bytes()
+        return self.native.memory_bytes()
 
     def mapped_bytes(self) -> int:
         """Those that are pages of a mapped file, but for what was written to since."""
-        return self._native.mapped_bytes()
+        return self.native.mapped_bytes()
 
     def check_integrity(self) -> None:
         """Raise `CacheFormatError` saying what is wrong when an invariant does not hold. Linear in the index."""
         try:
-            self._native.check_integrity()
+            self.native.check_integrity()
         except RuntimeError as error:
             raise CacheFormatError(str(error)) from error
 
@@ -226,14 +226,14 @@ Sourced = tuple[SuffixIndex, int]
 """An index and the `Source` its tokens go by."""
 
 
-class Drafter:
+class IndexDrafter:
     """Blends match lengths and indexes into calibrated draft trees, and learns how far to trust each.
 
     Of more than `scan_limit` new matches in one sorted run an even sample is looked at.
     """
 
     def __init__(self, *, scan_limit: int = _SCAN_LIMIT) -> None:
-        self._native = _native.Drafter(scan_limit)
+        self.native = _native.Drafter(scan_limit)
 
     def draft(
         self,
@@ -262,7 +262,7 @@ class Drafter:
     ) -> Draft:
         """`draft` for a caller who knows that context and budget are good."""
         try:
-            tree = self._native.draft(_natives(indexes), context[-DEPTH:], max_tokens, min_probability, chain)
+            tree = self.native.draft(_natives(indexes), context[-DEPTH:], max_tokens, min_probability, chain)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         return Draft(*tree)
@@ -270,36 +270,36 @@ class Drafter:
     def observe(self, indexes: Sequence[Sourced], context: TokensLike, tokens: TokensLike) -> None:
         """Learn from `tokens`, which turned out to follow `context`. Call before adding them to any index."""
         try:
-            self._native.observe(_natives(indexes), as_tokens(context, "context")[-DEPTH:], as_tokens(tokens))
+            self.native.observe(_natives(indexes), as_tokens(context, "context")[-DEPTH:], as_tokens(tokens))
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
 
     def observe_end(self, token: int) -> None:
         """Learn that an output ended with `token`: less is then drafted behind it."""
-        self._native.observe_end(token)
+        self.native.observe_end(token)
 
     def state(self) -> NDArray[np.float64]:
         """What was learned, as plain numbers for `restore`."""
-        return self._native.state()
+        return self.native.state()
 
     def restore(self, state: NDArray[np.float64]) -> None:
         """Take over a learned state. Raises `CacheFormatError` where it is not one of this version."""
         try:
-            self._native.restore(np.ascontiguousarray(state, dtype=np.float64))
+            self.native.restore(np.ascontiguousarray(state, dtype=np.float64))
         except ValueError as error:
             raise CacheFormatError(str(error)) from error
 
 
-Job = tuple[Drafter, Sequence[Sourced], Tokens, int, float, bool]
-"""A drafter and the arguments of `Drafter.propose`."""
+DraftJob = tuple[IndexDrafter, Sequence[Sourced], Tokens, int, float, bool]
+"""A drafter and the arguments of `IndexDrafter.propose`."""
 
 
-def propose_batch(jobs: Sequence[Job], patience: float | None = None) -> list[Draft]:
+def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> list[Draft]:
     """What each job's drafter proposes, all in one call and over several threads where there is enough to do.
 
     An index that cannot be read within `patience` seconds, because others evict or forget, is left out.
     """
-    asked = [(job[0]._native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
+    asked = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:
         return [Draft(*tree) for tree in _native.draft_batch(asked, patience)]
     except ValueError as error:
@@ -319,7 +319,7 @@ def require_budget(max_tokens: int, min_probability: float) -> None:
 
 
 def _natives(indexes: Sequence[Sourced]) -> list[tuple[_native.SuffixIndex, int]]:
-    return [(index._native, source) for index, source in indexes]
+    return [(index.native, source) for index, source in indexes]
 
 
 def _context(context: TokensLike) -> Tokens:

@@ -1,4 +1,4 @@
-"""One namespace's share of the cache: what it has in common, what it learned, its sessions."""
+"""One namespace's share of the cache: its shared past, what it learned, its sessions."""
 
 from __future__ import annotations
 
@@ -11,64 +11,66 @@ from functools import cache
 import numpy as np
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.eviction import Eviction
-from agentspec.cache.eviction import order as eviction_order
-from agentspec.cache.index import Drafter, Frozen, SuffixIndex
-from agentspec.cache.sequence_meta import Origin
+from agentspec.cache.index import Frozen, IndexDrafter, SuffixIndex
+from agentspec.cache.record import SequenceMeta, SequenceRecord
 from agentspec.cache.sessions import Sessions
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.errors import CacheFormatError
 from agentspec.types import Namespace
 
 _OVERHEAD = 192 << 10  # bytes of a drafter's learned state and the objects around it
-_ORIGIN_BYTES = 256  # bytes of an Origin with its place in the table
+_META_BYTES = 256  # bytes of a SequenceMeta with its place in the table
 
 
-class Space:
-    """Namespaces share nothing, neither tokens nor what was learned. The caller holds the cache's lock."""
+class Partition:
+    """Namespaces share nothing, neither tokens nor what was learned.
 
-    def __init__(self, namespace: Namespace, eviction: Eviction = "lru") -> None:
+    `add`, `covered` and reading are thread-safe; for the rest the caller holds the pool's lock.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
-        self._eviction: Eviction = eviction
         self.shared = SuffixIndex()
-        self.drafter = Drafter()
+        self.drafter = IndexDrafter()
         self.sessions = Sessions()
-        self._reported: dict[int, int] = {}
-        self._origins: dict[int, Origin] = {}
-        self._origins_lock = threading.Lock()  # outputs are added without the cache's lock
         self.added = 0  # tokens, since this object exists
+        self._reported: dict[int, int] = {}  # hits by sequence, as of the last `fresh_hits`
+        self._meta: dict[int, SequenceMeta] = {}
+        self._meta_lock = threading.Lock()  # outputs are added without the pool's lock
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self.sessions) and not self.shared.sequence_count
 
     def memory_bytes(self) -> int:
         return self._past_bytes() + self.sessions.memory_bytes + _OVERHEAD
 
     def _past_bytes(self) -> int:
-        return self.shared.memory_bytes() + _ORIGIN_BYTES * len(self._origins)
+        return self.shared.memory_bytes() + _META_BYTES * len(self._meta)
 
-    def share(
-        self, sequence: int, tokens: Tokens, context: Tokens, session: str | None = None, created_at: float = 0.0
-    ) -> None:
-        """Add a finished output that followed `context`."""
-        with self._origins_lock:
-            self.shared.append(sequence, tokens, context)
-            self._origins[sequence] = Origin(session, created_at, int(tokens[-1]) if len(tokens) else -1)
-            self.added += len(tokens)
+    def add(self, record: SequenceRecord) -> None:
+        """Add a finished output to the shared past."""
+        with self._meta_lock:
+            self.shared.append(record.sequence, record.tokens, record.context)
+            self._meta[record.sequence] = record.meta
+            self.added += len(record.tokens)
 
     def holds(self, sequence: int) -> bool:
         """Whether a sequence is in the shared past."""
-        return sequence in self._origins
+        return sequence in self._meta
 
-    def adopt(self, index: SuffixIndex, origins: dict[int, Origin]) -> None:
-        """Begin with a shared past that was saved, of which no hit is news."""
+    def adopt(self, index: SuffixIndex, meta: dict[int, SequenceMeta]) -> None:
+        """Begin with a shared past that was saved, whose hits were reported before."""
         usage = index.usage()
-        with self._origins_lock:
+        with self._meta_lock:
             self.shared = index
-            self._origins = origins
+            self._meta = meta
             self._reported = dict(zip(usage.sequences.tolist(), usage.hits.tolist(), strict=True))
 
-    def freeze(self, sequences: Collection[int]) -> tuple[Frozen, dict[int, Origin]]:
-        """Those of the sequences that are in the shared past, to be saved, and where they (and others) come from."""
-        origins = dict(self._known())
-        return self.shared.freeze([number for number in sequences if number in origins]), origins
+    def freeze(self, sequences: Collection[int]) -> tuple[Frozen, dict[int, SequenceMeta]]:
+        """Those of the sequences that are in the shared past, to be saved, and the meta data of these and others."""
+        meta = dict(self._known())
+        return self.shared.freeze([number for number in sequences if number in meta]), meta
 
     def learned(self) -> bytes:
         """What was learned about drafting, for `restore`."""
@@ -82,7 +84,8 @@ class Space:
     def evict(self, excess: int) -> int:
         """Give back about `excess` bytes; returns how many sequences and sessions went, 0 when none could.
 
-        The larger of shared past and sessions gives: the least recently used session, the past as `eviction` says.
+        The larger of shared past and sessions gives: what was used least recently,
+        where being added and every token that was right because of it is a use of a sequence.
         """
         past = self._past_bytes()
         if self.sessions.memory_bytes >= past and self.sessions.evict():
@@ -93,7 +96,7 @@ class Space:
 
     def _evict_past(self, share: float) -> int:
         usage = self.shared.usage()
-        order = eviction_order(usage, self._eviction)
+        order = np.argsort(usage.last_used, kind="stable")
         quota = max(share, 1 / 16) * self.shared.token_count
         # Removing is one pass over the index whatever it removes, so at least a sixteenth goes at once.
         gone = order[: int(np.searchsorted(np.cumsum(usage.lengths[order]), quota)) + 1]
@@ -101,23 +104,21 @@ class Space:
         return len(gone)
 
     def _remove(self, sequences: list[int]) -> None:
-        with self._origins_lock:
+        with self._meta_lock:
             self.shared.remove(sequences)
             for sequence in sequences:
                 self._reported.pop(sequence, None)
-                self._origins.pop(sequence, None)
+                self._meta.pop(sequence, None)
 
-    def _known(self) -> list[tuple[int, Origin]]:
-        with self._origins_lock:
-            return list(self._origins.items())
+    def _known(self) -> list[tuple[int, SequenceMeta]]:
+        with self._meta_lock:
+            return list(self._meta.items())
 
-    # Forgetting.
+    # Deletions.
 
     def covered(self, scope: Scope) -> list[int]:
-        """The sequences of the shared past that lie in scope."""
-        if not scope.concerns(self.namespace):
-            return []
-        return [number for number, origin in self._known() if scope.covers(origin.session, origin.created_at)]
+        """The sequences of the shared past that lie in a scope, which concerns this namespace."""
+        return [number for number, meta in self._known() if scope.covers(meta.session, meta.created_at)]
 
     def selected(self, selection: Selection) -> list[int]:
         """The sequences of the shared past that a selection means."""
@@ -127,7 +128,7 @@ class Space:
     def _read(self, sequence: int) -> Tokens:
         """A sequence with what stood before it; empty where it was evicted meanwhile."""
         with contextlib.suppress(KeyError):
-            return np.concatenate((self.shared.lead(sequence), self.shared.tokens(sequence)))
+            return np.concatenate((self.shared.prefix(sequence), self.shared.tokens(sequence)))
         return EMPTY
 
     def forget(self, sequences: Iterable[int]) -> None:
@@ -135,7 +136,7 @@ class Space:
         self._remove(list(sequences))
         state, cells = self.drafter.state(), _cell_count()
         ends = state[cells:].reshape(-1, 3)
-        known = np.isin(ends[:, 0], [origin.end for _, origin in self._known()])
+        known = np.isin(ends[:, 0], [meta.end for _, meta in self._known()])
         if not known.all():
             self.drafter.restore(np.concatenate((state[:cells], ends[known].ravel())))
 
@@ -160,4 +161,4 @@ def without_ends(learned: bytes) -> bytes:
 
 @cache
 def _cell_count() -> int:
-    return len(Drafter().state())
+    return len(IndexDrafter().state())

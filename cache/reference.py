@@ -47,17 +47,17 @@ class Occurrence:
 
 @dataclass
 class ReferenceIndex:
-    """Sequences of tokens; `leads` holds what stood before each, which is matched but never counted."""
+    """Sequences of tokens; `prefixes` holds what stood before each, which is matched but never counted."""
 
-    leads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     occurrences: list[Occurrence] = field(default_factory=list)
     closed: set[int] = field(default_factory=set)
     clock: int = 0
 
     def append(self, sequence: int, tokens: Sequence[int], context: Sequence[int] = ()) -> None:
-        if sequence in self.closed or (sequence in self.leads and context):
+        if sequence in self.closed or (sequence in self.prefixes and context):
             raise ValueError(sequence)
-        past = [*self.leads.setdefault(sequence, tuple(context)), *self.tokens(sequence)]
+        past = [*self.prefixes.setdefault(sequence, tuple(context)), *self.tokens(sequence)]
         for token in tokens:
             self.clock += 1
             self.occurrences.append(Occurrence(sequence, self.clock, tuple(past[-DEPTH:]), token))
@@ -74,13 +74,13 @@ class ReferenceIndex:
         self.occurrences = [o for o in self.occurrences if o.sequence not in sequences]
         self.closed -= set(sequences)
         for sequence in sequences:
-            self.leads.pop(sequence, None)
+            self.prefixes.pop(sequence, None)
 
     def tokens(self, sequence: int) -> list[int]:
         return [o.token for o in self.occurrences if o.sequence == sequence]
 
-    def lead(self, sequence: int) -> list[int]:
-        return list(self.leads[sequence][-DEPTH:])
+    def prefix(self, sequence: int) -> list[int]:
+        return list(self.prefixes[sequence][-DEPTH:])
 
     def matches(self, context: Sequence[int], length: int) -> list[Occurrence]:
         """Oldest first."""
@@ -142,7 +142,7 @@ def bucket(n: float, buckets: int) -> int:
 
 
 @dataclass
-class Correction:
+class DepthCorrection:
     """What rates learned over all tokens turn out to be at each depth: a draft begins in hard places."""
 
     sums: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
@@ -173,8 +173,8 @@ class ReferenceDrafter:
     """Running hit rate of every kind of level, and of going on after tokens that ended an output."""
 
     rates: dict[Cell, tuple[float, float]] = field(default_factory=dict)
-    depths: Correction = field(default_factory=Correction)
-    leads: Correction = field(default_factory=Correction)
+    depths: DepthCorrection = field(default_factory=DepthCorrection)
+    leads: DepthCorrection = field(default_factory=DepthCorrection)
     ends: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def record(self, cell: Cell) -> tuple[float, float]:

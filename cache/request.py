@@ -1,49 +1,36 @@
-"""One generation's view of the cache: draft, extend, close."""
+"""One generation's view of the cache: draft, extend, close. And drafting for many of them in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentspec.cache.deletion import Decode
-from agentspec.cache.index import DEPTH, Drafter, Sourced, SuffixIndex, require_budget
-from agentspec.cache.partition import Space
+from agentspec.cache.index import DEPTH, DraftJob, IndexDrafter, Sourced, SuffixIndex, propose_batch, require_budget
+from agentspec.cache.partition import Partition
+from agentspec.cache.pool import CachePool
 from agentspec.cache.sessions import TRANSCRIPT, Session
 from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
-from agentspec.errors import CacheClosedError
+from agentspec.errors import CacheClosedError, InvalidRequestError
 from agentspec.types import Draft, Labels, Source
 
-if TYPE_CHECKING:
-    from agentspec.cache.suffix_cache import SuffixCache
-
 _ROUND = 32  # tokens learned from before they are added to the session's index
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a request that ended cleanly hands to the cache."""
-
-    space: Space
-    session: Session
-    labels: Labels
-    tokens: Tokens
-    context: Tokens
 
 
 class CacheRequest:
     """An open request. Leaving the `with` block without an exception closes it and shares its output.
 
-    Used by one thread at a time; different requests of one cache may run in different threads.
+    Used by one thread at a time; different requests of one cache may run in different threads. `session` was acquired
+    from `pool`, and is released at the end.
     """
 
     def __init__(
         self,
-        cache: SuffixCache,
-        space: Space,
+        pool: CachePool,
+        partition: Partition,
         session: Session,
         prompt: Tokens,
         labels: Labels,
@@ -51,16 +38,16 @@ class CacheRequest:
         store: bool,
         decode: Decode | None = None,
     ) -> None:
+        self.pool = pool
         self.labels = labels
         self.store = store
         self._decode = decode
-        self._cache = cache
-        self._space = space
+        self._partition = partition
         self._session = session
         self._prompt_end = prompt[-DEPTH:].copy()
         self._context = self._prompt_end
         self._output: list[Tokens] = []
-        self._indexes: list[Sourced] = [(session.index, Source.SESSION), (space.shared, Source.SHARED)]
+        self._indexes: list[Sourced] = [(session.index, Source.SESSION), (partition.shared, Source.SHARED)]
         self._length = 0  # of the output
         self._drafts: dict[int, Draft] = {}  # those to be counted, by where in the output they begin
         self._open = True
@@ -76,8 +63,8 @@ class CacheRequest:
         return np.concatenate(self._output) if self._output else EMPTY
 
     @property
-    def drafter(self) -> Drafter:
-        return self._space.drafter
+    def drafter(self) -> IndexDrafter:
+        return self._partition.drafter
 
     @property
     def indexes(self) -> list[Sourced]:
@@ -100,22 +87,23 @@ class CacheRequest:
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
-        indexes, context, *_ = self._asked(max_tokens, min_probability)
+        drafter, indexes, context, *_ = self.job(max_tokens, min_probability, chain=chain)
         if len(behind):
             context = np.concatenate((context, as_tokens(behind, "behind")))
-        draft = self.drafter.propose(indexes, context, max_tokens, min_probability, chain)
-        self._await(draft, len(behind))
+        draft = drafter.propose(indexes, context, max_tokens, min_probability, chain)
+        self.expect(draft, len(behind))
         return draft
 
-    def _await(self, draft: Draft, behind: int = 0) -> None:
-        """Count it once `extend` is told what came in its place, so many tokens further on."""
-        self._drafts[self._length + behind] = draft
-
-    def _asked(self, max_tokens: int, min_probability: float) -> tuple[list[Sourced], Tokens, int, float]:
+    def job(self, max_tokens: int, min_probability: float = 0.0, *, chain: bool = False) -> DraftJob:
+        """What `draft` asks for, to be proposed together with others. Raises as `draft`."""
         self._require_open()
         require_budget(max_tokens, min_probability)
         self._leave_forgotten()
-        return self._indexes, self._context, max_tokens, min_probability
+        return self.drafter, self._indexes, self._context, max_tokens, min_probability, chain
+
+    def expect(self, draft: Draft, behind: int = 0) -> None:
+        """Count a draft once `extend` is told what came in its place, `behind` tokens further on."""
+        self._drafts[self._length + behind] = draft
 
     def extend(self, tokens: TokensLike) -> None:
         """Record the tokens committed in this round, the target's own included. The session sees them at once.
@@ -135,39 +123,39 @@ class CacheRequest:
         if len(committed):
             self._output.append(committed.copy())
             self._length += len(committed)
-            self._cache._grown(self._space, self._session)
+            self.pool.measure(self._partition, self._session)
 
     def count_draft(self, drafted: int, accepted: int) -> None:
         """Count a draft that was made from `drafter` and `indexes` directly, for a caller with threads of its own."""
-        self._cache._drafted(drafted, accepted)
+        self.pool.count(steps=1, drafted=drafted, accepted=accepted, hits=int(accepted > 0))
 
     def close(self) -> None:
         """End cleanly: the output joins the namespace's shared past. Idempotent."""
-        self._end(self._share)
+        self._end(clean=True)
 
     def abandon(self) -> None:
         """End without sharing: the output so far is partial and stays in this session alone. Idempotent."""
-        self._end(self._cache._abandoned)
+        self._end(clean=False)
 
-    def _share(self) -> None:
-        if self._output:
-            output = Output(self._space, self._session, self.labels, self.output, self._prompt_end)
-            self._cache._share(output, self._decode)
+    def _end(self, *, clean: bool) -> None:
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if not self.pool.closed and self.store:
+                if not clean:
+                    self.pool.count(partial=1)
+                elif self._output:
+                    self.pool.add_output(
+                        self._partition, self._session, self.labels, self.output, self._prompt_end, self._decode
+                    )
+        finally:
+            self.pool.release(self._partition, self._session, keep=self.store)
 
     def _leave_forgotten(self) -> None:
         """Go on without the session's own text if it was forgotten meanwhile."""
         if self._session.forgotten:
             self._indexes = [pair for pair in self._indexes if pair[0] is not self._session.index]
-
-    def _end(self, act: Callable[[], None]) -> None:
-        if not self._open:
-            return
-        self._open = False
-        try:
-            if not self._cache.closed and self.store:
-                act()
-        finally:
-            self._cache._release(self._space, self._session, keep=self.store)
 
     def __enter__(self) -> CacheRequest:
         return self
@@ -175,25 +163,47 @@ class CacheRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abandon()
+        self._end(clean=error is None)
 
     def _require_open(self) -> None:
         if not self._open:
             raise CacheClosedError("this cache request is closed")
-        self._cache._require_open()
+        self.pool.require_open()
 
     def _count(self, committed: Tokens) -> None:
         """Follow the committed tokens down the drafts that begin among them, to know how many were accepted."""
         end = self._length + len(committed)
         for start in [start for start in self._drafts if start < end]:
             draft = self._drafts.pop(start)
-            self._cache._drafted(len(draft), _followed(draft, committed[start - self._length :].tolist()))
+            self.count_draft(len(draft), _accepted(draft, committed[start - self._length :].tolist()))
 
 
-def _followed(draft: Draft, tokens: list[int]) -> int:
+def draft_batch(
+    pool: CachePool,
+    requests: Sequence[CacheRequest],
+    max_tokens: int | Sequence[int] | NDArray[np.integer],
+    min_probability: float,
+    *,
+    chain: bool,
+) -> list[Draft]:
+    """`SuffixCache.draft_batch` for requests of this pool."""
+    pool.require_open()
+    budgets = list(max_tokens) if isinstance(max_tokens, Sequence | np.ndarray) else [max_tokens] * len(requests)
+    if len(budgets) != len(requests):
+        message = f"{len(requests)} requests need as many budgets, not {len(budgets)}"
+        raise InvalidRequestError(message, param="max_tokens")
+    jobs = []
+    for request, budget in zip(requests, budgets, strict=True):
+        if request.pool is not pool:
+            raise InvalidRequestError("a request of another cache cannot be drafted for", param="requests")
+        jobs.append(request.job(budget, min_probability, chain=chain))
+    drafts = propose_batch(jobs)
+    for request, draft in zip(requests, drafts, strict=True):
+        request.expect(draft)
+    return drafts
+
+
+def _accepted(draft: Draft, tokens: list[int]) -> int:
     """How many of the tokens lie on a path of the draft."""
     edges = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
     children = {edge: node for node, edge in enumerate(edges)}

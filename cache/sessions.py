@@ -38,12 +38,12 @@ class Session:
         self._needed = 0  # tokens of the last prompt that a continuation must share
         self._mark = b""  # the last of them
 
-    def begin(self, prompt: Tokens, most: int) -> None:
+    def begin(self, prompt: Tokens, limit: int) -> None:
         """Make the transcript `prompt`: what it shares with the last one stays, the rest is cut off or added.
 
-        A prompt of more than `most` tokens is remembered by its end only.
+        A prompt of more than `limit` tokens is remembered by its end only.
         """
-        kept = prompt[-most:]
+        kept = prompt[-limit:]
         known = self.index.common_prefix(TRANSCRIPT, kept) if self.index.sequence_count else 0
         if not self.index.sequence_count or known < self.index.length(TRANSCRIPT) // 2:
             self.index, known = SuffixIndex(), 0
@@ -73,7 +73,7 @@ def _mark(prompt: Tokens, end: int) -> bytes:
 
 
 class Sessions:
-    """The sessions of one namespace, least recently used first. The caller holds the cache's lock."""
+    """The sessions of one namespace, least recently used first. The caller holds the pool's lock."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, Session] = OrderedDict()
@@ -137,7 +137,7 @@ class Sessions:
             del self._by_name[session.name]
         self.memory_bytes -= session.measured
 
-    def withdraw(self, scope: Scope) -> None:
+    def invalidate(self, scope: Scope) -> None:
         """Forget the sessions in scope, those that requests hold included, but not for the age of their start.
 
         Whether a session holds a pattern is not asked: it begins anew from its next prompt, which costs little.

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 from agentspec.errors import ConfigurationError
 
@@ -75,9 +84,6 @@ class CacheSettings(BaseModel):
     tenant_disk_bytes: ByteSize | None = Field(
         default=None, gt=0, description="Most that one tenant's sequences may take in the database"
     )
-    eviction: Literal["benefit", "lru"] = Field(
-        default="lru", description="What goes first when memory is full: the least recently used, or the least useful"
-    )
     store: bool = Field(
         default=True,
         description="Keep prompts, outputs and their key/value rows; false keeps nothing once a request ends",
@@ -99,7 +105,6 @@ class CacheSettings(BaseModel):
             disk_bytes=self.disk_bytes,
             tenant_memory_bytes=self.tenant_memory_bytes,
             tenant_disk_bytes=self.tenant_disk_bytes,
-            eviction=self.eviction,
             retention=self.retention,
             refuse_patterns=self.refuse_patterns,
         )
@@ -123,6 +128,13 @@ class CacheSettings(BaseModel):
             raise ConfigurationError(
                 f"cannot read cache.password_file {str(self.password_file)!r}: {error.strerror}"
             ) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_removed(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "eviction" in values:
+            raise ValueError("eviction: removed; the cache evicts the least recently used")
+        return values
 
     @field_validator("refuse_patterns")
     @classmethod

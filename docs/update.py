@@ -1,13 +1,9 @@
-"""Writes what the docs repeat from the code: the settings tables of configuration.md, the module list of structure.md.
-
-`--check` only compares.
-"""
+"""Writes the settings tables of configuration.md from the settings classes. `--check` only compares."""
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +24,8 @@ from agentspec.reasoning.settings import (
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, ServerSettings
 
-DOCS = Path(__file__).parent
-FOLDERS = ("agentspec", "backends", "cache", "reasoning", "benchmarks")
+PAGE = Path(__file__).with_name("configuration.md")
+BEGIN, END = "<!-- settings: begin (make docs writes this) -->", "<!-- settings: end -->"
 TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("[server]", ServerSettings),
     ("[[server.api_keys]]", ApiKey),
@@ -68,42 +64,17 @@ def _default(field: FieldInfo) -> str:
         return "unset"
     if isinstance(value, ByteSize):
         return f"`{value.human_readable(separator='')}`"
-    return f"`{str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value}`"
-
-
-def modules() -> str:
-    """Every module with the first line of its docstring."""
-    return "\n".join(_module_lines(DOCS.parent))
-
-
-def _module_lines(root: Path) -> Iterator[str]:
-    for folder in FOLDERS:
-        for path in sorted((root / folder).rglob("*.py")):
-            linked = any(parent.is_symlink() for parent in path.relative_to(root).parents if parent.name)
-            summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-            if summary and not linked:
-                yield f"- `{path.relative_to(root)}`: {summary}"
-
-
-PAGES: tuple[tuple[str, str, Callable[[], str]], ...] = (
-    ("configuration.md", "settings", tables),
-    ("structure.md", "modules", modules),
-)
+    text = str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
+    return "`" + text.replace("\n", "\\n") + "`"
 
 
 def main() -> None:
-    for name, mark, write in PAGES:
-        _update(DOCS / name, mark, write())
-
-
-def _update(page: Path, mark: str, body: str) -> None:
-    begin, end = f"<!-- {mark}: begin (make docs writes this) -->", f"<!-- {mark}: end -->"
-    text = page.read_text()
-    before, rest = text.split(begin)
-    current = f"{before}{begin}\n\n{body}\n\n{end}{rest.split(end)[1]}"
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    current = f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.split(END)[1]}"
     if text != current and "--check" in sys.argv:
-        sys.exit(f"{page.name} is out of date; run: make docs")
-    page.write_text(current)
+        sys.exit(f"{PAGE.name} is out of date; run: make docs")
+    PAGE.write_text(current)
 
 
 if __name__ == "__main__":

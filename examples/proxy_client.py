@@ -1,7 +1,6 @@
 """The official OpenAI client on a gateway that runs already (`agentspec serve`), with labels and a report.
 
-Needs the client: pip install openai
-
+pip install openai
 OPENAI_BASE_URL=http://127.0.0.1:8700/v1 python examples/proxy_client.py [MODEL]
 """
 

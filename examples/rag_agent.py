@@ -1,5 +1,6 @@
 """A LangGraph agent that looks things up before it answers and again with its answer at hand, and waits only once.
 
+pip install '.[torch,langgraph,retrieval]'
 python examples/rag_agent.py                                  # twelve passages of Wikipedia, CC BY-SA 4.0
 python examples/rag_agent.py CORPUS.jsonl "a question"        # lines of {"id", "title", "text"}, plain or gzip
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentspec.protocol.headers import strategy_headers
 from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
 
@@ -29,6 +30,10 @@ class StrategySettings(BaseModel):
         """The strategy and its knobs in one line, for a header."""
         knobs = [f"{name}={str(value).lower()}" for name, value in self.knobs.items()]
         return "; ".join((getattr(self, "strategy", ""), *knobs))
+
+    def headers(self, speculation: bool) -> dict[str, str]:
+        """The headers of an answer by the strategy, or without it where `speculation` is off."""
+        return strategy_headers(self.summary, lossy=self.lossy, speculation=speculation)
 
     @property
     def models(self) -> dict[str, str]:

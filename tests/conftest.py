@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import sqlalchemy as sa
 
@@ -25,12 +26,17 @@ TINY_TEMPLATE = (
 )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The long tests run when asked for by name of their marker."""
-    if "long" not in config.option.markexpr:
-        for item in items:
-            if "long" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="long; run with: pytest -m long"))
+# On how many examples a property is tried; `make check` asks for the second, always the same ones.
+PROFILES = {"dev": 15, "ci": 100}
+for name, examples in PROFILES.items():
+    hypothesis.settings.register_profile(
+        name,
+        max_examples=examples,
+        deadline=None,
+        derandomize=name == "ci",
+        suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("dev")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -151,6 +157,6 @@ def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("failing files are not tested: that needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("faults") / "faults.so"
-    source = Path(__file__).parent / "cache" / "faults.c"
+    source = Path(__file__).parent / "cache" / "storage" / "faults.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
     return library

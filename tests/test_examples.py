@@ -42,7 +42,7 @@ def gateway() -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    for _ in range(200):
+    for _ in range(1200):
         if server.started and httpx.get(f"{address}/health").status_code == 200:
             break
         time.sleep(0.05)
@@ -60,6 +60,7 @@ def test_proxy_client(repository: Path, gateway: str) -> None:
     assert cells[1:3] == ["example", "greet"] and "0.12" in cells[-2] and "5" in cells and "4" in cells
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_quickstart(repository: Path) -> None:
     printed = run(repository, "quickstart.py")
@@ -68,18 +69,21 @@ def test_quickstart(repository: Path) -> None:
     assert second < first
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_decorator(repository: Path) -> None:
     printed = run(repository, "decorator.py")
     assert "polish" in printed and "letters" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_langgraph_agent(repository: Path) -> None:
     printed = run(repository, "langgraph_agent.py")
     assert "capitals" in printed and "check" in printed and printed.count("ai:") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_rag_agent(repository: Path) -> None:
     printed = run(repository, "rag_agent.py")

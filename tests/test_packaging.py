@@ -51,17 +51,20 @@ def test_the_links_lead_to_the_root_folders():
         assert os.readlink(ROOT / "agentspec" / name) == f"../{name}"
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_every_source_as_a_real_file(sdist):
     assert sources() <= set(sdist)
     assert all(sdist[name].isfile() for name in sources())
     assert {"agentspec/cache/_native.pyi", "CMakeLists.txt", "cache/native/bindings.cpp", "LICENSE"} <= set(sdist)
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_nothing_else_that_grows_in_a_working_tree(sdist):
     junk = re.compile(r"(^|/)(\.venv|\.git|\.ci|build|dist|__pycache__|\.[a-z]+_cache|\.hypothesis)(/|$)|\.(so|pyc)$")
     assert [name for name in sdist if junk.search(name)] == []
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_source_and_the_extension_but_no_c_code(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -72,6 +75,7 @@ def test_the_wheel_holds_every_source_and_the_extension_but_no_c_code(wheel):
     assert {name.partition("/")[0] for name in names} == {"agentspec", "agentspec-0.1.0.dist-info"}
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_works_outside_the_tree(wheel, tmp_path):
     target = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", f"--target={target}"]

@@ -17,7 +17,7 @@ from agentspec.types import SamplingParams
 
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
-    from agentspec.backends.torch.exactness import Divergence, Question, Verification
+    from agentspec.backends.torch.exactness import ExactnessCase, ExactnessReport, TokenDivergence
 
 SAMPLED = 0.8  # the temperature of the second round
 
@@ -40,14 +40,14 @@ def verify(
 
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
-    from agentspec.backends.torch.exactness import verify
+    from agentspec.backends.torch.exactness import check_exactness
     from agentspec.cache import SuffixCache
 
     with Console(stderr=True).status(f"loading {model}") as status, SuffixCache.open() as cache:
         backend = TorchBackend.load(TorchSettings(model=model), cache=cache)
         try:
             questions = _questions(backend, _prompts(backend, calls), limit, max_tokens)
-            found = asyncio.run(verify(backend, questions, status.update))
+            found = asyncio.run(check_exactness(backend, questions, status.update))
         finally:
             asyncio.run(backend.aclose())
     if json:
@@ -73,9 +73,11 @@ def _prompts(backend: TorchBackend, calls: Path | None) -> Iterator[Sequence[int
     )
 
 
-def _questions(backend: TorchBackend, prompts: Iterator[Sequence[int]], limit: int, max_tokens: int) -> list[Question]:
+def _questions(
+    backend: TorchBackend, prompts: Iterator[Sequence[int]], limit: int, max_tokens: int
+) -> list[ExactnessCase]:
     """Each prompt that leaves room for an answer, greedy and sampled. Raises `ConfigurationError` if there is none."""
-    from agentspec.backends.torch.exactness import Question
+    from agentspec.backends.torch.exactness import ExactnessCase
 
     fitting = list(islice((p for p in prompts if p and len(p) + max_tokens <= backend.context_length), limit))
     if not fitting:
@@ -85,12 +87,12 @@ def _questions(backend: TorchBackend, prompts: Iterator[Sequence[int]], limit: i
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     sampled = [replace(greedy, temperature=SAMPLED, seed=seed) for seed in range(len(fitting))]
     return [
-        *(Question(prompt, greedy) for prompt in fitting),
-        *(Question(prompt, sampling) for prompt, sampling in zip(fitting, sampled, strict=True)),
+        *(ExactnessCase(prompt, greedy) for prompt in fitting),
+        *(ExactnessCase(prompt, sampling) for prompt, sampling in zip(fitting, sampled, strict=True)),
     ]
 
 
-def _print(found: Verification, backend: TorchBackend) -> None:
+def _print(found: ExactnessReport, backend: TorchBackend) -> None:
     stats, count = backend.stats(), len(found.answers["off"])
     typer.echo(f"{stats.model}, {stats.dtype} on {stats.device}: {count} answers, half greedy, half sampled")
     for way in list(found.answers)[1:]:
@@ -102,7 +104,7 @@ def _print(found: Verification, backend: TorchBackend) -> None:
     typer.echo("exact" if found.exact else "NOT exact: please report this, with the lines above")
 
 
-def _said(divergence: Divergence, backend: TorchBackend) -> str:
+def _said(divergence: TokenDivergence, backend: TorchBackend) -> str:
     """The worst divergence: where, what, and how far apart the two tokens were."""
     off, on = (repr(backend.decode([token])) if token >= 0 else "the end" for token in (divergence.off, divergence.on))
     return (

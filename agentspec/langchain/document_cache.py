@@ -1,4 +1,4 @@
-"""What a retriever has answered before, kept apart by request, and a guess at what it will answer next."""
+"""What a retriever answered before, by scope, and a guess at what it will answer next."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copies(documents: Sequence[Document]) -> list[Document]:
     return [document.model_copy(deep=True) for document in documents]
 
 
-class DocumentCache:
+class ScopeDocuments:
     """The documents of one scope. Not thread-safe: `DocumentCaches` guards it."""
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class DocumentCache:
             self.characters -= len(known[0].page_content)
 
 
-class Request:
-    """A scope with an end. What arrives after it is not remembered."""
+class RequestScope:
+    """A scope with an end: what arrives later is not cached."""
 
     over = False
 
@@ -102,7 +102,7 @@ class DocumentCaches:
 
     def __init__(self, max_characters: int) -> None:
         self._max_characters = max_characters
-        self._caches: OrderedDict[Hashable, DocumentCache] = OrderedDict()
+        self._caches: OrderedDict[Hashable, ScopeDocuments] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -114,9 +114,9 @@ class DocumentCaches:
         if scope is None:
             return
         with self._lock:
-            if isinstance(scope, Request) and scope.over:
+            if isinstance(scope, RequestScope) and scope.over:
                 return
-            cache = self._caches.setdefault(scope, DocumentCache())
+            cache = self._caches.setdefault(scope, ScopeDocuments())
             self._caches.move_to_end(scope)
             cache.learn(query, documents)
             while len(self._caches) > MAX_SCOPES or (len(self._caches) > 1 and self._total() > self._max_characters):
@@ -131,7 +131,7 @@ class DocumentCaches:
             guess = None if cache is None else cache.guess(query, k, score)
             return None if guess is None else copies(guess)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: RequestScope) -> None:
         with self._lock:
             request.over = True
             self._caches.pop(request, None)

@@ -1,4 +1,4 @@
-"""Questions to a retriever that are under way: equal ones share an answer, and those of one moment go in one batch."""
+"""Coalesces calls to a retriever: equal calls in flight share an answer, those of one loop turn go in one batch."""
 
 from __future__ import annotations
 
@@ -16,101 +16,101 @@ from langchain_core.runnables import RunnableConfig
 
 from agentspec.langchain.document_cache import copies
 
-MAX_EARLY = 256  # answers fetched ahead of their question that are kept for it
+MAX_EARLY = 256  # prefetched answers kept for a later call
 
 Documents = list[Document]
 _Place = tuple[asyncio.AbstractEventLoop | None, Hashable]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A question. It may share an answer with equal ones of its scope; one of the scope None with nobody."""
+class RetrieverCall:
+    """One query. Equal calls of one scope may share an answer; a call of the scope None shares with none."""
 
     query: str
     scope: Hashable
     config: RunnableConfig
 
 
-class Flights:
-    """Asks `retriever`. Thread-safe; what runs in an event loop is shared within that loop alone."""
+class RequestCoalescer:
+    """Calls `retriever`. Thread-safe; calls in flight in an event loop are shared within that loop alone."""
 
     def __init__(self, retriever: BaseRetriever) -> None:
         self._retriever = retriever
-        self._under_way: dict[_Place, Any] = {}
+        self._in_flight: dict[_Place, Any] = {}
         self._early: OrderedDict[_Place, Any] = OrderedDict()
-        self._boarding: dict[asyncio.AbstractEventLoop, list[tuple[Call, asyncio.Future[Documents]]]] = {}
+        self._pending: dict[asyncio.AbstractEventLoop, list[tuple[RetrieverCall, asyncio.Future[Documents]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
-        self.joined = 0
+        self.coalesced = 0
 
-    def ask(self, call: Call, *, early: bool = False) -> Documents:
-        """The answer, from an equal call under way if there is one. With `early` the next equal call gets it too."""
+    def ask(self, call: RetrieverCall, *, early: bool = False) -> Documents:
+        """The answer, from an equal call in flight if there is one. With `early` the next equal call gets it too."""
         place = (None, (call.scope, call.query))
         future: Future[Documents] = Future()
-        if (other := self._board(place, call, future, early)) is not None:
+        if (other := self._join(place, call, future, early)) is not None:
             return copies(other.result())
         try:
             future.set_result(self._retriever.invoke(call.query, call.config))
         except BaseException as error:
             future.set_exception(error)
-        self._land(place, failed=future.exception() is not None)
+        self._complete(place, failed=future.exception() is not None)
         return future.result()
 
-    async def aask(self, call: Call, *, early: bool = False) -> Documents:
+    async def aask(self, call: RetrieverCall, *, early: bool = False) -> Documents:
         """As `ask`; different calls of one turn of the event loop go to the retriever's `abatch` together."""
         loop = asyncio.get_running_loop()
         place = (loop, (call.scope, call.query))
         future: asyncio.Future[Documents] = loop.create_future()
-        other = self._board(place, call, future, early)
+        other = self._join(place, call, future, early)
         if other is None:
-            future.add_done_callback(lambda done: self._landed(place, done))
-            if loop not in self._boarding:
-                self._boarding[loop] = []
-                loop.call_soon(self._depart, loop)
-            self._boarding[loop].append((call, future))
+            future.add_done_callback(lambda done: self._completed(place, done))
+            if loop not in self._pending:
+                self._pending[loop] = []
+                loop.call_soon(self._flush, loop)
+            self._pending[loop].append((call, future))
         documents = await asyncio.shield(other or future)
         return copies(documents) if other else documents
 
-    def _board(self, place: _Place, call: Call, future: Any, early: bool) -> Any:
+    def _join(self, place: _Place, call: RetrieverCall, future: Any, early: bool) -> Any:
         """The equal call to wait for; None if `future` now is the one that others wait for."""
         if call.scope is None:
             return None
         with self._lock:
-            other = self._under_way.get(place) or (None if early else self._early.pop(place, None))
+            other = self._in_flight.get(place) or (None if early else self._early.pop(place, None))
             if other is not None:
-                self.joined += 1
+                self.coalesced += 1
                 return other
-            self._under_way[place] = future
+            self._in_flight[place] = future
             if early:
                 self._early[place] = future
                 while len(self._early) > MAX_EARLY:
                     self._early.popitem(last=False)
             return None
 
-    def _land(self, place: _Place, *, failed: bool) -> None:
-        """A failure is told to those who waited; the next call asks again."""
+    def _complete(self, place: _Place, *, failed: bool) -> None:
+        """No longer in flight. Those who waited see a failure too; the next call asks again."""
         with self._lock:
-            self._under_way.pop(place, None)
+            self._in_flight.pop(place, None)
             if failed:
                 self._early.pop(place, None)
 
-    def _landed(self, place: _Place, done: asyncio.Future[Documents]) -> None:
-        self._land(place, failed=done.cancelled() or done.exception() is not None)
+    def _completed(self, place: _Place, done: asyncio.Future[Documents]) -> None:
+        self._complete(place, failed=done.cancelled() or done.exception() is not None)
 
-    def _depart(self, loop: asyncio.AbstractEventLoop) -> None:
-        task = loop.create_task(self._fly(self._boarding.pop(loop)))
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        task = loop.create_task(self._run(self._pending.pop(loop)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _fly(self, boarded: Sequence[tuple[Call, asyncio.Future[Documents]]]) -> None:
+    async def _run(self, batch: Sequence[tuple[RetrieverCall, asyncio.Future[Documents]]]) -> None:
         try:
-            for (_, future), answer in zip(boarded, await self._answers([call for call, _ in boarded]), strict=True):
+            for (_, future), answer in zip(batch, await self._answers([call for call, _ in batch]), strict=True):
                 _settle(future, answer)
         finally:
-            for _, future in boarded:
+            for _, future in batch:
                 future.cancel()  # of those that have no answer because this was cancelled
 
-    async def _answers(self, calls: Sequence[Call]) -> Sequence[Documents | Exception]:
+    async def _answers(self, calls: Sequence[RetrieverCall]) -> Sequence[Documents | Exception]:
         try:
             if len(calls) == 1:
                 return [await self._retriever.ainvoke(calls[0].query, calls[0].config)]

@@ -21,9 +21,9 @@ from langchain_core.runnables import RunnableConfig, ensure_config
 from pydantic import Field, PrivateAttr
 
 from agentspec.errors import ConfigurationError
-from agentspec.langchain.document_cache import DocumentCaches, Request, Score, copies
+from agentspec.langchain.document_cache import DocumentCaches, RequestScope, Score, copies
 from agentspec.langchain.labels import labels_of_call
-from agentspec.langchain.request_coalescer import Call, Flights
+from agentspec.langchain.request_coalescer import RequestCoalescer, RetrieverCall
 from agentspec.telemetry.safe_errors import error_location
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ THREADS = 8  # that ask behind synchronous calls
 MAX_CORRECTIONS = 1024  # kept for `corrections`
 _SILENT: RunnableConfig = {"callbacks": []}  # a run that may be over has no use for reports
 
-_request: ContextVar[Request | None] = ContextVar("agentspec_retrieval_request", default=None)
+_request: ContextVar[RequestScope | None] = ContextVar("agentspec_retrieval_request", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class SpeculativeRetriever(BaseRetriever):
     max_characters: int = Field(default=8_000_000, ge=0, description="Most text remembered, over all scopes")
 
     _caches: DocumentCaches = PrivateAttr()
-    _flights: Flights = PrivateAttr()
+    _coalescer: RequestCoalescer = PrivateAttr()
     _corrections: list[Correction] = PrivateAttr(default_factory=list)
     _stats: RetrievalStats = PrivateAttr(default_factory=RetrievalStats)
     _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
@@ -93,18 +93,18 @@ class SpeculativeRetriever(BaseRetriever):
 
     def model_post_init(self, context: Any) -> None:
         self._caches = DocumentCaches(self.max_characters)
-        self._flights = Flights(self.retriever)
+        self._coalescer = RequestCoalescer(self.retriever)
 
     @property
     def stats(self) -> RetrievalStats:
         """What happened so far."""
         with self._lock:
-            return replace(self._stats, joined=self._flights.joined)
+            return replace(self._stats, joined=self._coalescer.coalesced)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """What is called inside is one request; its documents are forgotten at the end."""
-        request = Request()
+        request = RequestScope()
         token = _request.set(request)
         try:
             yield
@@ -163,7 +163,7 @@ class SpeculativeRetriever(BaseRetriever):
         return self.corrections()
 
     async def asettle(self) -> list[Correction]:
-        """As `settle`, also for what was asked in this event loop. Call it before the loop ends."""
+        """As `settle`, also for what was asked in this event loop. RetrieverCall it before the loop ends."""
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(task for task in self._tasks if task.get_loop() is loop))
         return await asyncio.to_thread(self.settle)
@@ -192,15 +192,15 @@ class SpeculativeRetriever(BaseRetriever):
             return copies(guess)
         return (await self._atruth(call))[:k]
 
-    def _call(self, query: str, config: RunnableConfig, parent: UUID | None) -> Call:
-        return Call(query, self._scope_of(config, parent), config)
+    def _call(self, query: str, config: RunnableConfig, parent: UUID | None) -> RetrieverCall:
+        return RetrieverCall(query, self._scope_of(config, parent), config)
 
-    def _call_here(self, query: str) -> Call:
+    def _call_here(self, query: str) -> RetrieverCall:
         """A call made directly in the run around it, not through `invoke`."""
         config = ensure_config()
         return self._call(query, config, getattr(config.get("callbacks"), "parent_run_id", None))
 
-    def _early_call(self, query: str) -> Call:
+    def _early_call(self, query: str) -> RetrieverCall:
         call = self._call_here(query)
         if call.scope is None:
             raise ConfigurationError(f"prefetch needs a {self.scope} around it, in which the call comes", param="scope")
@@ -217,22 +217,22 @@ class SpeculativeRetriever(BaseRetriever):
             return request
         return None if parent is None else ("run", parent)
 
-    def _guess(self, call: Call, k: int | None) -> list[Document] | None:
+    def _guess(self, call: RetrieverCall, k: int | None) -> list[Document] | None:
         guess = self._caches.guess(call.scope, call.query, k, self.score)
         self._count(guesses=guess is not None)
         return guess
 
-    def _truth(self, call: Call, *, early: bool = False) -> list[Document]:
-        documents = self._flights.ask(call, early=early)
+    def _truth(self, call: RetrieverCall, *, early: bool = False) -> list[Document]:
+        documents = self._coalescer.ask(call, early=early)
         self._caches.learn(call.scope, call.query, documents)
         return documents
 
-    async def _atruth(self, call: Call, *, early: bool = False) -> list[Document]:
-        documents = await self._flights.aask(call, early=early)
+    async def _atruth(self, call: RetrieverCall, *, early: bool = False) -> list[Document]:
+        documents = await self._coalescer.aask(call, early=early)
         self._caches.learn(call.scope, call.query, documents)
         return documents
 
-    def _verify(self, call: Call, guess: list[Document], k: int | None) -> None:
+    def _verify(self, call: RetrieverCall, guess: list[Document], k: int | None) -> None:
         try:
             documents = self._truth(call)[:k]
         except Exception as error:
@@ -240,7 +240,7 @@ class SpeculativeRetriever(BaseRetriever):
         else:
             self._compare(call, guess, documents)
 
-    async def _averify(self, call: Call, guess: list[Document], k: int | None) -> None:
+    async def _averify(self, call: RetrieverCall, guess: list[Document], k: int | None) -> None:
         try:
             documents = (await self._atruth(call))[:k]
         except Exception as error:
@@ -248,7 +248,7 @@ class SpeculativeRetriever(BaseRetriever):
         else:
             self._compare(call, guess, documents)
 
-    def _compare(self, call: Call, guess: list[Document], documents: list[Document]) -> None:
+    def _compare(self, call: RetrieverCall, guess: list[Document], documents: list[Document]) -> None:
         if documents == guess:
             self._count(confirmed=1)
         else:

@@ -1,4 +1,4 @@
-"""Server-sent events, decoded from bytes that may be cut anywhere.
+"""Server-sent events: written, decoded from bytes that may be cut anywhere, and passed on as they are.
 
 Source: HTML Living Standard, section 9.2.6 "Interpreting an event stream". Only `data` matters to OpenAI's protocol;
 comments and the other fields are skipped.
@@ -6,12 +6,24 @@ comments and the other fields are skipped.
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 
 from agentspec.errors import UpstreamError
 
 MAX_EVENT_BYTES = 16 << 20  # the token ids of a long prompt come in one event
+MAX_HELD = 1 << 20
+DONE = b"data: [DONE]\n\n"
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"|data:\s*\[DONE\]')
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def event(data: bytes) -> bytes:
+    """One event on the wire; `data` is a line, as encoded JSON is."""
+    return b"data: " + data + b"\n\n"
 
 
 class SseDecoder:
@@ -68,3 +80,49 @@ class SseDecoder:
             self._data.append(value.removeprefix(b" "))
         else:
             self._held -= len(line)
+
+
+class EventSplitter:
+    """Cuts a stream of bytes behind its events and passes every byte on, reading only what tells of counts or the end.
+
+    The piece of an event that has no end yet is held back, up to `MAX_HELD` bytes: no client can use it.
+    """
+
+    def __init__(self) -> None:
+        self.finished = False
+        self._counting: deque[bytes] = deque(maxlen=4)
+        self._held = bytearray()
+        self._cut_event = False
+
+    def feed(self, piece: bytes) -> bytes:
+        """The bytes that may go out now: everything up to the last event's end, or all if too much is held."""
+        searched = max(0, len(self._held) - 3)
+        self._held += piece
+        end = 0
+        for match in _EVENT_END.finditer(self._held, searched):
+            end = match.end()
+        if end == 0 and len(self._held) > MAX_HELD:
+            end, self._cut_event = len(self._held), True
+        elif end:
+            self._cut_event = False
+        out = bytes(self._held[:end])
+        del self._held[:end]
+        self.finished = self.finished or _FINISHED.search(out) is not None
+        if b'"usage"' in out or b'"speculation"' in out:
+            self._counting.append(out)
+        return out
+
+    def counting_events(self) -> Iterator[str]:
+        """The data of the last events that passed in pieces with usage or speculation."""
+        decoder = SseDecoder(max_event_bytes=2 * MAX_HELD)
+        with suppress(UpstreamError):
+            for piece in self._counting:
+                yield from decoder.feed(piece)
+
+    def rest(self) -> bytes:
+        """What is still held at a good end: an upstream may leave out the last blank line."""
+        return bytes(self._held)
+
+    def separator(self) -> bytes:
+        """What ends an event of which a part went out already."""
+        return b"\n\n" if self._cut_event else b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
@@ -14,63 +15,58 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.openai import OpenAIBackend
-from agentspec.backends.settings import TorchSettings
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Forwards, ReportsMetrics
 from agentspec.errors import ModelNotFoundError
-from agentspec.proxy.auth import Keys
-from agentspec.proxy.concurrency_limiter import Gate
-from agentspec.proxy.endpoint import Generation, Path
+from agentspec.protocol.responses import encode
+from agentspec.proxy.auth import Authenticator
+from agentspec.proxy.endpoint import GenerationEndpoint
+from agentspec.proxy.limits import ConcurrencyLimiter
 from agentspec.proxy.loading import Loading
-from agentspec.proxy.middleware import Door
+from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.passthrough import request_headers
-from agentspec.proxy.request_record import Exchange
-from agentspec.proxy.responses import encode
-from agentspec.proxy.upstream_metrics import UpstreamCounters
+from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.telemetry.metrics import CONTENT_TYPE, EngineSample, Metrics
+from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
+from agentspec.telemetry.samples import BackendSample
 
 VERSION = version("agentspec")
-GENERATING: tuple[Path, ...] = ("/chat/completions", "/completions", "/embeddings")
-Endpoint = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(runtime: Runtime, settings: Settings | None = None) -> Door:
+def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMiddleware:
     """The gateway as an ASGI application, to be run with its lifespan.
 
     The lifespan starts the runtime in a thread; generating requests are answered 503 until that is done. Its end closes
     the runtime. Raises `ConfigurationError` for an API key that cannot be read.
     """
     settings = settings or runtime.settings
-    gate = Gate(settings.server.max_concurrent)
-    upstreams = UpstreamCounters(runtime)
-    metrics = Metrics(
-        version=VERSION,
-        models=runtime.models(),
-        index_size=lambda: _index_size(runtime),
-        engines=lambda: _engines(runtime),
-        upstreams=lambda: upstreams.samples,
-    )
-    pages = Pages(runtime, gate, metrics, upstreams)
-    routes = [_route(path, endpoint, "GET") for path, endpoint in pages.routes().items()]
-    for path in GENERATING:
-        routes.append(_route(f"/v1{path}", Generation(path, runtime, settings.server, gate), "POST"))
+    limiter = ConcurrencyLimiter(settings.server.max_concurrent)
+    pages = Pages(runtime, limiter)
+    routes = [_route(path, handler, "GET") for path, handler in pages.routes().items()]
+    for path in (CHAT, COMPLETIONS, EMBEDDINGS):
+        routes.append(_route(f"/v1{path}", GenerationEndpoint(path, runtime, settings.server, limiter), "POST"))
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
-    return Door(router, Keys(settings.server.api_keys), gate, metrics, loading)
+    return GatewayMiddleware(router, Authenticator(settings.server.api_keys), limiter, pages.registry, loading)
 
 
 class Pages:
-    """The routes that only tell something."""
+    """The routes that inform about the gateway itself. `registry` has its metrics."""
 
-    def __init__(self, runtime: Runtime, gate: Gate, metrics: Metrics, upstreams: UpstreamCounters) -> None:
+    def __init__(self, runtime: Runtime, limiter: ConcurrencyLimiter) -> None:
         self._runtime = runtime
-        self._gate = gate
-        self._metrics = metrics
-        self._upstreams = upstreams
+        self._limiter = limiter
         self._created = int(time.time())
+        self._samples: list[BackendSample] = []
+        self.registry = Metrics(
+            version=VERSION,
+            models=runtime.models(),
+            index_size=lambda: _index_size(runtime),
+            backends=lambda: self._samples,
+        )
 
-    def routes(self) -> dict[str, Endpoint]:
+    def routes(self) -> dict[str, Handler]:
         return {
             "/health": self.health,
             "/ready": self.ready,
@@ -86,15 +82,15 @@ class Pages:
 
     async def ready(self, request: Request) -> Response:
         """Whether a request sent now would be taken: 200, or 503 while loading or draining."""
-        status = "draining" if self._gate.closed else "ready" if self._runtime.ready else "loading"
+        status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
         return _json({"status": status}, 200 if status == "ready" else 503)
 
     async def version(self, request: Request) -> Response:
         return _json({"version": VERSION})
 
     async def metrics(self, request: Request) -> Response:
-        await self._upstreams.fetch()
-        return Response(await anyio.to_thread.run_sync(self._metrics.render), headers={"content-type": CONTENT_TYPE})
+        self._samples = await _samples(self._runtime)
+        return Response(await anyio.to_thread.run_sync(self.registry.render), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": await self._objects(request)})
@@ -112,22 +108,22 @@ class Pages:
         if names or not (self._runtime.ready and self._runtime.takes_any_model):
             return [self._object(name) for name in names]
         backend = self._runtime.route("*").backend
-        headers = request_headers(request.scope, Exchange.of(request.scope))
-        return await backend.models(headers) if isinstance(backend, OpenAIBackend) else []
+        headers = request_headers(request.scope, RequestRecord.of(request.scope))
+        return await backend.models(headers) if isinstance(backend, Forwards) else []
 
     def _object(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}
 
 
-def _route(path: str, endpoint: Any, method: str) -> Route:
-    return _Named(path, endpoint, methods=[method], include_in_schema=False)
+def _route(path: str, handler: Any, method: str) -> Route:
+    return _RecordedRoute(path, handler, methods=[method], include_in_schema=False)
 
 
-class _Named(Route):
-    """A route that tells the exchange its name, before anything can fail inside it."""
+class _RecordedRoute(Route):
+    """A route that enters its path into the request's record, before anything can fail inside it."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        Exchange.of(scope).route = self.path
+        RequestRecord.of(scope).route = self.path
         await super().handle(scope, receive, send)
 
 
@@ -140,30 +136,18 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
 
 def _index_size(runtime: Runtime) -> tuple[int, int] | None:
     """Bytes and sequences of the index; None where no local engine keeps one."""
-    local = any(isinstance(backend, TorchSettings) for backend in runtime.settings.backends.values())
+    local = any(backend.local for backend in runtime.settings.backends.values())
     if not (local and runtime.ready):
         return None
     stats = runtime.cache.stats()
     return stats.memory_bytes, stats.sequences
 
 
-def _engines(runtime: Runtime) -> list[EngineSample]:
-    backends: dict[str, Any] = runtime.backends()
-    return [_sample(name, backend.stats()) for name, backend in backends.items() if hasattr(backend, "stats")]
-
-
-def _sample(name: str, stats: Any) -> EngineSample:
-    """From `EngineStats`, which is not imported here because its package needs torch."""
-    return EngineSample(
-        name,
-        queued=stats.queued,
-        active=stats.active,
-        drafted=stats.drafted_by_source,
-        accepted=stats.accepted_by_source,
-        forwards=stats.batch_sizes,
-        preempted=stats.preempted,
-        rows=stats.kv_rows,
-    )
+async def _samples(runtime: Runtime) -> list[BackendSample]:
+    """The counts of all backends that have some now."""
+    counting = {name: backend for name, backend in runtime.backends().items() if isinstance(backend, ReportsMetrics)}
+    found = await asyncio.gather(*(backend.metrics(name) for name, backend in counting.items()))
+    return [sample for sample in found if sample is not None]
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -1,4 +1,4 @@
-"""Who is asking: API keys, tenants and the `x-agentspec-*` headers."""
+"""Who is asking: the API key, its tenant, and the labels and switches in the headers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import hmac
 import re
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import unquote
+from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
 
-from agentspec.errors import AuthenticationError, InvalidRequestError
+from agentspec.errors import AuthenticationError
+from agentspec.protocol.headers import read_labels, read_switch
 from agentspec.settings.api_keys import ApiKey, read_keys
-from agentspec.types import DEFAULT_TENANT, Labels
+from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
 
-MAX_LABEL = 256
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -30,14 +28,12 @@ class Caller:
     speculation: bool
     store: bool
 
-    @property
-    def request_fields(self) -> dict[str, Any]:
-        """The fields of a `GenerateRequest` that the caller decides."""
-        names = ("tenant", "labels", "speculation", "store")
-        return {name: getattr(self, name) for name in names}
+    def sign(self, request: GenerateRequest) -> GenerateRequest:
+        """`request` as one of this caller."""
+        return replace(request, tenant=self.tenant, labels=self.labels, speculation=self.speculation, store=self.store)
 
 
-class Keys:
+class Authenticator:
     """The API keys. Only their SHA-256 is kept; every comparison looks at every key, in constant time each."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
@@ -61,37 +57,14 @@ class Keys:
 
 def read_caller(headers: Headers, tenant: str) -> Caller:
     """The caller that the headers describe. Raises `InvalidRequestError` naming the header that is wrong."""
-    labels = Labels(
-        session=_label(headers, "session"), workflow=_label(headers, "workflow"), step=_label(headers, "step")
-    )
-    return Caller(tenant, labels, speculation=_switch(headers, "speculation"), store=_switch(headers, "store"))
+    labels = read_labels(headers)
+    return Caller(tenant, labels, speculation=read_switch(headers, "speculation"), store=read_switch(headers, "store"))
 
 
 def request_id(headers: Headers) -> str:
     """The client's own id where it is harmless, or a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
-
-
-def _label(headers: Headers, name: str) -> str | None:
-    """A label, percent-decoded; empty counts as none."""
-    header = f"x-agentspec-{name}"
-    try:
-        value = unquote(headers.get(header, ""), errors="strict")
-    except UnicodeDecodeError:
-        raise InvalidRequestError(f"{header} is not percent-encoded UTF-8", param=header) from None
-    if len(value) > MAX_LABEL or not value.isprintable():
-        raise InvalidRequestError(f"{header} must be at most {MAX_LABEL} printable characters", param=header)
-    return value or None
-
-
-def _switch(headers: Headers, name: str) -> bool:
-    """Everything is on unless the header says `off`."""
-    header = f"x-agentspec-{name}"
-    value = headers.get(header, "on").strip().lower()
-    if value not in ("on", "off"):
-        raise InvalidRequestError(f"{header} must be 'on' or 'off'", param=header)
-    return value == "on"
 
 
 def _digest(key: bytes) -> bytes:

@@ -5,154 +5,133 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import Backend
-from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError
-from agentspec.proxy import chat, completions
+from agentspec.protocol.chat_response import ChatWriter
+from agentspec.protocol.completion_response import CompletionWriter
+from agentspec.protocol.requests import parse_chat, parse_completion
+from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
+from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body import parse_object, read_body
-from agentspec.proxy.concurrency_limiter import Gate
-from agentspec.proxy.deadlines import Deadline, until_disconnect
-from agentspec.proxy.errors import event_body, log_unexpected, outcome
-from agentspec.proxy.passthrough import check_upstream_fields, labelled, pass_through
-from agentspec.proxy.request_record import Exchange
-from agentspec.proxy.responses import DONE, Gathered, Writer, encode, event
-from agentspec.reasoning.delegation.backend import StrategyBackend
-from agentspec.reasoning.retrieval.backend import RetrievalBackend
-from agentspec.reasoning.retrieval.knn.backend import KnnStrategy
+from agentspec.proxy.errors import error_event, log_unexpected, outcome
+from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
+from agentspec.proxy.passthrough import check_upstream_fields, pass_through, upstream_body
+from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ServerSettings
 from agentspec.telemetry.metrics import OTHER
 from agentspec.types import Delta, GenerateRequest
 
-Path = Literal["/chat/completions", "/completions", "/embeddings"]
 MAX_MODEL_NAME = 256
-EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-EVENT_STREAM += [(b"x-accel-buffering", b"no")]
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """`POST` to one of the generating routes, as an ASGI application. Errors are raised to the door around it."""
+class GenerationEndpoint:
+    """`POST` to one of the generating routes, as an ASGI application. Errors are raised to the middleware around it."""
 
-    path: Path
+    path: str
     runtime: Runtime
     settings: ServerSettings
-    gate: Gate
+    limiter: ConcurrencyLimiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange, headers = Exchange.of(scope), Headers(scope=scope)
-        with self.gate.enter():
+        record, headers = RequestRecord.of(scope), Headers(scope=scope)
+        with self.limiter.enter():
             deadline = Deadline(self.settings.request_timeout)
             body = await read_body(headers, receive, self.settings.max_body_bytes)
             fields = parse_object(body)
-            model = self._model(fields)
+            model = _model(fields)
             route = self._ready().route(model)
-            exchange.model = model if model in self.runtime.models() else OTHER
-            caller = read_caller(headers, exchange.tenant or "")
+            record.model = model if model in self.runtime.models() else OTHER
+            caller = read_caller(headers, record.tenant or "")
             async with until_disconnect(receive) as client:
-                if isinstance(route.backend, OpenAIBackend):
+                if isinstance(route.backend, Forwards):
                     check_upstream_fields(fields, self.settings.max_messages)
                     async with deadline.limit():
-                        body = await labelled(route.backend, self.path, body, fields, caller.labels)
-                    await pass_through(scope, send, route, self.path, body, model, deadline)
+                        body = await upstream_body(
+                            route.backend, self.path, body, fields, caller.labels, route.upstream_model
+                        )
+                    await pass_through(scope, send, route.backend, self.path, body, deadline)
                 else:
-                    request, writer = self._parse(fields, caller, exchange, route.backend)
+                    request, writer = self._parse(fields, caller, route.backend, record)
                     deltas = deadline.within(self.runtime.generate(request))
-                    await (stream if exchange.stream else whole)(deltas, writer, exchange, send)
-            if client.cancelled_caught and not exchange.body_ended:
-                exchange.outcome = "cancelled"
+                    await (send_sse if record.stream else send_json)(deltas, writer, record, send)
+            if client.cancelled_caught and not record.body_ended:
+                record.outcome = "cancelled"
 
     def _parse(
-        self, fields: Mapping[str, Any], caller: Caller, exchange: Exchange, backend: Backend
-    ) -> tuple[GenerateRequest, Writer]:
-        speculation = self.settings.speculation_object
-        if isinstance(backend, StrategyBackend) and self.path != "/chat/completions":
-            raise InvalidRequestError(f"the model {exchange.model!r} answers chat completions only", param="model")
-        if self.path == "/chat/completions":
-            request, exchange.stream, usage = chat.parse(fields, caller, max_messages=self.settings.max_messages)
-            exchange.strategy = strategy_header(backend, request)
-            return request, chat.ChatWriter(
-                request.model,
-                usage,
-                speculation,
-                request.sampling.logprobs,
-                token_ids=request.return_prompt,
-                choices=request.sampling.n,
-            )
-        if self.path == "/completions":
-            request, exchange.stream, usage = completions.parse(fields, caller)
-            exchange.strategy = strategy_header(backend, request)
-            return request, completions.CompletionWriter(
-                request.model,
-                usage,
-                speculation,
-                request.sampling.logprobs,
-                token_ids=fields.get("return_token_ids") is True,
-                echo=fields.get("echo") is True,
-                prompt_logprobs=fields.get("prompt_logprobs") is not None,
-                choices=request.sampling.n,
-            )
-        raise InvalidRequestError(f"the model {exchange.model!r} does not answer {self.path}", param="model")
+        self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
+    ) -> tuple[GenerateRequest, ResponseWriter]:
+        """The request for `backend`, and what writes its answer."""
+        if self.path not in (routes := backend.capabilities.routes):
+            refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
+            raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
+        kind: type[ChatWriter | CompletionWriter]
+        if self.path == CHAT:
+            (request, form), kind = parse_chat(fields, max_messages=self.settings.max_messages), ChatWriter
+        else:
+            (request, form), kind = parse_completion(fields), CompletionWriter
+        request, record.stream = caller.sign(request), form.stream
+        if isinstance(backend, AddsHeaders):
+            record.response_headers = backend.response_headers(request)
+        return request, kind(request, form, self.settings.speculation_object)
 
     def _ready(self) -> Runtime:
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
 
-    def _model(self, fields: Mapping[str, Any]) -> str:
-        model = fields.get("model")
-        if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_NAME:
-            raise InvalidRequestError(f"model must be a string of 1 to {MAX_MODEL_NAME} characters", param="model")
-        return model
+
+def _model(fields: Mapping[str, Any]) -> str:
+    model = fields.get("model")
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_NAME:
+        raise InvalidRequestError(f"model must be a string of 1 to {MAX_MODEL_NAME} characters", param="model")
+    return model
 
 
-def strategy_header(backend: Backend, request: GenerateRequest) -> tuple[bytes, str] | None:
-    """What tells a client that a strategy answers, and whether its answer may be another than without it."""
-    if not isinstance(backend, (StrategyBackend, RetrievalBackend, KnnStrategy)):
-        return None
-    if not backend.settings.lossy:
-        return b"x-agentspec-lossless", backend.settings.summary
-    return (b"x-agentspec-lossy", backend.settings.summary) if request.speculation else None
-
-
-async def whole(deltas: AsyncGenerator[Delta], writer: Writer, exchange: Exchange, send: Send) -> None:
+async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send) -> None:
     """Answer with one JSON object."""
-    answer = Gathered()
+    answer = Accumulator()
     async with aclosing(deltas):
         async for delta in deltas:
-            note(exchange, delta)
+            note(record, delta)
             answer.add(delta)
     body = encode(writer.body(answer))
     await respond(send, Response(body, media_type="application/json"))
 
 
-async def stream(deltas: AsyncGenerator[Delta], writer: Writer, exchange: Exchange, send: Send) -> None:
+async def send_sse(deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send) -> None:
     """Answer with server-sent events. What fails before the first delta is raised and gets its own status."""
     async with aclosing(deltas):
         first = await anext(deltas, Delta(finish_reason="stop"))
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         try:
-            await _send_chunks(first, writer, exchange, send)
+            await _send_chunks(first, writer, record, send)
             async for delta in deltas:
-                await _send_chunks(delta, writer, exchange, send)
+                await _send_chunks(delta, writer, record, send)
         except Exception as error:
-            broke_off(exchange, error)
-            await _send(send, b"data: " + event_body(error, exchange.request_id) + b"\n\n")
+            record_failure(record, error)
+            await _send(send, error_event(error, record.request_id))
         await _send(send, DONE)
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _send_chunks(delta: Delta, writer: Writer, exchange: Exchange, send: Send) -> None:
-    note(exchange, delta)
+async def _send_chunks(delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send) -> None:
+    note(record, delta)
     for chunk in writer.chunks(delta):
-        await _send(send, event(chunk))
+        await _send(send, event(encode(chunk)))
 
 
 async def _send(send: Send, data: bytes) -> None:
@@ -164,14 +143,12 @@ async def respond(send: Send, response: Response) -> None:
     await send({"type": "http.response.body", "body": response.body})
 
 
-def note(exchange: Exchange, delta: Delta) -> None:
+def note(record: RequestRecord, delta: Delta) -> None:
     if delta.text or delta.token_ids or delta.extra:
-        exchange.token_arrived()
-    exchange.usage = delta.usage or exchange.usage
-    exchange.speculation = delta.speculation or exchange.speculation
+        record.token_arrived()
+    record.read(delta)
 
 
-def broke_off(exchange: Exchange, error: Exception) -> None:
-    exchange.outcome = outcome(error)
-    exchange.error = error.code if isinstance(error, AgentSpecError) else type(error).__name__
-    log_unexpected(error, exchange.request_id)
+def record_failure(record: RequestRecord, error: Exception) -> None:
+    record.fail(outcome(error), error.code if isinstance(error, AgentSpecError) else type(error).__name__)
+    log_unexpected(error, record.request_id)

@@ -19,8 +19,9 @@ from agentspec.errors import (
     ShuttingDownError,
     UpstreamStatusError,
 )
+from agentspec.protocol.responses import encode
+from agentspec.protocol.sse import event
 from agentspec.proxy.logs import logger
-from agentspec.proxy.responses import encode
 from agentspec.telemetry.safe_errors import class_of, frames_of
 
 # An upstream may say these about its own errors; everything else it sent stays with us.
@@ -49,9 +50,9 @@ def failure(error: Exception, request_id: str = "") -> Failure:
     return Failure(status, encode(_body(error, request_id)), code, _headers(error))
 
 
-def event_body(error: Exception, request_id: str = "") -> bytes:
-    """The JSON of the event that ends a stream which `error` broke off."""
-    return encode(_body(error, request_id))
+def error_event(error: Exception, request_id: str = "") -> bytes:
+    """The event that ends a stream which `error` broke off."""
+    return event(encode(_body(error, request_id)))
 
 
 def unexpected(error: Exception) -> BaseException | None:
@@ -95,10 +96,10 @@ def _headers(error: Exception) -> dict[str, str]:
 
 def _http(error: HTTPException) -> Failure:
     """No such route, or not with this method."""
-    said = {404: "no such route", 405: "method not allowed here"}.get(
+    message = {404: "no such route", 405: "method not allowed here"}.get(
         error.status_code, HTTPStatus(error.status_code).phrase
     )
     code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
-    body: dict[str, Any] = InvalidRequestError(said).body()
+    body: dict[str, Any] = InvalidRequestError(message).body()
     body["error"]["code"] = code
     return Failure(error.status_code, encode(body), code or "http_error", dict(error.headers or {}))

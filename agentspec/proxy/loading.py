@@ -16,18 +16,18 @@ from agentspec.runtime import Runtime
 class Loading:
     """Starts a runtime in a thread for as long as the application lives. `error` is what the start failed with.
 
-    Where the process ends with the application, `hurry()` before the end does not wait for a load under way, which
+    Where the process ends with the application, `abort()` before the end has it not wait for a load under way, which
     cannot be interrupted: `left_behind` then says that its thread still runs.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._hurried = False
+        self._aborted = False
         self.error: Exception | None = None
         self.left_behind = False
 
-    def hurry(self) -> None:
-        self._hurried = True
+    def abort(self) -> None:
+        self._aborted = True
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
@@ -36,7 +36,7 @@ class Loading:
         try:
             yield
         finally:
-            if self._hurried and not task.done():
+            if self._aborted and not task.done():
                 self.left_behind = True
                 task.cancel()
                 logger.info("stopped while loading")

@@ -12,24 +12,24 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.proxy.auth import Keys, request_id
-from agentspec.proxy.concurrency_limiter import Gate
+from agentspec.proxy.auth import Authenticator, request_id
 from agentspec.proxy.errors import failure, log_unexpected, outcome
+from agentspec.proxy.limits import ConcurrencyLimiter
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
-from agentspec.proxy.request_record import Exchange
+from agentspec.proxy.request_record import RequestRecord
 from agentspec.telemetry.metrics import Metrics
 
 OPEN_ROUTES = ("/health",)
 
 
 @dataclass(slots=True)
-class Door:
-    """The gateway as an ASGI application. `gate.close()` begins a drain; `loading` tells how the start goes."""
+class GatewayMiddleware:
+    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes."""
 
     routes: Router
-    keys: Keys
-    gate: Gate
+    authenticator: Authenticator
+    limiter: ConcurrencyLimiter
     metrics: Metrics
     loading: Loading
 
@@ -38,44 +38,45 @@ class Door:
             await self.routes(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        exchange = Exchange(request_id(headers), scope["method"])
-        exchange.attach(scope)
-        scope["app"], scope["agentspec.settings.api_keys"] = self, bool(self.keys)
-        send = exchange.sending(send)
+        record = RequestRecord(request_id(headers), scope["method"])
+        record.attach(scope)
+        scope["app"] = self
+        record.has_gateway_key = bool(self.authenticator)
+        send = record.sending(send)
         self.metrics.in_flight.inc()
         try:
             if scope["path"] not in OPEN_ROUTES:
-                exchange.tenant = self.keys.tenant(headers)
+                record.tenant = self.authenticator.tenant(headers)
             await self.routes(scope, receive, send)
         except ClientDisconnect:
-            exchange.outcome = "cancelled"
+            record.outcome = "cancelled"
         except asyncio.CancelledError:
-            exchange.outcome = "cancelled"
+            record.outcome = "cancelled"
             raise
         except Exception as error:
-            await _answer(error, exchange, send)
+            await _answer(error, record, send)
         finally:
             self.metrics.in_flight.dec()
-            self._finish(exchange)
+            self._finish(record)
 
-    def _finish(self, exchange: Exchange) -> None:
+    def _finish(self, record: RequestRecord) -> None:
         metrics = self.metrics
-        metrics.request(exchange.route, exchange.model, exchange.outcome, exchange.seconds)
-        if exchange.first_token is not None:
-            metrics.first_token(exchange.model, exchange.first_token)
-        if (usage := exchange.usage) is not None:
-            metrics.tokens(exchange.model, prompt=usage.prompt_tokens, completion=usage.completion_tokens)
-        if (done := exchange.speculation) is not None:
-            metrics.speculation(exchange.model, drafted=done.drafted, accepted=done.accepted, steps=done.steps)
-        logger.log(_level(exchange), "request", **_log_fields(exchange))
+        metrics.request(record.route, record.model, record.outcome, record.seconds)
+        if record.first_token is not None:
+            metrics.first_token(record.model, record.first_token)
+        if (usage := record.usage) is not None:
+            metrics.tokens(record.model, prompt=usage.prompt_tokens, completion=usage.completion_tokens)
+        if (done := record.speculation) is not None:
+            metrics.speculation(record.model, drafted=done.drafted, accepted=done.accepted, steps=done.steps)
+        logger.log(_level(record), "request", **_log_fields(record))
 
 
-async def _answer(error: Exception, exchange: Exchange, send: Send) -> None:
-    """Say what went wrong, if there is still room to: once the answer has begun the connection can only be cut."""
-    failed = failure(error, exchange.request_id)
-    exchange.outcome, exchange.error = outcome(error), failed.code
-    log_unexpected(error, exchange.request_id)
-    if exchange.body_begun:
+async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
+    """Answer with the error, unless the answer has begun: then the connection can only be cut."""
+    failed = failure(error, record.request_id)
+    record.fail(outcome(error), failed.code)
+    log_unexpected(error, record.request_id)
+    if record.body_begun:
         return
     headers = {"content-type": "application/json", "content-length": str(len(failed.body)), **failed.headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
@@ -83,26 +84,26 @@ async def _answer(error: Exception, exchange: Exchange, send: Send) -> None:
     await send({"type": "http.response.body", "body": failed.body})
 
 
-def _level(exchange: Exchange) -> int:
-    if exchange.route in ("/health", "/ready", "/metrics"):
+def _level(record: RequestRecord) -> int:
+    if record.route in ("/health", "/ready", "/metrics"):
         return logging.DEBUG
-    return logging.WARNING if exchange.outcome == "server_error" else logging.INFO
+    return logging.WARNING if record.outcome == "server_error" else logging.INFO
 
 
-def _log_fields(exchange: Exchange) -> dict[str, Any]:
-    usage = exchange.usage
+def _log_fields(record: RequestRecord) -> dict[str, Any]:
+    usage = record.usage
     fields = {
-        "request_id": exchange.request_id,
-        "method": exchange.method,
-        "route": exchange.route,
-        "model": exchange.model,
-        "tenant": exchange.tenant,
-        "status": exchange.status,
-        "outcome": exchange.outcome,
-        "error": exchange.error,
-        "stream": exchange.stream,
-        "seconds": round(exchange.seconds, 4),
-        "first_token_seconds": None if exchange.first_token is None else round(exchange.first_token, 4),
+        "request_id": record.request_id,
+        "method": record.method,
+        "route": record.route,
+        "model": record.model,
+        "tenant": record.tenant,
+        "status": record.status,
+        "outcome": record.outcome,
+        "error": record.error,
+        "stream": record.stream,
+        "seconds": round(record.seconds, 4),
+        "first_token_seconds": None if record.first_token is None else round(record.first_token, 4),
         "prompt_tokens": usage and usage.prompt_tokens,
         "completion_tokens": usage and usage.completion_tokens,
     }

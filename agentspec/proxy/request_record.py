@@ -1,29 +1,31 @@
-"""One request and what became of it: filled in on the way, then logged and counted once."""
+"""One request and its outcome: filled in while it is answered, then logged and counted once."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 from starlette.types import Message, Scope, Send
 
-from agentspec.types import Speculation, Usage
+from agentspec.types import Delta, Speculation, Usage
 
-_KEY = "agentspec.exchange"
+_KEY = "agentspec.request_record"
 
 
 @dataclass(slots=True)
-class Exchange:
+class RequestRecord:
     """`model` stays None until it is known to be a configured one, so that no text of a client's is ever logged.
 
-    `strategy` is a header that names the strategy and its knobs, and whether the answer may differ by it.
+    With `has_gateway_key` its Authorization was meant for this gateway. `response_headers` are what the backend adds to
+    the answer's.
     """
 
     request_id: str
     method: str
     route: str = "unknown"
+    has_gateway_key: bool = False
     tenant: str | None = None
     model: str | None = None
     status: int = 0
@@ -32,15 +34,15 @@ class Exchange:
     stream: bool = False
     usage: Usage | None = None
     speculation: Speculation | None = None
-    strategy: tuple[bytes, str] | None = None
+    response_headers: Mapping[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     body_begun: bool = False
     body_ended: bool = False
 
     @classmethod
-    def of(cls, scope: Scope) -> Exchange:
-        return cast(Exchange, scope[_KEY])
+    def of(cls, scope: Scope) -> RequestRecord:
+        return cast(RequestRecord, scope[_KEY])
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
@@ -54,8 +56,16 @@ class Exchange:
         if self.first_token is None:
             self.first_token = self.seconds
 
+    def read(self, delta: Delta) -> None:
+        """Note the counts that a delta carries."""
+        self.usage = delta.usage or self.usage
+        self.speculation = delta.speculation or self.speculation
+
+    def fail(self, outcome: str, error: str | None) -> None:
+        self.outcome, self.error = outcome, error
+
     def sending(self, send: Send) -> Send:
-        """`send`, which notes the status and puts the request id on the answer."""
+        """`send`, which also notes the status and adds the request id and the backend's headers to the answer."""
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -68,6 +78,5 @@ class Exchange:
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", self.request_id.encode()
-        if self.strategy is not None:
-            name, value = self.strategy
-            yield name, value.encode()
+        for name, value in self.response_headers.items():
+            yield name.encode(), value.encode()

@@ -17,7 +17,7 @@ from agentspec.backends.model_store import child
 from agentspec.errors import ConfigurationError
 from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
-from agentspec.proxy.middleware import Door
+from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ServerSettings, Settings
 
@@ -30,22 +30,22 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     """
     logs.configure(log_level)
     runtime = Runtime.from_settings(settings)
-    door = create_app(runtime, settings)
+    app = create_app(runtime, settings)
     if is_unprotected(settings.server):
         logs.logger.warning(
             "everybody who reaches this address is served: set server.api_keys", host=settings.server.host
         )
     try:
-        GatewayServer(door, settings).run()
+        GatewayServer(app, settings).run()
     except SystemExit:  # how uvicorn says that it cannot listen
         address = f"{settings.server.host}:{settings.server.port}"
         raise ConfigurationError(
             f"cannot listen on {address}: it is taken or not this machine's; change server.host or server.port"
         ) from None
-    if door.loading.left_behind:
+    if app.loading.left_behind:
         _end_process()
-    if door.loading.error is not None:
-        raise door.loading.error
+    if app.loading.error is not None:
+        raise app.loading.error
 
 
 def _end_process() -> NoReturn:
@@ -69,11 +69,11 @@ def is_unprotected(server: ServerSettings) -> bool:
 class GatewayServer(uvicorn.Server):
     """uvicorn with a drain in place of its immediate stop; a second signal ends the drain at once."""
 
-    def __init__(self, door: Door, settings: Settings) -> None:
+    def __init__(self, app: GatewayMiddleware, settings: Settings) -> None:
         server = settings.server
         super().__init__(
             uvicorn.Config(
-                door,
+                app,
                 host=server.host,
                 port=server.port,
                 lifespan="on",
@@ -85,7 +85,7 @@ class GatewayServer(uvicorn.Server):
                 timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close first
             )
         )
-        self._door = door
+        self._app = app
         self._drain_timeout = server.drain_timeout
         self._draining_since: float | None = None
 
@@ -98,14 +98,14 @@ class GatewayServer(uvicorn.Server):
 
     def drain(self) -> None:
         """Turn new requests away and stop once the running ones are done or out of time."""
-        self._door.gate.close()
-        self._door.loading.hurry()
+        self._app.limiter.close()
+        self._app.loading.abort()
         self._draining_since = time.monotonic()
 
     async def on_tick(self, counter: int) -> bool:
         since = self._draining_since
-        if since is not None and (not self._door.gate.inside or time.monotonic() - since > self._drain_timeout):
+        if since is not None and (not self._app.limiter.running or time.monotonic() - since > self._drain_timeout):
             return True
-        if self._door.loading.error is not None:
+        if self._app.loading.error is not None:
             return True
         return await super().on_tick(counter)

@@ -22,7 +22,7 @@ PRIOR_VISITS = 0.05  # sightings that this counts for at each knot
 MEMORY = 100.0  # sightings near one knot, at most: later ones replace what was seen before
 RECENT = 10.0  # those that are left where all of the last ones were off to one side
 LEAN_RATE = 0.1  # how fast a knot's mean residual is followed,
-LEANING = 0.8  # and of how many standard deviations it tells a change: 3.5 of its own
+LEANING = 0.8  # and of how many standard deviations it is a change: 3.5 of its own
 OUTLIER = 3.0  # standard deviations that one sighting may be off,
 LEAST_CLIP = 0.15  # or this share, if it is more,
 MOST_CLIP = 0.5  # or this, where the last ones all were
@@ -79,7 +79,7 @@ class CostCurve:
                 break
 
     def _assume(self, tokens: int, seconds: float) -> None:
-        """Where one size is all that is known, the others cost what the prior says."""
+        """Where one size is all that is known, the others cost what the prior gives."""
         for knot in np.flatnonzero(self._visits == 0):
             self._add(int(knot), KNOTS[knot], seconds * _prior(KNOTS[knot]) / _prior(tokens), PRIOR_VISITS)
 

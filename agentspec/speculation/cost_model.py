@@ -10,24 +10,25 @@ from agentspec.speculation.cost_curve import KNOTS, CostCurve, Counts, Floats
 
 GUESS_SECONDS = 0.03  # a one-token forward, until one was measured
 SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
-SPEED_CLIP = 4.0  # one round tells at most this factor
+SPEED_CLIP = 4.0  # one observation counts at most this factor
 CALIBRATION_WEIGHT = 2.0  # measured rounds that a calibrated size counts for
-EACH_RATE = 0.015  # how fast what one more sequence costs is: most of what is off is the curve or noise
-EACH_CLIP = 0.5  # one round tells at most this share
+PER_SEQUENCE_RATE = 0.015  # how fast what one more sequence costs is: most of what is off is the curve or noise
+PER_SEQUENCE_CLIP = 0.5  # one observation counts at most this share
 
 
 class CostModel:
     """Seconds of one forward by its tokens, the rows it reads and its sequences.
 
-    cost = speed * (curve(tokens) + (slope + tilt * tokens / batch) * context + each * (batch - 1)): `context` counts
-    the rows of all `batch` sequences; `each` is what one more of them costs beside its tokens. `speed` follows the
-    machine as a whole, so that a busy minute seen at one size does not make the other sizes look cheap.
+    cost = speed * (curve(tokens) + (per_context + per_token_context * tokens / batch) * context
+    + per_sequence * (batch - 1)): `context` counts the key/value slots of all `batch` sequences, and `per_sequence` is
+    what one more of them costs beside its tokens. `speed` follows the machine as a whole, so that a busy minute seen at
+    one size does not make the other sizes look cheap.
     """
 
     def __init__(self) -> None:
-        self._slope = 0.0
-        self._tilt = 0.0
-        self._each = 0.0
+        self._per_context = 0.0
+        self._per_token_context = 0.0
+        self._per_sequence = 0.0
         self._speed = 1.0
         self.calibrate([(1, 0, GUESS_SECONDS)])
         self._measured = False
@@ -43,9 +44,9 @@ class CostModel:
         self._curve = CostCurve(sizes, CALIBRATION_WEIGHT)
         self._speed, self._measured = 1.0, True
         far = [(t, (seconds - self._base(t)) / (context - near)) for t, context, seconds in samples if context > near]
-        self._slope, self._tilt = _line(sorted(_fastest(far).items()))
+        self._per_context, self._per_token_context = _line(sorted(_fastest(far).items()))
         shares = [(seconds - self._base(count)) / (count - 1) for count, seconds in _fastest(batches).items()]
-        self._each = max(0.0, sum(shares) / len(shares)) if shares else 0.0
+        self._per_sequence = max(0.0, sum(shares) / len(shares)) if shares else 0.0
 
     def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
         """Estimated cost of one forward of `tokens` tokens over `context` earlier rows of `batch` sequences in all."""
@@ -64,12 +65,14 @@ class CostModel:
         alone = seconds / self._speed - float(self._added(tokens, context, batch))
         if batch > 1:
             base = self._base(tokens)
-            off = min(max(alone - base, -EACH_CLIP * base), EACH_CLIP * base)
-            self._each = max(0.0, self._each + EACH_RATE * off / batch)
+            off = min(max(alone - base, -PER_SEQUENCE_CLIP * base), PER_SEQUENCE_CLIP * base)
+            self._per_sequence = max(0.0, self._per_sequence + PER_SEQUENCE_RATE * off / batch)
         self._curve.observe(tokens, alone)
 
     def _added(self, tokens: Counts | int, context: int, batch: int) -> Floats:
-        return np.asarray((self._slope + self._tilt * tokens / batch) * context + self._each * (batch - 1))
+        return np.asarray(
+            (self._per_context + self._per_token_context * tokens / batch) * context + self._per_sequence * (batch - 1)
+        )
 
     def _base(self, tokens: int) -> float:
         return float(self._curve.many(np.array([tokens]))[0])

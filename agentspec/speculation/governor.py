@@ -23,14 +23,14 @@ CHUNKS = (256, 192, 128, 96, 64, 48, 32)  # tokens of prompts that a step may re
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
 PRIOR = 6.0  # observations that a drafter's own probability counts for
-PACE_FADE = 0.9  # per round of one request: its record is short, since texts change from one passage to the next
+REQUEST_FADE = 0.9  # per round of one request: its record is short, since texts change from one passage to the next
 LONGEST_PAUSE = 16  # rounds without asking, at most
 MOST_STEPS = 256  # workflow steps with a record of their own
 FADE = 0.998  # per round: what was learned is forgotten, so that a source which was wrong is tried again
 
 
 class Calibration:
-    """What a predicted probability is worth, per source and range of probability, from fading counts.
+    """What a predicted probability turns out to be, per source and range of probability, from fading counts.
 
     One that stands `above` is what it believes until it has seen enough itself.
     """
@@ -41,7 +41,7 @@ class Calibration:
         self._bins: dict[tuple[int, int], list[float]] = {}
 
     def corrected(self, probability: float, source: int) -> float:
-        """The probability to expect where a drafter says `probability`."""
+        """The probability to expect where a drafter predicts `probability`."""
         believed = self._believed(probability, source)
         seen = self._bins.get((source, bisect_right(EDGES, probability)))
         if seen is None or seen[0] <= 0.0:
@@ -95,11 +95,11 @@ class RequestStats:
 
     def observe(self, expected: float, accepted: int, cost: float, saved: float) -> None:
         """One round asked: tokens expected and accepted, seconds beyond `FREE` spent asking, and what the accepted
-        tokens are worth in seconds. What it costs to verify in vain is `allocate_budget`'s business, which hears of it by `factor`.
+        tokens are worth in seconds. `allocate_budget` weighs what it costs to verify in vain; it sees it in `factor`.
         """
-        self.expected = self.expected * PACE_FADE + expected
-        self.accepted = self.accepted * PACE_FADE + accepted
-        self.balance = self.balance * PACE_FADE + saved - cost
+        self.expected = self.expected * REQUEST_FADE + expected
+        self.accepted = self.accepted * REQUEST_FADE + accepted
+        self.balance = self.balance * REQUEST_FADE + saved - cost
         self.pause = min(max(1, 2 * self.pause), LONGEST_PAUSE) if self.balance < 0 else 0
         self.skip = self.pause
 
@@ -112,7 +112,7 @@ class Governor:
     calibration: Calibration = field(default_factory=Calibration)
     steps: OrderedDict[str, Calibration] = field(default_factory=OrderedDict)
 
-    def pace(self, step: str | None = None) -> RequestStats:
+    def request_stats(self, step: str | None = None) -> RequestStats:
         """A record for one request of the workflow step named `step`."""
         if step is None:
             return RequestStats()
@@ -124,30 +124,30 @@ class Governor:
 
     def choose(
         self,
-        worths: Sequence[Sequence[float]],
+        acceptances: Sequence[Sequence[float]],
         *,
         tokens: int | None = None,
         context: int = 0,
         batch: int | None = None,
-        needs: Sequence[float] = (),
+        required_tokens: Sequence[float] = (),
     ) -> list[list[int]]:
-        """For each request the draft nodes worth verifying, ascending; an ancestor of a chosen node is always chosen.
+        """For each request the draft nodes to verify, ascending; an ancestor of a chosen node is always chosen.
 
-        `worths[i]` are the probabilities that the nodes of request i's tree are accepted, as `expectations` gives
+        `acceptances[i]` are the probabilities that the nodes of request i's tree are accepted, as `expectations` gives
         them. The step computes `tokens` tokens of `batch` sequences in any case (at least one for each request), over
-        `context` rows. `needs` as in `allocate_budget`. Maximises the expected tokens per second of all together; what a step
-        spends on reading prompts has to be spent sometime and makes drafts no cheaper.
+        `context` slots. `required_tokens` as in `allocate_budget`. Maximises the expected tokens per second of all
+        together; what a step spends on reading prompts has to be spent sometime and makes drafts no cheaper.
         """
-        requests = len(worths)
+        requests = len(acceptances)
         tokens, batch = tokens or requests, batch or requests
         reading = self.cost.seconds(tokens, context, batch) - self.cost.seconds(requests, context, batch)
         counts = allocate_budget(
-            worths,
+            acceptances,
             requests,
             lambda drafted: self.cost.many(tokens + drafted, context, batch) - reading,
-            needs,
+            required_tokens,
         )
-        return [best_nodes(worth, count) for worth, count in zip(worths, counts, strict=True)]
+        return [best_nodes(acceptance, count) for acceptance, count in zip(acceptances, counts, strict=True)]
 
     def chunk(self, running: int, context: int, targets: Sequence[float] = ()) -> int:
         """How many tokens of prompts a step may read beside `running` answers over `context` rows in all.
@@ -166,76 +166,76 @@ class Governor:
         probabilities: Sequence[float],
         parents: Sequence[int],
         sources: Sequence[int],
-        pace: RequestStats | None = None,
+        stats: RequestStats | None = None,
     ) -> list[float]:
         """The calibrated probability that each node of a draft is accepted; never above its parent's."""
-        factor = 1.0 if pace is None else min(pace.factor, 1.0)
-        calibration = (pace and pace.calibration) or self.calibration
-        worth: list[float] = []
+        factor = 1.0 if stats is None else min(stats.factor, 1.0)
+        calibration = (stats and stats.calibration) or self.calibration
+        acceptance: list[float] = []
         for probability, parent, source in zip(probabilities, parents, sources, strict=True):
             own = calibration.corrected(probability, source) * factor
-            worth.append(min(own, worth[parent]) if parent >= 0 else own)
-        return worth
+            acceptance.append(min(own, acceptance[parent]) if parent >= 0 else own)
+        return acceptance
 
     def observe(
         self,
         probabilities: Sequence[float],
         sources: Sequence[int],
         accepted: Sequence[bool],
-        pace: RequestStats | None = None,
+        stats: RequestStats | None = None,
     ) -> None:
         """Learn from the verified nodes of one request."""
-        for calibration in (pace and pace.calibration, self.calibration):
+        for calibration in (stats and stats.calibration, self.calibration):
             if calibration:
                 calibration.fade()
                 calibration.observe(probabilities, sources, accepted)
 
 
 def allocate_budget(
-    worths: Sequence[Sequence[float]],
+    acceptances: Sequence[Sequence[float]],
     requests: int,
     costs: Callable[[Counts], Floats],
-    needs: Sequence[float] = (),
+    required_tokens: Sequence[float] = (),
 ) -> list[int]:
     """How many nodes of each draft to verify, so that the step's expected tokens a second are the most.
 
-    `worths[i]` are the probabilities that draft i's nodes are accepted, never above their parents'; of a draft the most
-    probable nodes are taken first, so that whatever is taken is closed under parents. `requests` is the number of
-    requests in the step, each of which gains a token in any case; `costs` tells the seconds of a step by the number of
+    `acceptances[i]` are the probabilities that draft i's nodes are accepted, never above their parents'; of a draft the
+    most probable nodes are taken first, so that whatever is taken is closed under parents. `requests` is the number of
+    requests in the step, each of which gains a token in any case; `costs` gives the seconds of a step by the number of
     nodes it verifies. Goodput as in TurboSpec (Liu et al. 2024).
 
-    `needs[i]` is the number of tokens that request i has to gain in this step (at most 1: none beyond its own). It is
-    served before any goodput is sought, the neediest first (AdaServe, Li et al. 2025, Algorithm 1), but no further
-    than the request itself would gain by it.
+    `required_tokens[i]` is the number of tokens that request i has to gain in this step (at most 1: none beyond its
+    own). It is served before any goodput is sought, the neediest first (AdaServe, Li et al. 2025, Algorithm 1), but no
+    further than the request itself would gain by it.
     """
-    lengths = [len(worth) for worth in worths]
+    lengths = [len(acceptance) for acceptance in acceptances]
     if not sum(lengths):
         return lengths
-    worth = np.concatenate([np.asarray(worth, dtype=np.float64) for worth in worths])
-    order = np.argsort(-worth, kind="stable")
-    owner = np.repeat(np.arange(len(worths)), lengths)
+    acceptance = np.concatenate([np.asarray(acceptance, dtype=np.float64) for acceptance in acceptances])
+    order = np.argsort(-acceptance, kind="stable")
+    owner = np.repeat(np.arange(len(acceptances)), lengths)
     seconds = costs(np.arange(len(order) + 1))
-    needed = _needed(worth[order], owner[order], seconds, needs)
+    needed = _needed(acceptance[order], owner[order], seconds, required_tokens)
     order = np.concatenate([order[needed], np.delete(order, needed)])
-    gain = requests + np.concatenate(([0.0], np.cumsum(worth[order])))
+    gain = requests + np.concatenate(([0.0], np.cumsum(acceptance[order])))
     best = len(needed) + int(np.argmax((gain / seconds)[len(needed) :]))
-    return [int(count) for count in np.bincount(owner[order[:best]], minlength=len(worths))]
+    return [int(count) for count in np.bincount(owner[order[:best]], minlength=len(acceptances))]
 
 
-def _needed(worth: Floats, owner: Counts, seconds: Floats, needs: Sequence[float]) -> list[int]:
-    """The nodes (places in `worth`, which falls) that requests must have to meet their `needs`."""
+def _needed(acceptance: Floats, owner: Counts, seconds: Floats, required_tokens: Sequence[float]) -> list[int]:
+    """The nodes (places in `acceptance`, which falls) that requests must have to meet their `required_tokens`."""
     taken: list[int] = []
-    for request in sorted(range(len(needs)), key=lambda request: -needs[request]):
+    for request in sorted(range(len(required_tokens)), key=lambda request: -required_tokens[request]):
         gain = 1.0
-        for node in np.flatnonzero(owner == request) if needs[request] > gain else ():
+        for node in np.flatnonzero(owner == request) if required_tokens[request] > gain else ():
             slower = seconds[len(taken) + 1] / seconds[len(taken)]
-            if gain >= needs[request] or gain + worth[node] <= gain * slower:
+            if gain >= required_tokens[request] or gain + acceptance[node] <= gain * slower:
                 break
-            gain += float(worth[node])
+            gain += float(acceptance[node])
             taken.append(int(node))
     return taken
 
 
-def best_nodes(worth: Sequence[float], count: int) -> list[int]:
+def best_nodes(acceptance: Sequence[float], count: int) -> list[int]:
     """The `count` most probable nodes of a draft, ascending."""
-    return sorted(sorted(range(len(worth)), key=lambda node: (-worth[node], node))[:count])
+    return sorted(sorted(range(len(acceptance)), key=lambda node: (-acceptance[node], node))[:count])

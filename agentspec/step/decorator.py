@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
-from urllib.parse import quote
 
+from agentspec.protocol.headers import label_headers
 from agentspec.step.report import Report, StepRow, StepStatistics
 from agentspec.step.response_tap import ResponseTap, tap
 from agentspec.types import Labels, Speculation, Usage
@@ -48,7 +48,7 @@ class _Scope:
 
 _OUTSIDE = _Scope(Labels(), None)
 _scope: ContextVar[_Scope] = ContextVar("agentspec_scope", default=_OUTSIDE)
-_ledger = StepStatistics()
+_statistics = StepStatistics()
 
 
 def step(
@@ -111,12 +111,11 @@ def current_model() -> str | None:
 
 
 def headers(labels: Labels | None = None, *, speculation: bool | None = None) -> dict[str, str]:
-    """The request headers that carry labels to a gateway; the current ones by default. Non-ASCII is percent-encoded."""
+    """The request headers that carry labels to a gateway; the current ones by default. All but printable ASCII is
+    percent-encoded, blanks too."""
     labels = current_labels() if labels is None else labels
     speculation = current_speculation() if speculation is None else speculation
-    named = {"session": labels.session, "workflow": labels.workflow, "step": labels.step}
-    found = {f"x-agentspec-{name}": quote(value, safe=_HEADER_SAFE) for name, value in named.items() if value}
-    return found | ({"x-agentspec-speculation": "off"} if speculation is False else {})
+    return label_headers(labels, speculation=speculation is not False)
 
 
 def observe(
@@ -129,12 +128,12 @@ def observe(
 ) -> None:
     """Count one model call of `seconds` seconds on the current step, or on the step that `labels` names."""
     labels = current_labels() if labels is None else labels
-    _ledger.add_call((labels.workflow, labels.step), usage, speculation, seconds, failed=failed)
+    _statistics.add_call((labels.workflow, labels.step), usage, speculation, seconds, failed=failed)
 
 
 def report() -> Report:
     """What each step cost so far in this process, and what speculation did for it."""
-    return Report(tuple(_ledger.rows()), _ledger)
+    return Report(tuple(_statistics.rows()), _statistics)
 
 
 def httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
@@ -142,32 +141,31 @@ def httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
 
     Requests get the current labels as headers; answers are counted on the step that asked, while they pass.
     """
-    return {"request": [_label], "response": [_watch]}
+    return {"request": [_send_labels], "response": [_observe_response]}
 
 
 def async_httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
     """`httpx_hooks` for an asynchronous client."""
 
     async def label(request: Any) -> None:
-        _label(request)
+        _send_labels(request)
 
     async def observed(response: Any) -> None:
-        _watch(response, asynchronous=True)
+        _observe_response(response, asynchronous=True)
 
     return {"request": [label], "response": [observed]}
 
 
-_HEADER_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"  # with quote's own letters, digits and -._~ all of ASCII but %
 _STARTED = "agentspec.started"
 
 
-def _label(request: Any) -> None:
+def _send_labels(request: Any) -> None:
     for name, value in headers().items():
         request.headers.setdefault(name, value)
     request.extensions[_STARTED] = (time.perf_counter(), current_labels())
 
 
-def _watch(response: Any, *, asynchronous: bool = False) -> None:
+def _observe_response(response: Any, *, asynchronous: bool = False) -> None:
     started = response.request.extensions.get(_STARTED)
     kind = response.headers.get("content-type", "")
     if started is None or response.request.method != "POST" or not kind.startswith(_ANSWERS):
@@ -193,7 +191,7 @@ def _narrowed(*, speculation: bool | None, model: str | None = None, **labels: s
     )
 
 
-class _Run:
+class _StepRun:
     """One run of a step's body. Each `with` enters the scope anew: a generator's body runs in its caller's context."""
 
     def __init__(self, scope: _Scope) -> None:
@@ -213,13 +211,13 @@ class _Run:
 
     def record(self) -> None:
         labels = self._inner.labels
-        _ledger.add_run((labels.workflow, labels.step), self._seconds, failed=self._failed)
+        _statistics.add_run((labels.workflow, labels.step), self._seconds, failed=self._failed)
 
 
 def _function(function: Any, inner: Callable[[], _Scope]) -> Any:
     @wraps(function)
     def run_step(*args: Any, **kwargs: Any) -> Any:
-        run = _Run(inner())
+        run = _StepRun(inner())
         try:
             with run:
                 return function(*args, **kwargs)
@@ -232,7 +230,7 @@ def _function(function: Any, inner: Callable[[], _Scope]) -> Any:
 def _coroutine(function: Any, inner: Callable[[], _Scope]) -> Any:
     @wraps(function)
     async def run_step(*args: Any, **kwargs: Any) -> Any:
-        run = _Run(inner())
+        run = _StepRun(inner())
         try:
             with run:
                 return await function(*args, **kwargs)
@@ -245,7 +243,7 @@ def _coroutine(function: Any, inner: Callable[[], _Scope]) -> Any:
 def _generator(function: Any, inner: Callable[[], _Scope]) -> Any:
     @wraps(function)
     def run_step(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        run, body = _Run(inner()), function(*args, **kwargs)
+        run, body = _StepRun(inner()), function(*args, **kwargs)
         resume, value = body.send, None
         try:
             while True:
@@ -270,7 +268,7 @@ def _generator(function: Any, inner: Callable[[], _Scope]) -> Any:
 def _async_generator(function: Any, inner: Callable[[], _Scope]) -> Any:
     @wraps(function)
     async def run_step(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        run, body = _Run(inner()), function(*args, **kwargs)
+        run, body = _StepRun(inner()), function(*args, **kwargs)
         resume, value = body.asend, None
         try:
             while True:

@@ -112,17 +112,17 @@ class StepStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A snapshot of the ledger. `print(report)` shows a table, and so does rich's `console.print(report)`."""
+    """A snapshot of the statistics. `print(report)` shows a table, and so does rich's `console.print(report)`."""
 
     rows: tuple[StepRow, ...]
-    ledger: StepStatistics
+    statistics: StepStatistics
 
     def __iter__(self) -> Iterator[StepRow]:
         return iter(self.rows)
 
     def reset(self) -> None:
         """Forget what the process counted so far. This snapshot stays as it is."""
-        self.ledger.reset()
+        self.statistics.reset()
 
     def __str__(self) -> str:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""Reads usage and speculation off an HTTP answer while somebody else consumes it. Nothing is held back or changed.
+"""Reads usage and speculation from an HTTP answer while its client consumes it. Nothing is held back or changed.
 
 The streams and responses are those of httpx or of httpx2, told apart by shape: neither is imported here.
 """
@@ -6,15 +6,20 @@ The streams and responses are those of httpx or of httpx2, told apart by shape: 
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
+from agentspec.errors import UpstreamError
+from agentspec.protocol.sse import SseDecoder
+from agentspec.protocol.usage import numbers_of, read_speculation, read_usage
 from agentspec.types import Speculation, Usage
 
-_MAX_KEPT = 16 << 20  # bytes of a JSON body, or of one event, kept for parsing; a longer one is passed on unread
+MAX_KEPT = 16 << 20  # bytes of a JSON body, or of one event, kept for parsing; a longer one is passed on unread
+_NOTHING = asdict(Speculation())
 
 
 class ResponseTap:
@@ -24,40 +29,40 @@ class ResponseTap:
     """
 
     def __init__(self, content_type: str, encoding: str = "") -> None:
-        self._events = content_type.startswith("text/event-stream")
+        self._decoder = SseDecoder(MAX_KEPT) if content_type.startswith("text/event-stream") else None
         self._unzip = zlib.decompressobj(wbits=47) if encoding in ("gzip", "deflate") else None
-        self._kept = bytearray()
-        self._overflow = self._unzip is None and encoding not in ("", "identity")
+        self._body = bytearray()
+        self._unreadable = self._unzip is None and encoding not in ("", "identity")
         self._found: dict[str, Any] = {}
 
     def feed(self, data: bytes) -> None:
         """Read the next piece, cut anywhere."""
-        if self._overflow:
+        if self._unreadable:
             return
         try:
-            self._kept += data if self._unzip is None else self._unzip.decompress(data)
-        except zlib.error:
-            self._overflow = True
-        if self._events and b"\n" in self._kept:
-            *lines, rest = self._kept.split(b"\n")
-            self._kept = bytearray(rest)
-            for line in lines:
-                self._read_event(bytes(line))
-        self._overflow = self._overflow or len(self._kept) > _MAX_KEPT
+            self._read(data if self._unzip is None else self._unzip.decompress(data))
+        except (zlib.error, UpstreamError):
+            self._unreadable = True
 
     def finish(self) -> tuple[Usage | None, Speculation | None]:
         """What was found once the body has ended, be it early."""
-        if not self._overflow and self._events:
-            self._read_event(bytes(self._kept))
-        elif not self._overflow:
-            self._read_object(bytes(self._kept))
-        return usage_of(self._found.get("usage")), speculation_of(self._found.get("speculation"))
+        if not self._unreadable and self._decoder is not None:
+            with suppress(UpstreamError):
+                self._read(b"\n\n")  # the last event of a stream that was cut off, or that ends without a blank line
+        elif not self._unreadable:
+            self._read_object(self._body)
+        return _usage_of(self._found.get("usage")), _speculation_of(self._found.get("speculation"))
 
-    def _read_event(self, line: bytes) -> None:
-        if line.startswith(b"data:") and (b'"usage"' in line or b'"speculation"' in line):
-            self._read_object(line[5:])
+    def _read(self, data: bytes) -> None:
+        if self._decoder is None:
+            self._body += data
+            self._unreadable = len(self._body) > MAX_KEPT
+            return
+        for event in self._decoder.feed(data):
+            if '"usage"' in event or '"speculation"' in event:
+                self._read_object(event)
 
-    def _read_object(self, data: bytes) -> None:
+    def _read_object(self, data: str | bytes | bytearray) -> None:
         try:
             body = json.loads(data)
         except (ValueError, RecursionError):
@@ -68,43 +73,14 @@ class ResponseTap:
             self._found.update({key: body[key] for key in ("usage", "speculation") if body.get(key)})
 
 
-def usage_of(value: Any) -> Usage | None:
-    """A `usage` object of the Chat Completions or the Responses API; None if it is not one."""
-    if not isinstance(value, Mapping):
-        return None
-    prompt = value.get("prompt_tokens", value.get("input_tokens"))
-    completion = value.get("completion_tokens", value.get("output_tokens"))
-    read = value.get("prompt_tokens_details") or value.get("input_tokens_details") or {}
-    written = value.get("completion_tokens_details") or {}
-    return Usage(
-        prompt_tokens=_count(prompt),
-        completion_tokens=_count(completion),
-        cached_tokens=_count(_part(read, "cached_tokens")),
-        accepted_prediction_tokens=_part(written, "accepted_prediction_tokens"),
-        rejected_prediction_tokens=_part(written, "rejected_prediction_tokens"),
-    )
+def _usage_of(value: Any) -> Usage | None:
+    """A `usage` object; what is no number counts as nothing, since reading must not break the answer."""
+    return read_usage(numbers_of(value)) if isinstance(value, Mapping) else None
 
 
-def speculation_of(value: Any) -> Speculation | None:
-    """A gateway's `speculation` object; None if it is not one."""
-    if not isinstance(value, Mapping):
-        return None
-    saved = value.get("estimated_seconds_saved")
-    return Speculation(
-        drafted=_count(value.get("drafted")),
-        accepted=_count(value.get("accepted")),
-        steps=_count(value.get("steps")),
-        estimated_seconds_saved=float(saved) if isinstance(saved, (int, float)) else 0.0,
-    )
-
-
-def _part(details: Any, name: str) -> Any:
-    return details.get(name) if isinstance(details, Mapping) else None
-
-
-def _count(value: Any) -> int:
-    """A number of somebody else's; anything else counts as nothing, since reading must not break the answer."""
-    return int(value) if isinstance(value, (int, float)) and 0 <= value < math.inf else 0
+def _speculation_of(value: Any) -> Speculation | None:
+    """The counts of a gateway's `speculation` object, likewise."""
+    return read_speculation({**_NOTHING, **numbers_of(value)}) if isinstance(value, Mapping) else None
 
 
 Done = Callable[[ResponseTap, bool], None]
@@ -138,10 +114,10 @@ def _once(done: Done, failed_status: bool) -> Done:
 def _stream_class(base_name: str, kind: Any) -> Any:
     """A stream class of the same library as `kind`, which passes bytes on and shows them to a reader."""
     base: Any = next(parent for parent in kind.__mro__ if parent.__name__ == base_name)
-    return type("WatchedStream", (_AsyncWatched if base_name == "AsyncByteStream" else _Watched, base), {})
+    return type("TappedStream", (_AsyncTapped if base_name == "AsyncByteStream" else _Tapped, base), {})
 
 
-class _Watched:
+class _Tapped:
     def __init__(self, stream: Any, reader: ResponseTap, done: Done) -> None:
         self._stream, self._reader, self._done = stream, reader, done
 
@@ -162,7 +138,7 @@ class _Watched:
             self._done(self._reader, False)
 
 
-class _AsyncWatched:
+class _AsyncTapped:
     def __init__(self, stream: Any, reader: ResponseTap, done: Done) -> None:
         self._stream, self._reader, self._done = stream, reader, done
 

@@ -6,51 +6,24 @@ Ratios (acceptance, tokens per step) are left to queries over the counters.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from agentspec.telemetry.samples import BackendSample, EngineSample, UpstreamSample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSample:
-    """What a local engine counts by itself; `drafted` and `accepted` are totals by source of the draft.
-
-    `forwards` is the number of forwards by how many answers shared one, `rows` the key/value rows reserved.
-    """
-
-    backend: str
-    queued: int
-    active: int
-    drafted: Mapping[str, int]
-    accepted: Mapping[str, int]
-    forwards: Mapping[int, int]
-    preempted: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class UpstreamSample:
-    """What an upstream counts by itself, since it started."""
-
-    backend: str
-    drafts: float
-    drafted: float
-    accepted: float
-
-
 class Metrics:
     """Counters and histograms of one gateway, in a registry of their own.
 
     `models` are the names that may become a label value; every other one is counted as "other". `index_size` is asked
-    for (bytes, sequences) at each scrape and may answer None; `engines` likewise lists the local engines, `upstreams`
-    those that count drafts.
+    for (bytes, sequences) at each scrape and may answer None; `backends` likewise lists what backends count themselves.
     """
 
     def __init__(
@@ -59,8 +32,7 @@ class Metrics:
         version: str,
         models: Collection[str] = (),
         index_size: Callable[[], tuple[int, int] | None] = lambda: None,
-        engines: Callable[[], Sequence[EngineSample]] = lambda: (),
-        upstreams: Callable[[], Sequence[UpstreamSample]] = lambda: (),
+        backends: Callable[[], Iterable[BackendSample]] = lambda: (),
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self._models = frozenset(models)
@@ -92,8 +64,8 @@ class Metrics:
             {"version": version, "python": platform.python_version()}
         )
         registry.register(_IndexCollector(index_size))
-        registry.register(_EngineCollector(engines))
-        registry.register(_UpstreamCollector(upstreams))
+        registry.register(_EngineCollector(backends))
+        registry.register(_UpstreamCollector(backends))
 
     def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
         """Count one request that is over. `route` and `outcome` must come from a fixed set."""
@@ -139,8 +111,8 @@ class _IndexCollector(Collector):
 
 
 class _EngineCollector(Collector):
-    def __init__(self, engines: Callable[[], Sequence[EngineSample]]) -> None:
-        self._engines = engines
+    def __init__(self, backends: Callable[[], Iterable[BackendSample]]) -> None:
+        self._backends = backends
 
     def collect(self) -> Iterator[Metric]:
         labels = ("backend", "source")
@@ -152,7 +124,7 @@ class _EngineCollector(Collector):
         put_back = CounterMetricFamily("agentspec_engine_preempted", "Answers that made room", labels=("backend",))
         forwards = CounterMetricFamily("agentspec_engine_forwards", "Forwards", labels=("backend",))
         shares = CounterMetricFamily("agentspec_engine_forward_requests", "Answers in forwards", labels=("backend",))
-        for engine in self._engines():
+        for engine in (sample for sample in self._backends() if isinstance(sample, EngineSample)):
             queued.add_metric([engine.backend], engine.queued)
             active.add_metric([engine.backend], engine.active)
             rows.add_metric([engine.backend], engine.rows)
@@ -169,15 +141,15 @@ class _EngineCollector(Collector):
 
 
 class _UpstreamCollector(Collector):
-    def __init__(self, upstreams: Callable[[], Sequence[UpstreamSample]]) -> None:
-        self._upstreams = upstreams
+    def __init__(self, backends: Callable[[], Iterable[BackendSample]]) -> None:
+        self._backends = backends
 
     def collect(self) -> Iterator[Metric]:
         label = ("backend",)
         drafts = CounterMetricFamily("agentspec_upstream_drafts", "Drafts that a vLLM upstream verified", labels=label)
         drafted = CounterMetricFamily("agentspec_upstream_draft_tokens", "Tokens proposed there", labels=label)
         accepted = CounterMetricFamily("agentspec_upstream_accepted_tokens", "Proposed tokens kept there", labels=label)
-        for upstream in self._upstreams():
+        for upstream in (sample for sample in self._backends() if isinstance(sample, UpstreamSample)):
             drafts.add_metric([upstream.backend], upstream.drafts)
             drafted.add_metric([upstream.backend], upstream.drafted)
             accepted.add_metric([upstream.backend], upstream.accepted)

@@ -4,11 +4,11 @@ from agentspec.backends.http import UpstreamResponse
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.probe import ProbeReport
 from agentspec.backends.openai.vllm import VllmReport
-from agentspec.backends.openai.vllm_metrics import Acceptance, Drafter, ServerMetrics
+from agentspec.backends.openai.vllm_metrics import DraftCounts, DrafterInfo, ServerMetrics
 
 __all__ = [
-    "Acceptance",
-    "Drafter",
+    "DraftCounts",
+    "DrafterInfo",
     "OpenAIBackend",
     "ProbeReport",
     "ServerMetrics",

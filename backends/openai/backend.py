@@ -10,14 +10,16 @@ from typing import Any
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
-from agentspec.backends.openai.payload import label_headers, payload, to_delta
+from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.tokenization import ServerTextSide
-from agentspec.backends.openai.vllm import Recognition, label_fields, read_metrics, token_id_fields
-from agentspec.backends.openai.vllm_metrics import Acceptance
+from agentspec.backends.openai.vllm import VllmDetector, label_fields, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
+from agentspec.protocol.deltas import to_delta
+from agentspec.protocol.headers import label_headers
 from agentspec.protocol.sse import SseDecoder
+from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import Delta, GenerateRequest, Labels
 
 SCRAPE_SECONDS = 1.0
@@ -33,7 +35,7 @@ class OpenAIBackend:
     def __init__(self, settings: OpenAISettings, *, transport: Transport | None = None) -> None:
         self.settings = settings
         self._endpoint = Endpoint(settings, transport=transport)
-        self._recognition = Recognition(self._endpoint, settings.vllm)
+        self._detector = VllmDetector(self._endpoint, settings.vllm)
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._text_side: ServerTextSide | None = None
 
@@ -65,13 +67,13 @@ class OpenAIBackend:
         else that breaks: also a stream that ends without a finish reason, so that a cut answer never looks whole.
         """
         path, body = payload(request, request.model or self.settings.model or "")
-        if await self._recognition.is_vllm():
+        if await self._detector.is_vllm():
             body |= token_id_fields(body)
             body |= await self.label_fields(request.labels, body)
         headers = {
             "content-type": "application/json",
             "accept": "text/event-stream, application/json",
-            **label_headers(request),
+            **label_headers(request.labels, speculation=request.speculation, store=request.store),
         }
         last: Delta | None = None
         async with (
@@ -101,20 +103,22 @@ class OpenAIBackend:
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
 
     async def label_fields(self, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What to set in a body, which has the fields `given`, so that the upstream hears `labels`.
+        """What to set in a body, which has the fields `given`, so that the upstream knows `labels`.
 
         Nothing unless the upstream is vLLM and the settings allow it. Never raises; waits for an upstream that is not
         known yet.
         """
         told = label_fields(labels, given) if self.settings.vllm_labels else {}
-        return told if told and await self._recognition.is_vllm() else {}
+        return told if told and await self._detector.is_vllm() else {}
 
-    async def acceptance(self) -> Acceptance | None:
+    async def metrics(self, name: str) -> UpstreamSample | None:
         """What a vLLM upstream counts of its drafts; None for others, for one without drafts or without an answer."""
-        if not await self._recognition.is_vllm():
+        if not await self._detector.is_vllm():
             return None
         metrics = await read_metrics(self._endpoint, SCRAPE_SECONDS)
-        return metrics.acceptance if metrics is not None else None
+        if metrics is None or (counts := metrics.drafts) is None:
+            return None
+        return UpstreamSample(name, counts.drafts, counts.draft_tokens, counts.accepted_tokens)
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """The upstream's own model list; `headers` may carry a client's key. Raises as `generate` does."""

@@ -23,7 +23,7 @@ LOOK_SECONDS = 2.0
 _OWNER = "vllm"
 
 
-class Recognition:
+class VllmDetector:
     """Whether an upstream is a vLLM server: as the settings say, or as it says itself when it is asked.
 
     One that does not answer counts as what it was before, and as another server where that is not known: requests then
@@ -74,7 +74,7 @@ def owns_models(listed: list[dict[str, Any]]) -> bool:
 
 
 def label_fields(labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What to set in a request's body, which has the fields `given`, for our drafter in a vLLM server to hear `labels`.
+    """What to set in a request's body, which has the fields `given`, for our drafter in a vLLM server to know `labels`.
 
     The client's own arguments stay, but for those of our names that `labels` has a value for. Arguments that are not an
     object are left for the server to refuse.

@@ -20,7 +20,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class DraftCounts:
     """Totals since the server started, over its models and engines."""
 
     drafts: float = 0.0
@@ -29,7 +29,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class DrafterInfo:
     """Who drafts: "agentspec", "arctic", a method of vLLM's, or "none"; `version` is that of agentspec there."""
 
     name: str
@@ -41,12 +41,12 @@ class Drafter:
 class ServerMetrics:
     """`published`: the server shows vLLM's metrics at all, without which nothing follows from what is missing.
 
-    `acceptance` is None where nothing drafts, `drafter` where no plug-in of ours says who does.
+    `drafts` is None where nothing drafts, `drafter` where no plug-in of ours says who does.
     """
 
     published: bool = False
-    acceptance: Acceptance | None = None
-    drafter: Drafter | None = None
+    drafts: DraftCounts | None = None
+    drafter: DrafterInfo | None = None
 
 
 async def fetch_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics:
@@ -64,8 +64,8 @@ def parse_metrics(text: str) -> ServerMetrics:
         if name in _COUNTERS:
             totals[_COUNTERS[name]] = totals.get(_COUNTERS[name], 0.0) + value
         elif name == DRAFTER_METRIC:
-            drafter = Drafter(labels.get("drafter", ""), labels.get("method", ""), labels.get("version", ""))
-    return ServerMetrics(published, Acceptance(**totals) if totals else None, drafter)
+            drafter = DrafterInfo(labels.get("drafter", ""), labels.get("method", ""), labels.get("version", ""))
+    return ServerMetrics(published, DraftCounts(**totals) if totals else None, drafter)
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:

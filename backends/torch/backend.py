@@ -14,25 +14,26 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import NONE, Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.drafters import Drafting
-from agentspec.backends.torch.drafters.factory import SmallModel
-from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.drafters import DrafterFactory
+from agentspec.backends.torch.drafters.factory import DraftModel
+from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.sequence import Job, Shared
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.stats import EngineStats
-from agentspec.backends.torch.loader import Loaded, load, load_draft
+from agentspec.backends.torch.loader import LoadedModel, load, load_draft
 from agentspec.backends.torch.model.calibrate import measure_batches, measure_costs
-from agentspec.backends.torch.model.device import waits_are_dear
+from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.model.vector_scan import RowScan
+from agentspec.backends.torch.model.vector_scan import VectorScan
 from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ids_of_end
-from agentspec.backends.torch.text.output_parser import Reading
-from agentspec.backends.torch.text.structured_output import Forms
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.output_parser import OutputParserSpec
+from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, OverloadedError
+from agentspec.telemetry.samples import EngineSample
 from agentspec.types import Delta, GenerateRequest, Message, Source
 
 if TYPE_CHECKING:
@@ -50,10 +51,10 @@ class TorchBackend:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         settings: TorchSettings,
         cache: SuffixCache | None = None,
-        small: SmallModel | None = None,
+        small: DraftModel | None = None,
     ) -> None:
         self.settings = settings
         self.model_name = loaded.name
@@ -61,14 +62,16 @@ class TorchBackend:
         self.tokenizer: Any = loaded.tokenizer
         self._loaded = loaded
         self._cache = cache
-        self._codec = Codec(loaded.tokenizer)
+        self._tokenizer = TokenizerAdapter(loaded.tokenizer)
         self._stop_ids = end_ids(loaded)
-        self._form = Forms(self._codec, loaded.target.vocab_size, self._stop_ids)
-        self._drafting = Drafting(settings.drafter_names(cache=cache is not None), small)
-        shared = Shared(loaded.target, self._codec, max_draft_tokens=settings.max_draft_tokens, drafting=self._drafting)
+        self._structured_outputs = StructuredOutputBuilder(self._tokenizer, loaded.target.vocab_size, self._stop_ids)
+        self._drafters = DrafterFactory(settings.drafter_names(cache=cache is not None), small)
+        context = EngineContext(
+            loaded.target, self._tokenizer, max_draft_tokens=settings.max_draft_tokens, drafters=self._drafters
+        )
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
-            shared.governor.cost.calibrate(samples, measure_batches(loaded.target))
-        self._engine = Engine(shared, settings, self._open_memory)
+            context.governor.cost.calibrate(samples, measure_batches(loaded.target))
+        self._engine = Engine(context, settings, self._open_session)
         self._tasks = Tasks(compute_thread(loaded.target.device))
 
     @classmethod
@@ -102,20 +105,20 @@ class TorchBackend:
         Raises `InvalidRequestError` or `ContextLengthError` for what cannot be generated, `OverloadedError` when the
         queue is full, `EngineError` when this request fails, `ShuttingDownError` when the engine closes under it.
         """
-        jobs, reading = await asyncio.to_thread(self.prepare_all, request)
-        async with aclosing(self._answers(jobs)) as deltas:
-            readers = [reading.reader() for _ in jobs]
+        choices, parser_spec = await asyncio.to_thread(self.prepare_all, request)
+        async with aclosing(self._answers(choices)) as deltas:
+            parsers = [parser_spec.parser() for _ in choices]
             async for delta in deltas:
-                yield readers[delta.index].read(delta)
+                yield parsers[delta.index].parse(delta)
 
-    async def _answers(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta]:
+    async def _answers(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
         """What the engine delivers for the choices of one request; the totals come with the last end."""
-        queue: asyncio.Queue[tuple[Job, Delta | Exception]] = asyncio.Queue()
-        loop, choices = asyncio.get_running_loop(), Choices(len(jobs))
-        for job in jobs:
-            job.deliver = partial(self._deliver, loop, queue, job)
-        self._engine.submit(jobs[0])
-        waiting = jobs[1:]  # until the first has read the prompt and left its rows, and then for places
+        queue: asyncio.Queue[tuple[EngineRequest, Delta | Exception]] = asyncio.Queue()
+        loop, choices = asyncio.get_running_loop(), Choices(len(requests))
+        for request in requests:
+            request.deliver = partial(self._deliver, loop, queue, request)
+        self._engine.submit(requests[0])
+        waiting = requests[1:]  # until the first has read the prompt and left its slots, and then for places
         try:
             while not choices.done:
                 while waiting and choices.begun and self._submitted(waiting[0]):
@@ -123,18 +126,18 @@ class TorchBackend:
                 if not choices.running:
                     await asyncio.sleep(PLACE_SECONDS)
                     continue
-                job, item = await queue.get()
+                request, item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
-                yield choices.add(item, job.rules.choice)
+                yield choices.add(item, request.constraints.choice)
         finally:
-            for job in jobs:
-                self._engine.cancel(job)
+            for request in requests:
+                self._engine.cancel(request)
 
-    def _submitted(self, job: Job) -> bool:
+    def _submitted(self, request: EngineRequest) -> bool:
         """Whether there was a place for one more choice of a request that runs already."""
         try:
-            self._engine.submit(job)
+            self._engine.submit(request)
         except OverloadedError:
             return False
         return True
@@ -142,14 +145,14 @@ class TorchBackend:
     def _deliver(
         self,
         loop: asyncio.AbstractEventLoop,
-        queue: asyncio.Queue[tuple[Job, Delta | Exception]],
-        job: Job,
+        queue: asyncio.Queue[tuple[EngineRequest, Delta | Exception]],
+        request: EngineRequest,
         item: Delta | Exception,
     ) -> None:
         try:
-            loop.call_soon_threadsafe(queue.put_nowait, (job, item))
+            loop.call_soon_threadsafe(queue.put_nowait, (request, item))
         except RuntimeError:  # the loop is closed: nobody listens any more
-            self._engine.cancel(job)
+            self._engine.cancel(request)
 
     @property
     def fingerprint(self) -> str:
@@ -172,56 +175,56 @@ class TorchBackend:
         require_one_answer(request)
         if not self.target.rewindable:
             raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
-        (job, *_), reading = await asyncio.to_thread(self.prepare_all, request)
-        return TorchSession(self.target, job, self._tasks, self._codec, reading.reader())
+        (first, *_), parser_spec = await asyncio.to_thread(self.prepare_all, request)
+        return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser())
 
-    async def open_scan(self, rows: NDArray[np.float16]) -> RowScan:
+    async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
         """Copy `rows` [n, width] to where the model computes, in float32."""
-        return await computed(self._tasks, lambda: RowScan(rows, self.target.device))
+        return await computed(self._tasks, lambda: VectorScan(rows, self.target.device))
 
     async def aclose(self) -> None:
         self._tasks.close()
         await asyncio.to_thread(self._engine.close)
 
-    def prepare(self, request: GenerateRequest) -> Job:
+    def prepare(self, request: GenerateRequest) -> EngineRequest:
         """The first choice of `prepare_all`."""
         return self.prepare_all(request)[0][0]
 
-    def prepare_all(self, request: GenerateRequest) -> tuple[list[Job], Reading]:
-        """Tokenize and check a request: a job for each choice, and how to read their answers.
+    def prepare_all(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
+        """Tokenize and check a request: an engine request for each choice, and how to parse their answers.
 
         Raises `InvalidRequestError` with `param` naming what is wrong.
         """
-        text, prompt = self._codec.read(request)
+        text, prompt = self._tokenizer.read(request)
         sampling = request.sampling
         self._check_ids(prompt, "prompt")
         self._check_ids(list(sampling.logit_bias), "logit_bias")
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
-        form = self._form.of(request, text)
-        job = Job(
-            request=request,
+        output = self._structured_outputs.build(request, text)
+        first = EngineRequest(
+            original=request,
             prompt=prompt,
             max_tokens=self._max_tokens(request, len(prompt)),
             stop_ids=(frozenset() if sampling.ignore_eos else self._stop_ids) | set(sampling.stop_token_ids),
-            prediction=None if request.prediction is None else self._codec.encode(request.prediction),
+            prediction=None if request.prediction is None else self._tokenizer.encode(request.prediction),
             deliver=lambda item: None,
         )
-        jobs = [replace(job, rules=rules) for rules in form.rules(sampling.n)]
-        jobs[0].shares_prompt = len(jobs) > 1
-        return jobs, form.reading
+        choices = [replace(first, constraints=constraints) for constraints in output.constraints(sampling.n)]
+        choices[0].shares_prompt = len(choices) > 1
+        return choices, output.parser_spec
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as a completion prompt."""
-        return self._codec.encode(text, special=True)
+        return self._tokenizer.encode(text, special=True)
 
     def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
         """Token ids of `messages` through the chat template, ready for the assistant's answer."""
-        return self._codec.encode_chat(messages, continue_final=continue_final)
+        return self._tokenizer.encode_chat(messages, continue_final=continue_final)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids` without special tokens."""
-        return self._codec.decode(token_ids)
+        return self._tokenizer.decode(token_ids)
 
     async def render(
         self,
@@ -230,20 +233,34 @@ class TorchBackend:
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
         """The prompt that `messages` become, ready for the assistant's answer."""
-        shown = partial(self._codec.render, messages, tools=tools, template_arguments=template_arguments)
+        shown = partial(self._tokenizer.render, messages, tools=tools, template_arguments=template_arguments)
         return await asyncio.to_thread(shown)
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
         """Token ids of `text` as it continues a prompt, or as it begins one."""
-        return await asyncio.to_thread(self._codec.encode, text, special=begins)
+        return await asyncio.to_thread(self._tokenizer.encode, text, special=begins)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return await asyncio.to_thread(self._codec.decode, token_ids)
+        return await asyncio.to_thread(self._tokenizer.decode, token_ids)
+
+    async def metrics(self, name: str) -> EngineSample:
+        """What the gateway's metrics show of `stats`."""
+        stats = await asyncio.to_thread(self.stats)
+        return EngineSample(
+            name,
+            queued=stats.queued,
+            active=stats.active,
+            drafted=stats.drafted_by_source,
+            accepted=stats.accepted_by_source,
+            forwards=stats.batch_sizes,
+            preempted=stats.preempted,
+            rows=stats.kv_rows,
+        )
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine has done so far."""
         engine, target = self._engine, self._loaded.target
-        counters = engine.shared.counters
+        scheduler, counters = engine.scheduler, engine.context.counters
         return EngineStats(
             model=self.model_name,
             device=str(target.device),
@@ -254,10 +271,10 @@ class TorchBackend:
             graph_replays=0 if target.graphs is None else target.graphs.replays,
             adapter=self._loaded.adapter,
             speculation=self.capabilities.speculation,
-            drafters=tuple(self._drafting.names) if self.capabilities.speculation else (),
-            draft_model=None if self._drafting.small is None else self._drafting.small.name,
-            queued=engine.queued,
-            active=engine.active,
+            drafters=tuple(self._drafters.names) if self.capabilities.speculation else (),
+            draft_model=None if self._drafters.draft_model is None else self._drafters.draft_model.name,
+            queued=scheduler.num_waiting,
+            active=len(scheduler.active),
             requests=counters.requests,
             failed=counters.failed,
             cancelled=counters.cancelled,
@@ -267,23 +284,23 @@ class TorchBackend:
             accepted_by_source=_named(counters.accepted),
             prefill_tokens=counters.prefill_tokens,
             reused_tokens=counters.reused_tokens,
-            prefix_sequences=len(engine.prefixes),
-            prefix_bytes=engine.prefixes.nbytes,
+            prefix_sequences=len(scheduler.prefix_cache),
+            prefix_bytes=scheduler.prefix_cache.nbytes,
             preempted=counters.preempted,
-            kv_rows=engine.kv_rows,
-            kv_rows_limit=engine.rows.limit,
+            kv_rows=scheduler.kv_slots,
+            kv_rows_limit=scheduler.kv_budget.limit,
             batch_sizes=dict(counters.batch_sizes),
             draft_sizes=dict(counters.draft_sizes),
             step_drafts=dict(counters.step_drafts),
-            cost_seconds=engine.shared.governor.cost.table(),
+            cost_seconds=engine.context.governor.cost.table(),
         )
 
-    def _open_memory(self, job: Job) -> Memory:
-        request = job.request
+    def _open_session(self, engine_request: EngineRequest) -> CacheSession:
+        request = engine_request.original
         wanted = request.store or (request.speculation and self.capabilities.speculation)
         namespace = self._loaded.namespace(request.tenant)
-        cache, late = self._cache if wanted else None, waits_are_dear(self.target.device)
-        return Memory.open(cache, request, job.prompt, namespace, self._codec.decode, late=late)
+        cache, late = self._cache if wanted else None, is_async_device(self.target.device)
+        return CacheSession.open(cache, request, engine_request.prompt, namespace, self._tokenizer.decode, late=late)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._loaded.target.vocab_size
@@ -300,7 +317,7 @@ class TorchBackend:
         return min(self.settings.default_max_tokens, room) if wanted is None else wanted
 
 
-def end_ids(loaded: Loaded) -> frozenset[int]:
+def end_ids(loaded: LoadedModel) -> frozenset[int]:
     """The token ids that end an answer, by the model's generation settings and its tokenizer."""
     return ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
 

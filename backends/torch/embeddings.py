@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import AutoModel
 
 from agentspec.backends.torch.engine.compute_thread import compute_thread, on_own_thread
-from agentspec.backends.torch.loader import quiet, read_tokenizer
+from agentspec.backends.torch.loader import quiet
 from agentspec.backends.torch.model.device import choose_device, choose_kernels
+from agentspec.backends.torch.text.tokenizer import read_tokenizer
 from agentspec.errors import ModelUnavailableError, ShuttingDownError
 
 Vectors = NDArray[np.float32]

@@ -24,7 +24,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ExactnessCase:
     """A prompt's token ids, and how to draw its answer: by temperature and seed alone."""
 
     prompt: Sequence[int]
@@ -32,7 +32,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class TokenDivergence:
     """The first token in which an answer differs from the one without drafts; -1 stands for its end.
 
     Gaps are between the scores (logits, over the temperature and with the draw's noise where one is drawn) of `off`
@@ -55,11 +55,11 @@ class Divergence:
 
 
 @dataclass(slots=True)
-class Verification:
+class ExactnessReport:
     """For each way of answering its tokens, question by question, and where they part from those without drafts."""
 
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
-    divergences: list[Divergence] = field(default_factory=list)
+    divergences: list[TokenDivergence] = field(default_factory=list)
 
     def identical(self, way: str) -> int:
         return sum(one == other for one, other in zip(self.answers[way], self.answers[OFF], strict=True))
@@ -70,12 +70,14 @@ class Verification:
         return all(divergence.is_tie for divergence in self.divergences)
 
 
-async def verify(backend: TorchBackend, questions: Sequence[Question], progress: Progress) -> Verification:
+async def check_exactness(
+    backend: TorchBackend, questions: Sequence[ExactnessCase], progress: Progress
+) -> ExactnessReport:
     """Answer every question in four ways and compare. The backend needs a token cache; no one else may be using it.
 
     Exact means as in docs/engine.md: equal up to a near-tie. Raises what the backend raises.
     """
-    found = Verification()
+    found = ExactnessReport()
     for way in (OFF, COLD, WARM, TOGETHER):
         gate = asyncio.Semaphore(SIDE_BY_SIDE if way == TOGETHER else 1)
         progress(f"{way}: {len(questions)} answers")
@@ -92,9 +94,9 @@ async def verify(backend: TorchBackend, questions: Sequence[Question], progress:
 
 
 async def _answer(
-    backend: TorchBackend, way: str, number: int, question: Question, gate: asyncio.Semaphore
+    backend: TorchBackend, way: str, number: int, question: ExactnessCase, gate: asyncio.Semaphore
 ) -> list[int]:
-    """Each cold answer is of a tenant of its own, which the warm one shares; no rows are reused without drafts."""
+    """Each cold answer is of a tenant of its own, which the warm one shares; no slots are reused without drafts."""
     request = GenerateRequest(
         model=backend.model_name,
         token_ids=question.prompt,
@@ -109,8 +111,8 @@ async def _answer(
 
 
 def first_divergence(
-    target: TargetModel, question: Question, way: str, number: int, off: Sequence[int], on: Sequence[int]
-) -> Divergence:
+    target: TargetModel, question: ExactnessCase, way: str, number: int, off: Sequence[int], on: Sequence[int]
+) -> TokenDivergence:
     """Where two different answers to a question part, and by how much. Computes on a thread of its own."""
     position = next((i for i, (one, other) in enumerate(zip(off, on, strict=False)) if one != other), None)
     if position is None:
@@ -119,11 +121,13 @@ def first_divergence(
     apart = together = float("inf")
     if -1 not in (first, second):
         apart, together = on_own_thread(lambda: _gaps(target, question, off[:position], (first, second)))
-    return Divergence(way, number, position, first, second, apart, together, NEAR_TIE.get(target.dtype, COARSE_TIE))
+    return TokenDivergence(
+        way, number, position, first, second, apart, together, NEAR_TIE.get(target.dtype, COARSE_TIE)
+    )
 
 
 def _gaps(
-    target: TargetModel, question: Question, written: Sequence[int], pair: tuple[int, int]
+    target: TargetModel, question: ExactnessCase, written: Sequence[int], pair: tuple[int, int]
 ) -> tuple[float, float]:
     apart, together = _logits(target, question.prompt, written)
     return _gap(apart, pair, question, len(written)), _gap(together, pair, question, len(written))
@@ -132,17 +136,17 @@ def _gaps(
 @torch.inference_mode()
 def _logits(target: TargetModel, prompt: Sequence[int], written: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The logits [vocab] behind prompt and answer: the answer's tokens one after another, and all in one forward."""
-    whole = target.forward(target.new_rows(len(prompt) + len(written)), [*prompt, *written])[0]
-    rows = target.new_rows(len(prompt) + len(written))
-    logits = target.forward(rows, prompt)[0]
-    rows.commit(len(prompt), ())
+    whole = target.forward(target.new_cache(len(prompt) + len(written)), [*prompt, *written])[0]
+    cache = target.new_cache(len(prompt) + len(written))
+    logits = target.forward(cache, prompt)[0]
+    cache.commit(len(prompt), ())
     for token in written:
-        logits = target.forward(rows, [token])[0]
-        rows.commit(1, ())
+        logits = target.forward(cache, [token])[0]
+        cache.commit(1, ())
     return logits, whole
 
 
-def _gap(logits: Tensor, pair: Sequence[int], question: Question, position: int) -> float:
+def _gap(logits: Tensor, pair: Sequence[int], question: ExactnessCase, position: int) -> float:
     """How much better the first of two tokens scores than the second."""
     ids = torch.tensor(pair, device=logits.device)
     scores = logits[ids]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,29 +12,29 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.drafters.factory import SmallModel
+from agentspec.backends.torch.drafters.factory import DraftModel
 from agentspec.backends.torch.model.attention import ATTENTION_NAME
-from agentspec.backends.torch.model.compatibility import exact_context, masks_known, require_decoder
+from agentspec.backends.torch.model.compatibility import has_known_masks, max_exact_context, require_decoder
 from agentspec.backends.torch.model.cuda_graphs import record_graphs
 from agentspec.backends.torch.model.device import choose_device, choose_dtype, choose_kernels
 from agentspec.backends.torch.model.lora import merge_adapter, with_adapter
 from agentspec.backends.torch.model.packed_linear import pack_linears, unpack_linears
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
 from agentspec.errors import ConfigurationError, ModelUnavailableError
 from agentspec.types import Namespace
 
 logger = logging.getLogger(__name__)
 
-CHECK_CHAIN, CHECK_TREE, CHECK_PARENTS = 5, 4, (-1, -1, 0, 1)
+CHECK_TOKENS, CHECK_TREE, CHECK_PARENTS = 5, 4, (-1, -1, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model ready to run, its tokenizer, and the hashes that isolate its tokens from other models'."""
 
     name: str
@@ -51,12 +50,12 @@ class Loaded:
         return Namespace(tenant, self.fingerprint, self.tokenizer_hash, self.template_hash)
 
 
-def load(settings: TorchSettings) -> Loaded:
+def load(settings: TorchSettings) -> LoadedModel:
     """Find, read and prepare the model. Raises `ModelUnavailableError` or `ConfigurationError`."""
     return _load(settings, settings.model, settings.adapter)
 
 
-def load_draft(settings: TorchSettings, target: Loaded) -> SmallModel | None:
+def load_draft(settings: TorchSettings, target: LoadedModel) -> DraftModel | None:
     """The draft model for `target`, if the settings name one; raises like `load`.
 
     One that reads the target's token ids drafts in them; any other is reached through text.
@@ -68,12 +67,12 @@ def load_draft(settings: TorchSettings, target: Loaded) -> SmallModel | None:
         message = f"{small.name!r} cannot draft: it keeps a state that cannot be rewound. Name another draft_model"
         raise ConfigurationError(message, param="draft_model")
     shared = small.tokenizer.get_vocab() == target.tokenizer.get_vocab()
-    codecs = None if shared else (Codec(target.tokenizer), Codec(small.tokenizer))
+    tokenizers = None if shared else (TokenizerAdapter(target.tokenizer), TokenizerAdapter(small.tokenizer))
     logger.info("%s drafts, %s", small.name, "in the same tokens" if shared else "through text: its tokenizer differs")
-    return SmallModel(small.name, small.target, codecs)
+    return DraftModel(small.name, small.target, tokenizers)
 
 
-def _load(settings: TorchSettings, model: str, adapter: str | None) -> Loaded:
+def _load(settings: TorchSettings, model: str, adapter: str | None) -> LoadedModel:
     from agentspec.backends.model_store import resolve
 
     files = resolve(model)
@@ -106,28 +105,7 @@ def read_weights(folder: Path, name: str, dtype: torch.dtype) -> Any:
     return module
 
 
-def load_tokenizer(model: str) -> tuple[Any, str]:
-    """The tokenizer of a model and the hash that its namespaces carry. Raises `ModelUnavailableError`."""
-    from agentspec.backends.model_store import resolve
-
-    tokenizer = read_tokenizer(resolve(model).folder)
-    return tokenizer, hashes(tokenizer)[0]
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder. Raises `ModelUnavailableError`."""
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelUnavailableError(f"cannot read the tokenizer in {str(folder)!r}: {error}") from error
-
-
-def hashes(tokenizer: Any) -> tuple[str, str]:
-    """Of the tokenizer and of its chat template, as namespaces carry them."""
-    return _hash(_tokenizer_text(tokenizer)), _hash(str(getattr(tokenizer, "chat_template", None) or ""))
-
-
-def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter: str | None = None) -> Loaded:
+def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter: str | None = None) -> LoadedModel:
     """Pack the weights and choose the attention kernel of a model in memory, which must still compute what it did.
 
     A model whose trees cannot be verified (recurrent state, attention of an unknown kind) runs without speculation,
@@ -137,7 +115,7 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter
     choose_kernels(module.device)
     if module.dtype != torch.float32:
         _float32_head(module)
-    check = Check.of(module)
+    check = SelfCheck.of(module)
     if not check.logits.isfinite().all():
         dtype = str(module.dtype).removeprefix("torch.")
         raise ModelUnavailableError(f"{name!r} computes no finite numbers in {dtype}: set dtype to float32 or bfloat16")
@@ -153,7 +131,7 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter
         logger.warning("%s keeps a state that cannot be rewound: it runs without speculation and prefix reuse", name)
     _limit_context(target, name)
     tokenizer_hash, template_hash = hashes(tokenizer)
-    return Loaded(
+    return LoadedModel(
         name=name,
         target=target,
         tokenizer=tokenizer,
@@ -166,17 +144,17 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter
 
 
 def _limit_context(target: TargetModel, name: str) -> None:
-    bound = exact_context(target.module.config)
+    bound = max_exact_context(target.module.config)
     if bound is not None and bound < target.context_length:
         reason = "behind them its positions change with the length of the text"
         logger.warning("%s takes texts of up to %d tokens: %s", name, bound, reason)
         target.context_length = bound
 
 
-def choose_target(module: Any, check: Check) -> TargetModel | None:
+def choose_target(module: Any, check: SelfCheck) -> TargetModel | None:
     """The fastest way to run `module` that passes the check; None if there is none."""
     own = module.config._attn_implementation
-    stateful = getattr(module, "_is_stateful", False) or not masks_known(module.config)
+    stateful = getattr(module, "_is_stateful", False) or not has_known_masks(module.config)
     for attention in () if stateful else (ATTENTION_NAME, own, "eager"):
         module.set_attn_implementation(attention)
         target = TargetModel(module, rewindable=True)
@@ -188,21 +166,21 @@ def choose_target(module: Any, check: Check) -> TargetModel | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class SelfCheck:
     """A few tokens, a tree behind them, and the model's own logits [1 + tree, vocab], each path computed by itself."""
 
-    chain: list[int]
+    tokens: list[int]
     nodes: list[int]
     logits: Tensor
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, module: Any) -> Check:
+    def of(cls, module: Any) -> SelfCheck:
         vocab = module.config.get_text_config().vocab_size
-        ids = torch.randint(vocab, (CHECK_CHAIN + CHECK_TREE,), generator=torch.Generator().manual_seed(0)).tolist()
-        chain, nodes = ids[:CHECK_CHAIN], ids[CHECK_CHAIN:]
-        texts = [chain + _path(nodes, CHECK_PARENTS, node) for node in range(-1, len(nodes))]
-        return cls(chain, nodes, torch.stack([_own_logits(module, text) for text in texts]))
+        ids = torch.randint(vocab, (CHECK_TOKENS + CHECK_TREE,), generator=torch.Generator().manual_seed(0)).tolist()
+        tokens, nodes = ids[:CHECK_TOKENS], ids[CHECK_TOKENS:]
+        texts = [tokens + _path(nodes, CHECK_PARENTS, node) for node in range(-1, len(nodes))]
+        return cls(tokens, nodes, torch.stack([_own_logits(module, text) for text in texts]))
 
     def passes(self, target: TargetModel) -> bool:
         try:
@@ -213,11 +191,11 @@ class Check:
         return difference <= target.tolerance
 
     def difference(self, target: TargetModel) -> float:
-        """Largest logit difference of one forward over rows, chain and tree; of a single token if not rewindable."""
-        nodes, parents, known = (self.nodes, CHECK_PARENTS, 2) if target.rewindable else ([], (), CHECK_CHAIN - 1)
-        rows = target.new_rows(1)
-        target.prefill(rows, self.chain[:known])
-        logits = target.forward(rows, self.chain[known:], nodes, parents)
+        """Largest logit difference of one forward over slots, tokens and tree; of a single token if not rewindable."""
+        nodes, parents, known = (self.nodes, CHECK_PARENTS, 2) if target.rewindable else ([], (), CHECK_TOKENS - 1)
+        cache = target.new_cache(1)
+        target.prefill(cache, self.tokens[:known])
+        logits = target.forward(cache, self.tokens[known:], nodes, parents)
         return float((logits - self.logits[: len(logits)]).abs().max())
 
 
@@ -259,12 +237,3 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _tokenizer_text(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""One answer made token by token, by someone who decides what each token is drawn from; and the states of texts."""
+"""One answer decoded token by token by a caller who chooses the scores to draw from; and the states of texts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from agentspec.backends.base import Floats, State
+from agentspec.backends.base import Floats, StepOutput
 from agentspec.backends.torch.engine.compute_thread import Tasks
-from agentspec.backends.torch.engine.sequence import Job
-from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.engine.sequence import EngineRequest
+from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.backends.torch.text.output_parser import AnswerReader
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.output_parser import OutputParser
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import AgentSpecError, EngineError, InvalidRequestError
 from agentspec.telemetry.safe_errors import error_location
-from agentspec.text.detokenizer import Detokenizer
-from agentspec.text.stop_strings import StopScanner
+from agentspec.text.streaming_text import StreamingText
 from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Usage
 
 T = TypeVar("T")
@@ -30,16 +29,16 @@ CHUNK = 256  # tokens of a prompt read in one forward
 
 
 class TorchSteps:
-    """`Steps` over a model whose rows can be rewound. Lives in the computing thread."""
+    """`StepwiseDecoding` over a model whose slots can be rewound. Lives in the computing thread."""
 
-    def __init__(self, target: TargetModel, job: Job) -> None:
-        self._target, self._job = target, job
-        self._tokens = list(job.prompt)
-        rows = target.new_rows(len(job.prompt) + min(job.max_tokens, CHUNK))
-        assert isinstance(rows, SequenceCache), "a model whose rows cannot be rewound was opened for steps"
-        self._rows = rows
-        self._read: list[int] = []  # the tokens that the rows were last computed for
-        self._seed: int | None = job.sampling.seed
+    def __init__(self, target: TargetModel, request: EngineRequest) -> None:
+        self._target, self._request = target, request
+        self._tokens = list(request.prompt)
+        kv_cache = target.new_cache(len(request.prompt) + min(request.max_tokens, CHUNK))
+        assert isinstance(kv_cache, SequenceCache), "a model whose slots cannot be rewound was opened for steps"
+        self._kv_cache = kv_cache
+        self._read: list[int] = []  # the tokens that the slots were last computed for
+        self._seed: int | None = request.sampling.seed
         self._sampler = self._fresh_sampler()
         self._seed = self._sampler.seed
 
@@ -52,26 +51,26 @@ class TorchSteps:
         return self._sampler.plain
 
     @property
-    def unread(self) -> int:
+    def num_uncomputed(self) -> int:
         """Tokens of the prompt that `read` still has to compute before `advance`."""
-        return max(0, len(self._job.prompt) - 1 - self._rows.length)
+        return max(0, len(self._request.prompt) - 1 - self._kv_cache.length)
 
     def read(self) -> None:
         """Compute a chunk of the prompt, its last token excepted."""
-        chunk = self._tokens[self._rows.length : self._rows.length + min(CHUNK, self.unread)]
-        self._target.prefill(self._rows, chunk)
+        chunk = self._tokens[self._kv_cache.length : self._kv_cache.length + min(CHUNK, self.num_uncomputed)]
+        self._target.prefill(self._kv_cache, chunk)
 
-    def advance(self) -> State:
-        while self.unread:
+    def advance(self) -> StepOutput:
+        while self.num_uncomputed:
             self.read()
         last = len(self._tokens) - 1
         self._forget(last)
-        for token in self._tokens[self._rows.length : last]:
-            self._target.prefill(self._rows, [token])
-        logits, state = self._target.forward_shown(self._rows, self._tokens[last])
-        self._rows.commit(1, ())
+        for token in self._tokens[self._kv_cache.length : last]:
+            self._target.prefill(self._kv_cache, [token])
+        logits, state = self._target.forward_with_hidden(self._kv_cache, self._tokens[last])
+        self._kv_cache.commit(1, ())
         self._read = list(self._tokens)
-        return State(logits.cpu().numpy(), state.cpu().numpy())
+        return StepOutput(logits.cpu().numpy(), state.cpu().numpy())
 
     def draw(self, scores: Floats) -> int:
         self._sampler.begin(to_device(scores[None], self._target.device))
@@ -82,40 +81,49 @@ class TorchSteps:
             self._forget(len(self._tokens))
         self._tokens.append(token)
         self._sampler.observe(token)
-        return token in self._job.stop_ids or len(self._tokens) - len(self._job.prompt) >= self._job.max_tokens
+        request = self._request
+        return token in request.stop_ids or len(self._tokens) - len(request.prompt) >= request.max_tokens
 
     def rewind(self, length: int) -> None:
-        assert len(self._job.prompt) <= length, "a prompt cannot be rewound"
+        assert len(self._request.prompt) <= length, "a prompt cannot be rewound"
         del self._tokens[length:]
         self._sampler = self._fresh_sampler()
-        for token in self._tokens[len(self._job.prompt) :]:
+        for token in self._tokens[len(self._request.prompt) :]:
             self._sampler.observe(token)
 
     def _forget(self, length: int) -> None:
-        """No rows from `length` on."""
-        self._rows.truncate(min(self._rows.length, length))
+        """Keep no slots from `length` on."""
+        self._kv_cache.truncate(min(self._kv_cache.length, length))
 
     def _fresh_sampler(self) -> Sampler:
-        job, target = self._job, self._target
-        limits = job.rules.limits(job.sampling.min_tokens, job.stop_ids, target.vocab_size)
-        sampling = replace(job.sampling, seed=self._seed)
-        return Sampler(sampling, target.vocab_size, job.prompt, target.device, limits=limits)
+        request, target = self._request, self._target
+        constraints = request.constraints.start(request.sampling.min_tokens, request.stop_ids, target.vocab_size)
+        sampling = replace(request.sampling, seed=self._seed)
+        return Sampler(sampling, target.vocab_size, request.prompt, target.device, constraints=constraints)
 
 
 class TorchSession:
     """`StepSession`: the steps in the computing thread, and the answer's text here."""
 
-    def __init__(self, target: TargetModel, job: Job, tasks: Tasks, codec: Codec, reader: AnswerReader) -> None:
-        self._target, self._job, self._tasks, self._reader = target, job, tasks, reader
+    def __init__(
+        self,
+        target: TargetModel,
+        request: EngineRequest,
+        tasks: Tasks,
+        tokenizer: TokenizerAdapter,
+        parser: OutputParser,
+    ) -> None:
+        self._target, self._request, self._tasks, self._parser = target, request, tasks, parser
         self._steps: TorchSteps | None = None
-        self._detokenizer = Detokenizer(codec.decoder(job.rules.shown), job.prompt)
-        self._scanner = StopScanner(job.sampling.stop)
-        self._said = 0
-        self._prompt = prompt_of(job, codec) if job.request.return_prompt else None
+        self._stream = StreamingText(
+            tokenizer.decoder(request.constraints.shown), request.prompt, request.sampling.stop
+        )
+        self._emitted = 0
+        self._prompt = prompt_of(request, tokenizer) if request.original.return_prompt else None
 
-    async def run(self, play: Callable[[TorchSteps], T]) -> T:
+    async def run(self, function: Callable[[TorchSteps], T]) -> T:
         steps = self._steps or await self._begin()
-        return await self._call(lambda: play(steps))
+        return await self._call(lambda: function(steps))
 
     def tell(self, tokens: Sequence[int]) -> Delta:
         text, told, finish = list[str](), list[int](), None
@@ -123,17 +131,17 @@ class TorchSession:
             told.append(token)
             finish = self._take(token, text)
             if finish is not None:
-                text += self._tail()
+                text.append(self._stream.finish())
                 break
-        usage = Usage(prompt_tokens=len(self._job.prompt), completion_tokens=self._said) if finish else None
+        usage = Usage(prompt_tokens=len(self._request.prompt), completion_tokens=self._emitted) if finish else None
         prompt, self._prompt = self._prompt, None
         delta = Delta(text="".join(text), token_ids=tuple(told), finish_reason=finish, usage=usage, prompt=prompt)
-        return self._reader.read(delta)
+        return self._parser.parse(delta)
 
     async def _begin(self) -> TorchSteps:
         """Read the prompt in chunks, so that other requests' steps come between."""
-        steps = self._steps = await self._call(lambda: TorchSteps(self._target, self._job))
-        while steps.unread:
+        steps = self._steps = await self._call(lambda: TorchSteps(self._target, self._request))
+        while steps.num_uncomputed:
             await self._call(steps.read)
         return steps
 
@@ -141,22 +149,14 @@ class TorchSession:
         return await computed(self._tasks, function)
 
     def _take(self, token: int, text: list[str]) -> FinishReason | None:
-        """Add what `token` says to `text`; why the answer ends with it, if it does."""
-        self._said += 1
-        if token in self._job.stop_ids:
+        """Add the text of `token` to `text`; returns why the answer ends with it, if it does."""
+        self._emitted += 1
+        if token in self._request.stop_ids:
             return "stop"
-        piece = self._detokenizer.feed(token)
-        text.append(self._scanner.feed(piece) if self._said > self._job.sampling.min_tokens else piece)
-        if self._scanner.stopped:
+        text.append(self._stream.feed(token, may_stop=self._emitted > self._request.sampling.min_tokens))
+        if self._stream.stopped:
             return "stop"
-        return "length" if self._said >= self._job.max_tokens else None
-
-    def _tail(self) -> list[str]:
-        """What detokenizer and scanner still hold back, once nothing more will come."""
-        if self._scanner.stopped:
-            return []
-        last = self._scanner.feed(self._detokenizer.finish())
-        return [last] if self._scanner.stopped else [last, self._scanner.finish()]
+        return "length" if self._emitted >= self._request.max_tokens else None
 
 
 async def computed(tasks: Tasks, function: Callable[[], T]) -> T:
@@ -174,14 +174,14 @@ def states_of(target: TargetModel, texts: Sequence[Sequence[int]]) -> list[Float
     """For each text of token ids its hidden states [tokens, width], all in one forward."""
     if not texts:
         return []
-    states = target.states_batch([Piece(target.new_rows(len(text)), text) for text in texts])
+    states = target.states_batch([BatchItem(target.new_cache(len(text)), text) for text in texts])
     return [rows.cpu().numpy() for rows in states]
 
 
-def prompt_of(job: Job, codec: Codec) -> Prompt:
+def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter) -> Prompt:
     """The prompt as the model reads it."""
-    ids, text = tuple(job.prompt), job.request.text
-    return Prompt(codec.decode(ids) if text is None else text, ids)
+    ids, text = tuple(request.prompt), request.original.text
+    return Prompt(tokenizer.decode(ids) if text is None else text, ids)
 
 
 def require_one_answer(request: GenerateRequest) -> None:

@@ -1,5 +1,1 @@
 """Our cache as the drafter of a vLLM server (docs/vllm.md). Nothing outside this package knows vLLM."""
-
-from agentspec.backends.vllm.custom_class import SuffixProposer
-
-__all__ = ["SuffixProposer"]

@@ -9,13 +9,12 @@ import logging
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 from agentspec.backends.vllm.drafting import ServerDrafter
-from agentspec.backends.vllm.request_state import Conversation, Memory, PrivateMemory
+from agentspec.backends.vllm.request_state import PrivateCache, RequestCache, RequestState
 from agentspec.backends.vllm.settings import DrafterSettings, read_settings
 from agentspec.cache import SuffixCache
 from agentspec.cache.settings import without_password
@@ -34,14 +33,6 @@ def supported(installed: str) -> bool:
     return ".".join(installed.split(".")[:2]) in SUPPORTED
 
 
-def require_supported() -> None:
-    """Raise `ConfigurationError` for a version of vLLM whose interfaces we do not know."""
-    installed = version("vllm")
-    if not supported(installed):
-        known = ", ".join(f"{name}.x" for name in SUPPORTED)
-        raise ConfigurationError(f"agentspec {version('agentspec')} works with vLLM {known}, not {installed}")
-
-
 def drafts_here(config: Any) -> bool:
     """Whether the scheduler reads the drafts of this rank: the first of its tensor-parallel group.
 
@@ -54,17 +45,14 @@ def drafts_here(config: Any) -> bool:
     return not model_parallel_is_initialized() or get_tp_group().rank_in_group == 0
 
 
-def open_drafter(config: Any, idle: Callable[[], None] = lambda: None) -> ServerDrafter:
-    """`config`: a `VllmConfig`; `idle` is called now and then while nothing is asked for.
-
-    Raises `ConfigurationError` and `CacheError`s for settings that cannot work.
-    """
+def open_drafter(config: Any) -> ServerDrafter:
+    """`config`: a `VllmConfig`. Raises `ConfigurationError` and `CacheError`s for settings that cannot work."""
     settings = read_settings()
     chosen, cache = settings.cache, settings.cache.open()
     model = config.model_config
     decode = _decoder(model) if chosen.refuse_patterns else None
-    memories = Memories(cache, settings, lambda tenant: namespace_of(model, tenant), decode)
-    drafter = ServerDrafter(memories.open, model.get_vocab_size(), idle=idle, on_close=cache.close)
+    router = CacheRouter(cache, settings, lambda tenant: namespace_of(model, tenant), decode)
+    drafter = ServerDrafter(router.open, model.get_vocab_size(), on_close=cache.close)
     atexit.register(drafter.close)
     if multiprocessing.parent_process() is not None:
         Finalize(None, drafter.close, exitpriority=10)  # a forked process ends without the former
@@ -77,8 +65,8 @@ def open_drafter(config: Any, idle: Callable[[], None] = lambda: None) -> Server
     return drafter
 
 
-class Memories:
-    """Decides where each conversation is remembered."""
+class CacheRouter:
+    """Decides in which namespace of the cache each request is kept."""
 
     def __init__(
         self,
@@ -93,11 +81,11 @@ class Memories:
         tenants = {settings.tenant, *settings.salts.values()}
         self._namespaces = {tenant: namespace(tenant) for tenant in tenants}
 
-    def open(self, conversation: Conversation, prompt: Tokens) -> Memory:
+    def open(self, state: RequestState, prompt: Tokens) -> RequestCache:
         """In the tenant's namespace; on its own where it carries a salt that is not known here."""
-        salts, request = self._settings.salts, conversation.request
+        salts, request = self._settings.salts, state.request
         if request.salt is not None and request.salt not in salts:
-            return PrivateMemory(prompt)
+            return PrivateCache(prompt)
         tenant = self._settings.tenant if request.salt is None else salts[request.salt]
         labels = request.labels
         return self._cache.request(

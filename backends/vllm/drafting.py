@@ -1,38 +1,71 @@
-"""Drafting for all requests of a server, one round after another. Knows nothing of vLLM."""
+"""Drafting for all requests of a server, one round after another, independent of vLLM's classes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import NamedTuple
 
-from agentspec.backends.vllm.recorder import Open, Recorder, Said, wait_ready
-from agentspec.backends.vllm.request_state import NOTHING, Ahead, Conversation, Request
-from agentspec.backends.vllm.stats import RoundStats
-from agentspec.backends.vllm.step_cost import StepCost
-from agentspec.cache.index import Job, propose_batch
+from agentspec.backends.vllm.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
+from agentspec.backends.vllm.request_state import NOTHING, Continuation, RequestInfo, RequestState
+from agentspec.backends.vllm.step_cost import StepTimeModel
+from agentspec.cache.index import DraftJob, propose_batch
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats, allocate_budget
 from agentspec.telemetry.safe_errors import safe_message
 
-ANY = Request()
-PATIENCE = 0.0004  # seconds that a round waits at most for new memories, and again until it may read the indexes
+ANY = RequestInfo()
+PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
 FREE = 0.005  # drafting up to this share of a step is not worth accounting for
+LOG_SECONDS = 10.0  # as often as vLLM logs its own figures
 
 logger = logging.getLogger(__name__)
 
 
-class Turn(NamedTuple):
-    """A request's part in a round: what its output grew by, how prompt and output end, how much may be drafted.
+class DraftTurn(NamedTuple):
+    """A request's part in a round: its new tokens, the end of prompt and output, and how many tokens may be drafted.
 
-    `context` is int32 and looked at during the call only; of it the last `DEPTH` tokens count.
+    `context` is int32 and read during the call only; of it the last `DEPTH` tokens count.
     """
 
-    conversation: Conversation
+    state: RequestState
     fresh: Tokens
     context: Tokens
-    most: int
+    limit: int
+
+
+class RoundStats:
+    """Counts of rounds; logs them now and then while there are any."""
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.last_seconds = 0.0
+        self._seconds: list[float] = []
+        self._drafted = 0
+        self._logged = monotonic()
+
+    def add(self, seconds: float, drafted: int) -> None:
+        self.last_seconds = seconds
+        self._seconds.append(seconds)
+        self._drafted += drafted
+        if monotonic() - self._logged >= LOG_SECONDS:
+            self.log()
+
+    def log(self) -> None:
+        """Say what happened since the last time, and begin anew."""
+        if self._seconds:
+            ordered = sorted(self._seconds)
+            logger.info(
+                "agentspec: %d rounds, drafting %.3f ms (median), %.3f ms (longest), %d tokens drafted, %d accepted",
+                len(ordered),
+                1e3 * ordered[len(ordered) // 2],
+                1e3 * ordered[-1],
+                self._drafted,
+                self.accepted,
+            )
+        self._logged = monotonic()
+        self._seconds, self._drafted, self.accepted = [], 0, 0
 
 
 class ServerDrafter:
@@ -44,120 +77,119 @@ class ServerDrafter:
 
     def __init__(
         self,
-        open_memory: Open,
+        open_cache: Open,
         vocab_size: int,
         *,
-        idle: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._recorder = Recorder(open_memory, idle)
+        self._recorder = CacheRecorder(open_cache)
         self._on_close = on_close
-        self._cost = StepCost()
+        self._cost = StepTimeModel()
         self._vocab_size = vocab_size
-        self._last: list[Conversation] = []  # of the last round
+        self._last: list[RequestState] = []  # of the last round
         self._last_end = 0.0
         self._failed = False
         self.stats = RoundStats()
 
-    def begin(self, prompt: Tokens, request: Request = ANY) -> Conversation:
-        """A request came. `open_memory` decides where it is remembered."""
-        conversation = Conversation(len(prompt), RequestStats(), request)
-        self._recorder.begin(conversation, prompt)
-        return conversation
+    def begin(self, prompt: Tokens, request: RequestInfo = ANY) -> RequestState:
+        """A request came. `open_cache` decides where it is kept."""
+        state = RequestState(len(prompt), RequestStats(), request)
+        self._recorder.begin(state, prompt)
+        return state
 
-    def say(self, conversation: Conversation, fresh: Tokens) -> None:
-        """An output grew and nothing is to be drafted behind it."""
-        self._recorder.extend([self._said(conversation, fresh)])
+    def record(self, state: RequestState, fresh: Tokens) -> None:
+        """An output grew, and no draft is asked for."""
+        self._recorder.extend([self._update(state, fresh)])
 
-    def end(self, conversation: Conversation) -> None:
+    def end(self, state: RequestState) -> None:
         """A request is over."""
-        self._recorder.end(conversation)
+        self._recorder.end(state)
 
     def close(self) -> None:
-        """Remember what was said so far, then stop. Idempotent."""
+        """Record all outputs so far, then stop. Idempotent."""
         self._recorder.close()
         self._on_close()
 
     def flush(self, timeout: float = 10.0) -> bool:
         return self._recorder.flush(timeout)
 
-    def propose(self, turns: Sequence[Turn], *, steady: bool = True) -> list[list[int]]:
-        """What each request's output may go on with. Unless `steady` the step before did other work too."""
+    def propose(self, turns: Sequence[DraftTurn], *, steady: bool = True) -> list[list[int]]:
+        """A draft chain for each request. Unless `steady`, the step before did other work too."""
         started = perf_counter()
-        said: list[Said] = []
+        updates: list[OutputUpdate] = []
         try:
-            said = self._learn(turns, started if steady else None)
+            updates = self._learn(turns, started if steady else None)
             chains = self._draft(turns)
         except Exception as error:
             self._report(error)
             chains = [[] for _ in turns]
-        self._recorder.extend(said)  # now, not before: it would work at the same time, and both need the interpreter
-        self._last, self._last_end = [turn.conversation for turn in turns], perf_counter()
+        self._recorder.extend(updates)  # last: the recorder's thread would compete with drafting for the interpreter
+        self._last, self._last_end = [turn.state for turn in turns], perf_counter()
         self.stats.add(self._last_end - started, sum(map(len, chains)))
         return chains
 
-    def _learn(self, turns: Sequence[Turn], now: float | None) -> list[Said]:
-        said = [self._said(turn.conversation, turn.fresh) for turn in turns]
+    def _learn(self, turns: Sequence[DraftTurn], now: float | None) -> list[OutputUpdate]:
+        updates = [self._update(turn.state, turn.fresh) for turn in turns]
         # Where others came or went, the time since the last round is not the cost of its tokens.
-        if now is not None and self._last and self._last == [turn.conversation for turn in turns]:
+        if now is not None and self._last and self._last == [turn.state for turn in turns]:
             self._judge(turns, now - self._last_end)
-        return said
+        return updates
 
-    def _said(self, conversation: Conversation, fresh: Tokens) -> Said:
-        tokens = conversation.advance(fresh)
-        self.stats.accepted += conversation.accepted
-        return Said(conversation, tokens, len(conversation.chain), conversation.accepted)
+    def _update(self, state: RequestState, fresh: Tokens) -> OutputUpdate:
+        tokens = state.advance(fresh)
+        self.stats.accepted += state.accepted
+        return OutputUpdate(state, tokens, len(state.chain), state.accepted)
 
-    def _judge(self, turns: Sequence[Turn], seconds: float) -> None:
+    def _judge(self, turns: Sequence[DraftTurn], seconds: float) -> None:
         """Learn what the step cost, and for each request whether asking for drafts pays.
 
-        What it costs to verify them in vain is left to `allocate_budget`, which hears of it by the pace's factor: a request that
-        cannot be drafted for now may copy a page next.
+        The cost of verifying rejected drafts is left to `allocate_budget`, which sees it in the request's factor: a
+        request that cannot be drafted for now may copy a page next.
         """
-        asked = [conversation for conversation in self._last if conversation.asked]
-        self._cost.observe(len(turns) + sum(len(conversation.chain) for conversation in asked), seconds)
+        asked = [state for state in self._last if state.asked]
+        self._cost.observe(len(turns) + sum(len(state.chain) for state in asked), seconds)
         token = seconds / max(1, sum(len(turn.fresh) for turn in turns))
         cost = max(0.0, self.stats.last_seconds - FREE * seconds) / max(1, len(asked))
-        for conversation in asked:
-            accepted = conversation.accepted
-            conversation.pace.observe(conversation.expected, accepted, cost, accepted * token)
+        for state in asked:
+            accepted = state.accepted
+            state.stats.observe(state.expected, accepted, cost, accepted * token)
 
-    def _draft(self, turns: Sequence[Turn]) -> list[list[int]]:
-        wait_ready([turn.conversation for turn in turns if not turn.conversation.ready.is_set()], PATIENCE)
-        self._look_ahead(turns)
-        worths = [turn.conversation.worth(turn.most) for turn in turns]
-        counts = allocate_budget(worths, len(turns), lambda drafted: self._cost.many(len(turns) + drafted))
+    def _draft(self, turns: Sequence[DraftTurn]) -> list[list[int]]:
+        wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
+        self._search(turns)
+        chances = [turn.state.acceptance(turn.limit) for turn in turns]
+        counts = allocate_budget(chances, len(turns), lambda drafted: self._cost.many(len(turns) + drafted))
         return [
-            turn.conversation.propose(count, sum(worth[:count]))
-            for turn, worth, count in zip(turns, worths, counts, strict=True)
+            turn.state.propose(count, sum(chance[:count]))
+            for turn, chance, count in zip(turns, chances, counts, strict=True)
         ]
 
-    def _look_ahead(self, turns: Sequence[Turn]) -> None:
-        """Ask what may follow, for requests that do not know it from the round before."""
-        floor = self._cost.least_worth(len(turns))
-        asked = [(turn.conversation, job) for turn in turns if (job := self._job(turn, floor))]
+    def _search(self, turns: Sequence[DraftTurn]) -> None:
+        """Search the cache for requests whose continuation from the round before is not enough."""
+        floor = self._cost.least_acceptance(len(turns))
+        asked = [(turn.state, job) for turn in turns if (job := self._job(turn, floor))]
         drafts = propose_batch([job for _, job in asked], PATIENCE) if asked else []
-        for (conversation, _), draft in zip(asked, drafts, strict=True):
-            conversation.ahead = self._legal(Ahead(draft.tokens.tolist(), draft.probabilities.tolist()))
+        for (state, _), draft in zip(asked, drafts, strict=True):
+            state.continuation = self._legal(Continuation(draft.tokens.tolist(), draft.probabilities.tolist()))
 
     @staticmethod
-    def _job(turn: Turn, floor: float) -> Job | None:
-        """What to search for, where a request may be drafted for and does not know it yet."""
-        conversation, memory = turn.conversation, turn.conversation.memory
-        if memory is None or conversation.over or turn.most <= 0 or not conversation.pace.ask():
-            conversation.asked, conversation.ahead = False, NOTHING
+    def _job(turn: DraftTurn, floor: float) -> DraftJob | None:
+        """What to search for; None where nothing may be drafted or nothing need be searched."""
+        state, cache = turn.state, turn.state.cache
+        if cache is None or state.finished or turn.limit <= 0 or not state.stats.ask():
+            state.asked, state.continuation = False, NOTHING
             return None
-        conversation.asked = True
-        if conversation.knows():
+        state.asked = True
+        if state.is_certain():
             return None
-        return memory.drafter, memory.indexes, turn.context, turn.most, floor, True
+        return cache.drafter, cache.indexes, turn.context, turn.limit, floor, True
 
-    def _legal(self, ahead: Ahead) -> Ahead:
-        """As far as the model knows the tokens."""
-        if max(ahead.tokens, default=0) < self._vocab_size:
-            return ahead
-        count = next(i for i, token in enumerate(ahead.tokens) if token >= self._vocab_size)
-        return Ahead(ahead.tokens[:count], ahead.worth[:count])
+    def _legal(self, found: Continuation) -> Continuation:
+        """Up to the first token that the model does not have."""
+        if max(found.tokens, default=0) < self._vocab_size:
+            return found
+        count = next(i for i, token in enumerate(found.tokens) if token >= self._vocab_size)
+        return Continuation(found.tokens[:count], found.acceptance[:count])
 
     def _report(self, error: Exception) -> None:
         if not self._failed:

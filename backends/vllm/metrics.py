@@ -10,7 +10,6 @@ from prometheus_client import Gauge
 
 NAME = "agentspec_vllm_drafter_info"
 OURS, ARCTIC, NONE = "agentspec", "arctic", "none"
-_CUSTOM_CLASS = "agentspec.backends.vllm.SuffixProposer"
 
 
 def drafter_of(speculative: Any, *, took_over: bool) -> str:
@@ -19,8 +18,6 @@ def drafter_of(speculative: Any, *, took_over: bool) -> str:
         return NONE
     if speculative.method == "suffix":
         return OURS if took_over else ARCTIC
-    if speculative.method == "custom_class" and speculative.model == _CUSTOM_CLASS:
-        return OURS
     return str(speculative.method)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from agentspec.backends.vllm.cache_router import drafts_here, open_drafter
-from agentspec.backends.vllm.drafting import ServerDrafter, Turn
-from agentspec.backends.vllm.request_state import Conversation, Request
+from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
+from agentspec.backends.vllm.request_state import RequestInfo, RequestState
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Labels
@@ -21,32 +21,32 @@ _UNKNOWN = "?"  # no tenant's salt
 
 
 class SuffixDecodingProposer:
-    """Takes vLLM's request ids, and hears of requests that go and come through `finished` and `scheduled`."""
+    """Keyed by vLLM's request ids; `finished` and `scheduled` report requests that end and begin."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._drafter: ServerDrafter | None = open_drafter(vllm_config) if drafts_here(vllm_config) else None
-        self._conversations: dict[str, Conversation] = {}
+        self._states: dict[str, RequestState] = {}
         listen_to_scheduler()
 
     def load_model(self, *_: object, **__: object) -> None:
         """There is none."""
 
     def finished(self, output: Any, batch: Any) -> None:
-        """What a step of the scheduler (`SchedulerOutput`) ends; `batch` still holds it.
+        """Requests that a step of the scheduler (`SchedulerOutput`) ends; `batch` still holds them.
 
-        vLLM asks for no drafts in steps in which a request comes near the model's length; what was said then is read
-        now.
+        vLLM asks for no drafts in steps in which a request comes near the model's length; the output of those
+        steps is read now.
         """
         for identity in output.finished_req_ids:
-            row, conversation = batch.req_id_to_index.get(identity), self._conversations.get(identity)
-            if self._drafter and conversation and row is not None:
+            row, state = batch.req_id_to_index.get(identity), self._states.get(identity)
+            if self._drafter and state and row is not None:
                 length = int(batch.num_tokens_no_spec[row])
-                self._drafter.say(conversation, _copy(batch.token_ids_cpu[row, conversation.length : length]))
+                self._drafter.record(state, _copy(batch.token_ids_cpu[row, state.length : length]))
             self._end(identity)
 
     def scheduled(self, output: Any, batch: Any) -> None:
-        """What a step begins; `batch` holds it already."""
+        """Requests that a step begins; `batch` holds them already."""
         if self._drafter is None:
             return
         for new in output.scheduled_new_reqs:
@@ -55,7 +55,7 @@ class SuffixDecodingProposer:
                 continue  # no tokens to go by, or none to be made
             self._end(new.req_id)
             prompt = _copy(batch.token_ids_cpu[row, : len(new.prompt_token_ids)])
-            self._conversations[new.req_id] = self._drafter.begin(prompt, _request(new))
+            self._states[new.req_id] = self._drafter.begin(prompt, _request(new))
 
     def propose(
         self, num_speculative_tokens: int, input_batch: Any, sampled_token_ids: Sequence[Sequence[int]], **_: object
@@ -64,46 +64,46 @@ class SuffixDecodingProposer:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._drafter is None:
             return drafts
-        turns: dict[int, Turn] = {}
+        turns: dict[int, DraftTurn] = {}
         for row, sampled in enumerate(sampled_token_ids):
-            conversation = self._conversations.get(input_batch.req_ids[row])
-            if not sampled or conversation is None:
+            state = self._states.get(input_batch.req_ids[row])
+            if not sampled or state is None:
                 continue
             length = int(input_batch.num_tokens_no_spec[row])
             # A request that was preempted may have moved on by more than what was sampled now.
             tokens = input_batch.token_ids_cpu[row]
-            most = min(num_speculative_tokens, self._max_length - length - 1)
-            turns[row] = turn_of(conversation, tokens, length, len(sampled), most)
+            limit = min(num_speculative_tokens, self._max_length - length - 1)
+            turns[row] = draft_turn(state, tokens, length, len(sampled), limit)
         chains = self._drafter.propose(list(turns.values()), steady=len(turns) == len(drafts))
         for row, chain in zip(turns, chains, strict=True):
             drafts[row] = chain
         return drafts
 
     def _end(self, identity: str) -> None:
-        conversation = self._conversations.pop(identity, None)
-        if conversation is not None and self._drafter is not None:
-            self._drafter.end(conversation)
+        state = self._states.pop(identity, None)
+        if state is not None and self._drafter is not None:
+            self._drafter.end(state)
 
 
-def turn_of(conversation: Conversation, tokens: Any, length: int, sampled: int, most: int) -> Turn:
-    """The turn of a request whose first `length` tokens are known now, the last `sampled` of them from this step.
+def draft_turn(state: RequestState, tokens: Any, length: int, sampled: int, limit: int) -> DraftTurn:
+    """The draft turn of a request whose first `length` tokens are known now, the last `sampled` of them from this step.
 
-    `tokens` is its row of the batch. Where the server takes tokens back, those that replace them are said too.
+    `tokens` is its row of the batch. Where the server takes tokens back, those that replace them count as output too.
     """
-    conversation.length = min(conversation.length, length - sampled)
-    fresh = _copy(tokens[conversation.length : length])
-    return Turn(conversation, fresh, tokens[max(0, length - DEPTH) : length], max(0, most))
+    state.length = min(state.length, length - sampled)
+    fresh = _copy(tokens[state.length : length])
+    return DraftTurn(state, fresh, tokens[max(0, length - DEPTH) : length], max(0, limit))
 
 
 def _copy(row: Any) -> Tokens:
     return np.array(row, dtype=np.int32)
 
 
-def _request(new: Any) -> Request:
-    """What is to be known of a `NewRequestData`."""
+def _request(new: Any) -> RequestInfo:
+    """What matters of a `NewRequestData`."""
     sampling, adapter = new.sampling_params, new.lora_request
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
-    return Request(
+    return RequestInfo(
         _labels(sampling.extra_args or {}),
         getattr(new, SALT, _UNKNOWN),
         f"{adapter.lora_name}\0{adapter.lora_path}" if adapter else "",

@@ -1,6 +1,6 @@
-"""Remembers what a server says, in a thread of its own: the server's thread hands tokens over and goes on.
+"""Records a server's outputs in the cache, in a thread of its own: the server's thread hands tokens over and goes on.
 
-Whatever the database does, a slow disk or a lost server, happens here or further behind.
+Waiting for a slow disk or a lost database happens here or further behind.
 """
 
 from __future__ import annotations
@@ -12,61 +12,58 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from agentspec.backends.vllm.request_state import Conversation, Memory
+from agentspec.backends.vllm.request_state import RequestCache, RequestState
 from agentspec.cache.tokens import Tokens
 from agentspec.telemetry.safe_errors import safe_message
 
-WAITING_TOKENS = 8 << 20  # that may wait to be remembered: some seconds' worth, even of long prompts
-IDLE_SECONDS = 10.0  # more than a step takes
+WAITING_TOKENS = 8 << 20  # that may wait to be recorded: some seconds of traffic, even with long prompts
 
 logger = logging.getLogger(__name__)
 
-Open = Callable[[Conversation, Tokens], Memory]
+Open = Callable[[RequestState, Tokens], RequestCache]
 
 
-class Said(NamedTuple):
+class OutputUpdate(NamedTuple):
     """What an output grew by; of the last draft, if there was one, so much was accepted."""
 
-    conversation: Conversation
+    state: RequestState
     tokens: Tokens
     drafted: int
     accepted: int
 
 
-class Recorder:
+class CacheRecorder:
     """Carries out, in order, what `begin`, `extend` and `end` ask for.
 
-    `open_memory` makes the memory of a conversation from its prompt. `idle` is called, in the recorder's thread, when
-    nothing was asked for a while, and before it ends. A conversation whose memory fails goes on without; the log says
-    so once.
+    `open_cache` opens the cache of a request from its prompt. A request whose cache fails
+    goes on without one; the log says so once.
     """
 
-    def __init__(self, open_memory: Open, idle: Callable[[], None] = lambda: None) -> None:
-        self._open = open_memory
-        self._idle = idle
+    def __init__(self, open_cache: Open) -> None:
+        self._open = open_cache
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[object, ...], int] | None] = queue.SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()
         self._failed = False
-        self.dropped = 0  # conversations that came while too much was waiting
+        self.dropped = 0  # requests that came while too much was waiting
         self._thread = threading.Thread(target=self._work, name="agentspec-recorder", daemon=True)
         self._thread.start()
 
-    def begin(self, conversation: Conversation, prompt: Tokens) -> None:
-        """Make the conversation's memory ready; without one where too much is waiting already."""
+    def begin(self, state: RequestState, prompt: Tokens) -> None:
+        """Open the request's cache; it goes without one where too much is waiting already."""
         if self._waiting + len(prompt) > WAITING_TOKENS:
             self.dropped += 1
-            conversation.ready.set()
+            state.ready.set()
             return
-        self._put(self._begin, conversation, prompt, tokens=len(prompt))
+        self._put(self._begin, state, prompt, tokens=len(prompt))
 
-    def extend(self, said: Sequence[Said]) -> None:
+    def extend(self, updates: Sequence[OutputUpdate]) -> None:
         """What all outputs of a round grew by."""
-        self._put(self._extend, said, tokens=sum(len(one.tokens) for one in said))
+        self._put(self._extend, updates, tokens=sum(len(update.tokens) for update in updates))
 
-    def end(self, conversation: Conversation) -> None:
+    def end(self, state: RequestState) -> None:
         """The output is complete."""
-        self._put(self._end, conversation)
+        self._put(self._end, state)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all asked for so far is done; whether it is."""
@@ -85,16 +82,8 @@ class Recorder:
         self._queue.put((act, args, tokens))
 
     def _work(self) -> None:
-        while True:
-            try:
-                asked = self._queue.get(timeout=IDLE_SECONDS)
-            except queue.Empty:
-                self._idle()
-                continue
-            if asked is None:
-                break
+        while (asked := self._queue.get()) is not None:
             self._do(*asked)
-        self._idle()
         while not self._queue.empty():
             if asked := self._queue.get():
                 self._do(*asked)
@@ -104,39 +93,39 @@ class Recorder:
         with self._lock:
             self._waiting -= tokens
 
-    def _begin(self, conversation: Conversation, prompt: Tokens) -> None:
+    def _begin(self, state: RequestState, prompt: Tokens) -> None:
         try:
-            conversation.memory = self._open(conversation, prompt)
+            state.cache = self._open(state, prompt)
         except Exception as error:
             self._report(error)
-        conversation.ready.set()
+        state.ready.set()
 
-    def _extend(self, said: Sequence[Said]) -> None:
-        for conversation, tokens, drafted, accepted in said:
-            memory = conversation.memory
-            if memory is None:
+    def _extend(self, updates: Sequence[OutputUpdate]) -> None:
+        for state, tokens, drafted, accepted in updates:
+            cache = state.cache
+            if cache is None:
                 continue
             try:
                 if drafted:
-                    memory.count_draft(drafted, accepted)
-                memory.extend(tokens)
+                    cache.count_draft(drafted, accepted)
+                cache.extend(tokens)
             except Exception as error:
-                self._give_up(conversation, memory, error)
+                self._abandon(state, cache, error)
 
-    def _end(self, conversation: Conversation) -> None:
-        memory, conversation.memory = conversation.memory, None
-        if memory is None:
+    def _end(self, state: RequestState) -> None:
+        cache, state.cache = state.cache, None
+        if cache is None:
             return
         try:
-            memory.close()
+            cache.close()
         except Exception as error:
             self._report(error)
 
-    def _give_up(self, conversation: Conversation, memory: Memory, error: Exception) -> None:
-        conversation.memory = None
+    def _abandon(self, state: RequestState, cache: RequestCache, error: Exception) -> None:
+        state.cache = None
         self._report(error)
         try:
-            memory.abandon()
+            cache.abandon()
         except Exception as further:
             self._report(further)
 
@@ -146,10 +135,10 @@ class Recorder:
         logger.log(level, "agentspec: a request goes on without the token cache: %s", safe_message(error))
 
 
-def wait_ready(conversations: Sequence[Conversation], seconds: float) -> None:
-    """Until all have what memory they will have, or that long in all."""
+def wait_ready(states: Sequence[RequestState], seconds: float) -> None:
+    """Wait until every request's cache is open or has failed to, at most `seconds` in all."""
     until = time.perf_counter() + seconds
-    for conversation in conversations:
+    for state in states:
         left = until - time.perf_counter()
-        if left <= 0 or not conversation.ready.wait(left):
+        if left <= 0 or not state.ready.wait(left):
             return

@@ -1,4 +1,4 @@
-"""One request of the server: what its drafts are made from, and what became of the last one."""
+"""One request of the server: where its drafts come from, and how much of the last one was accepted."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from agentspec.cache.index import DEPTH, Drafter, Sourced, SuffixIndex
+from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats
 from agentspec.types import Labels, Source
 
 _TRANSCRIPT = 0
-SURE = 0.8  # probability of the next token that makes looking again unnecessary
+SURE = 0.8  # probability of the next token from which on no new search is needed
 
 
-class Memory(Protocol):
-    """Where a conversation is remembered; `CacheRequest` is one. Used by the recorder, but for the two properties."""
+class RequestCache(Protocol):
+    """Where a request's output is kept; `CacheRequest` is one. Only the recorder calls its methods."""
 
     @property
-    def drafter(self) -> Drafter: ...
+    def drafter(self) -> IndexDrafter: ...
 
     @property
     def indexes(self) -> list[Sourced]: ...
@@ -35,11 +35,11 @@ class Memory(Protocol):
     def abandon(self) -> None: ...
 
 
-class PrivateMemory:
-    """Of a request that must leave nothing behind and see nothing of others: gone when it ends."""
+class PrivateCache:
+    """For a request that must leave nothing behind and see nothing of others: gone when it ends."""
 
     def __init__(self, prompt: Tokens) -> None:
-        self.drafter = Drafter()
+        self.drafter = IndexDrafter()
         self._context = prompt[-DEPTH:]
         self._index = SuffixIndex()
         self._index.append(_TRANSCRIPT, prompt)
@@ -54,7 +54,7 @@ class PrivateMemory:
         self._context = np.concatenate((self._context, tokens))[-DEPTH:]
 
     def count_draft(self, drafted: int, accepted: int) -> None:
-        """Nobody is told."""
+        """Nothing is counted."""
 
     def close(self) -> None:
         """Nothing is kept."""
@@ -64,59 +64,61 @@ class PrivateMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a server says of a request: whose it is, which adapter answers it, where its output ends at the latest."""
+class RequestInfo:
+    """What the server knows of a request: tenant salt, labels, LoRA adapter, where its output ends at the latest."""
 
     labels: Labels = field(default_factory=Labels)
     salt: str | None = None
     adapter: str = ""
     stops: frozenset[int] = frozenset()
-    most: int | None = None  # tokens of output
+    max_tokens: int | None = None  # of output
 
 
-class Ahead(NamedTuple):
-    """What may follow: tokens, and for each the probability that the output goes on that far."""
+class Continuation(NamedTuple):
+    """Tokens that may follow, and for each the probability that the output reaches it."""
 
     tokens: list[int]
-    worth: list[float]
+    acceptance: list[float]
 
-    def after(self, fresh: list[int]) -> Ahead:
-        """What is left now that the output grew by `fresh`: nothing where it went another way."""
+    def after(self, fresh: list[int]) -> Continuation:
+        """What is left after the output grew by `fresh`; nothing where it differs."""
         count = len(fresh)
         if count == 0:
             return self
         if count >= len(self.tokens) or self.tokens[:count] != fresh:
             return NOTHING
-        sure = self.worth[count - 1]
-        return Ahead(self.tokens[count:], [worth / sure for worth in self.worth[count:]])
+        reached = self.acceptance[count - 1]
+        return Continuation(self.tokens[count:], [likely / reached for likely in self.acceptance[count:]])
 
 
-NOTHING = Ahead([], [])
+NOTHING = Continuation([], [])
 
 
-class Conversation:
-    """What the server's thread knows of a request. `memory` is set by the recorder once it is ready."""
+class RequestState:
+    """What the server's thread knows of a request. `cache` is set by the recorder once it is open."""
 
-    __slots__ = "accepted ahead asked chain expected length memory over pace ready request said".split()
+    __slots__ = (
+        "accepted asked cache chain continuation expected finished length output_length ready request stats".split()
+    )
 
-    def __init__(self, length: int, pace: RequestStats, request: Request) -> None:
+    def __init__(self, length: int, stats: RequestStats, request: RequestInfo) -> None:
         self.length = length  # of prompt and output
-        self.pace = pace
+        self.stats = stats
         self.request = request
-        self.said = 0  # tokens of output
-        self.over = False
-        self.memory: Memory | None = None
-        self.ready = threading.Event()  # whether or not there is a memory
-        self.ahead = NOTHING
+        self.output_length = 0  # tokens of output
+        self.finished = False
+        self.cache: RequestCache | None = None
+        self.ready = threading.Event()  # set also where opening the cache failed
+        self.continuation = NOTHING
         self.chain: list[int] = []  # so much of it was proposed in the last round
         self.asked = False
         self.expected = 0.0
         self.accepted = 0
 
     def advance(self, fresh: Tokens) -> Tokens:
-        """The row grew by `fresh`, which tells how much of the last chain was right; what of it is output.
+        """Count how much of the last chain the new tokens `fresh` accepted; returns those of them that are output.
 
-        The target verifies and samples beyond the end of an output, which the server cuts off later.
+        The target may sample beyond the end of an output; the server cuts that off later.
         """
         tokens = fresh.tolist()
         self.accepted = 0
@@ -124,28 +126,28 @@ class Conversation:
             if proposed != token:
                 break
             self.accepted += 1
-        self.ahead = self.ahead.after(tokens)
+        self.continuation = self.continuation.after(tokens)
         self.length += len(fresh)
         return fresh[: self._still_output(tokens)]
 
     def _still_output(self, fresh: list[int]) -> int:
         request, count = self.request, 0
-        while count < len(fresh) and not self.over:
+        while count < len(fresh) and not self.finished:
             count += 1
-            self.said += 1
-            self.over = fresh[count - 1] in request.stops or self.said == request.most
+            self.output_length += 1
+            self.finished = fresh[count - 1] in request.stops or self.output_length == request.max_tokens
         return count
 
-    def knows(self) -> bool:
-        """Whether what was drafted before goes far enough, so that nothing need be searched."""
-        return len(self.ahead.tokens) >= max(1, len(self.chain)) and self.ahead.worth[0] >= SURE
+    def is_certain(self) -> bool:
+        """Whether the continuation found before is long and likely enough that nothing need be searched."""
+        return len(self.continuation.tokens) >= max(1, len(self.chain)) and self.continuation.acceptance[0] >= SURE
 
-    def worth(self, most: int) -> list[float]:
-        """What at most so many of the tokens ahead are worth, by how this request's drafts did so far."""
-        factor = min(1.0, self.pace.factor)
-        return [factor * worth for worth in self.ahead.worth[:most]]
+    def acceptance(self, limit: int) -> list[float]:
+        """Probabilities that the next `limit` tokens at most are accepted, corrected by its drafts so far."""
+        factor = min(1.0, self.stats.factor)
+        return [factor * likely for likely in self.continuation.acceptance[:limit]]
 
     def propose(self, count: int, expected: float) -> list[int]:
-        """So much of what is ahead is to be verified."""
-        self.chain, self.expected = self.ahead.tokens[:count], expected
+        """Take the first `count` tokens of the continuation as the chain to verify."""
+        self.chain, self.expected = self.continuation.tokens[:count], expected
         return self.chain

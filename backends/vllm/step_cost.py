@@ -16,7 +16,7 @@ _SURPRISE = 0.1  # and those whose time was off by more than this share
 Floats = NDArray[np.float64]
 
 
-class StepCost:
+class StepTimeModel:
     """Seconds of one engine step by its tokens, learned from the steps themselves."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class StepCost:
     def _read(self) -> Floats:
         return self._model.many(self._tokens.astype(np.int64))
 
-    def least_worth(self, requests: int) -> float:
-        """A token less likely than this pays in no step of so many requests: each gains at most one step's share."""
+    def least_acceptance(self, requests: int) -> float:
+        """The probability below which drafting a token pays in no step of so many requests."""
         one, two = self.seconds(requests), self.seconds(requests + 1)
         return min(1.0, max(0.0, (two - one) * requests / one))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.calibrate import measure_costs
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.sampling.sampler import Sampler
@@ -87,14 +87,14 @@ def record(
     """`choices` answers to `prompt`, computed in one forward a token, as the engine draws them under the seed given."""
     assert sampling.seed is not None and sampling.max_tokens is not None, "a replay draws with the same noise again"
     length = sampling.max_tokens
-    rows = target.new_rows(len(prompt) + length)
+    rows = target.new_cache(len(prompt) + length)
     assert isinstance(rows, SequenceCache), "a model that cannot be rewound verifies no drafts"
     logits = target.forward(rows, prompt[:1], prompt[1:], range(-1, len(prompt) - 2))
     rows.commit(1, range(len(prompt) - 1))
     answers = [_begun(target, prompt, sampling, choice, rows, logits[-1]) for choice in range(choices)]
     running = answers
     while running := [one for one in running if one.draw() not in ends and len(one.tokens) < length]:
-        fresh = target.forward_batch([Piece(one.rows, one.tokens[-1:]) for one in running])
+        fresh = target.forward_batch([BatchItem(one.rows, one.tokens[-1:]) for one in running])
         for one, row in zip(running, fresh, strict=True):
             one.rows.commit(1, ())
             one.logits = row[0]

@@ -23,7 +23,7 @@ from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
 from agentspec.benchmarks.cache.threads import Gains, measure_gains
 from agentspec.benchmarks.report import Progress
 from agentspec.cache import SuffixCache
-from agentspec.cache.index import Drafter, Sourced, SuffixIndex
+from agentspec.cache.index import IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.errors import ConfigurationError
 from agentspec.types import Draft, Source
@@ -170,7 +170,7 @@ def large_latency(tokens: int, progress: Progress) -> Latency:
     """Drafts over a shared past of `tokens` tokens in a mapped file, with a drafter that has learned nothing yet."""
     progress(f"inserting {tokens:,} tokens")
     text = synthetic_tokens(tokens)
-    shared, session, drafter = SuffixIndex(), SuffixIndex(), Drafter()
+    shared, session, drafter = SuffixIndex(), SuffixIndex(), IndexDrafter()
     for number, output in enumerate(_outputs(text)):
         shared.append(number, output, text[max(0, number * _OUTPUT - 64) : number * _OUTPUT])
     shared = _mapped(shared)

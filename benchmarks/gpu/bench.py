@@ -22,13 +22,14 @@ from rich.console import RenderableType
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.exactness import Question, verify
-from agentspec.backends.torch.loader import Loaded, read_tokenizer
+from agentspec.backends.torch.exactness import ExactnessCase, check_exactness
+from agentspec.backends.torch.loader import LoadedModel
 from agentspec.backends.torch.model.cuda_graphs import record_graphs
-from agentspec.backends.torch.model.device import choose_device, choose_dtype, host_waits, wait_for
+from agentspec.backends.torch.model.device import choose_device, choose_dtype, count_host_syncs, synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.backends.torch.text.tokenizer import read_tokenizer
 from agentspec.benchmarks import report
 from agentspec.benchmarks.gpu.random_model import ON, ForcedEngine, build, byte_tokenizer, copied_bytes, read_bytes
 from agentspec.benchmarks.report import MIN_PAIRS, Figure, Progress
@@ -239,7 +240,7 @@ class GpuBench:
             Figure("host waits in a sampled step of 8", waits(target, SamplingParams(temperature=0.8, seed=0))),
         ]
 
-    def _recorded(self, loaded: Loaded) -> None:
+    def _recorded(self, loaded: LoadedModel) -> None:
         if not self._plan.traces or self._plan.tokenizer is None:
             self._report.left_out.append("recorded answers: no traces and tokenizer were given")
             return
@@ -274,24 +275,26 @@ class GpuBench:
         ]
 
 
-async def _verified(backend: TorchBackend, asked: Sequence[Question]) -> Any:
+async def _verified(backend: TorchBackend, asked: Sequence[ExactnessCase]) -> Any:
     try:
-        return await verify(backend, asked, lambda message: None)
+        return await check_exactness(backend, asked, lambda message: None)
     finally:
         await backend.aclose()
 
 
-def questions(count: int) -> list[Question]:
+def questions(count: int) -> list[ExactnessCase]:
     """Random prompts of bytes, every other one answered greedily, the others sampled with a seed."""
     rng, greedy = np.random.default_rng(0), SamplingParams(temperature=0.0, max_tokens=CHECK_TOKENS)
     samplings = [replace(greedy, temperature=0.8 * (number % 2), seed=number) for number in range(count)]
-    return [Question(rng.integers(0, 256, 8 + 5 * n % 40).tolist(), sampling) for n, sampling in enumerate(samplings)]
+    return [
+        ExactnessCase(rng.integers(0, 256, 8 + 5 * n % 40).tolist(), sampling) for n, sampling in enumerate(samplings)
+    ]
 
 
 @torch.inference_mode()
 def step_seconds(target: TargetModel, context: int, size: int) -> float:
     """Median seconds of a forward of `size` tokens, a chain drafted behind one, over `context` rows, draws included."""
-    rows = target.new_rows(context + size)
+    rows = target.new_cache(context + size)
     assert isinstance(rows, SequenceCache)
     target.forward(rows, [0])
     rows.fill_blank(context)
@@ -299,7 +302,7 @@ def step_seconds(target: TargetModel, context: int, size: int) -> float:
 
 
 def _clocked(target: TargetModel, rows: SequenceCache, size: int) -> float:
-    wait_for(target.device)
+    synchronize(target.device)
     started = time.perf_counter()
     target.forward(rows, [0], [0] * (size - 1), range(-1, size - 2)).argmax(-1).tolist()
     return time.perf_counter() - started
@@ -312,13 +315,13 @@ def waits(target: TargetModel, sampling: SamplingParams) -> int | None:
         return None
 
     def step() -> None:
-        rows, sampler = target.new_rows(64), Sampler(sampling, target.vocab_size, [0], target.device)
+        rows, sampler = target.new_cache(64), Sampler(sampling, target.vocab_size, [0], target.device)
         sampler.begin(target.forward(rows, [0], [0] * 7, range(-1, 6)), [0] * 7, range(-1, 6))
         for row in range(8):
             sampler.observe(sampler.choose(row))
 
     step()  # what is set up in the first call is no wait of a step
-    return host_waits(step)
+    return count_host_syncs(step)
 
 
 @torch.inference_mode()
@@ -328,10 +331,10 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     times = []
     for _ in range(PASSES):
-        wait_for(device)
+        synchronize(device)
         started = time.perf_counter()
         target.copy_(source)
-        wait_for(device)
+        synchronize(device)
         times.append(time.perf_counter() - started)
     del source, target
     gc.collect()

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.loader import Loaded, prepare
-from agentspec.backends.torch.model.batch import Piece
-from agentspec.backends.torch.model.device import wait_for
+from agentspec.backends.torch.loader import LoadedModel, prepare
+from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.model.tree_mask import tree_layout
 from agentspec.benchmarks.report import rotated
@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, int]] = {
 """Llama 3's, by size (`config.json` of meta-llama/Llama-3.2-1B and Llama-3.1-8B), and one for tests."""
 
 
-def build(shape: str, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, spread: float = 0.02) -> Loaded:
+def build(shape: str, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, spread: float = 0.02) -> LoadedModel:
     """A Llama of random weights with standard deviation `spread`, ready for the engine, float32 head included.
 
     Raises like `prepare`, which also checks that chains and trees are computed rightly.
@@ -125,19 +125,17 @@ class ForcedModel(TargetModel):
         self.script: Sequence[int] = ()
         self.seconds = 0.0
 
-    def forward_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def forward_batch(self, items: Sequence[BatchItem]) -> list[Tensor]:
         started = time.perf_counter()
-        outputs = [
-            self._forced(piece, logits) for piece, logits in zip(pieces, super().forward_batch(pieces), strict=True)
-        ]
-        wait_for(self.device)
+        outputs = [self._forced(item, logits) for item, logits in zip(items, super().forward_batch(items), strict=True)]
+        synchronize(self.device)
         self.seconds += time.perf_counter() - started
         return outputs
 
-    def _forced(self, piece: Piece, logits: Tensor) -> Tensor:
+    def _forced(self, item: BatchItem, logits: Tensor) -> Tensor:
         """One-hot rows [outputs, vocab], of token 0 beyond the script's end and before it is set."""
-        depths = tree_layout(len(piece.chain), piece.parents).depths[len(piece) - len(logits) :]
-        places = (piece.rows.length + depth + 1 for depth in depths.tolist())
+        depths = tree_layout(len(item.tokens), item.draft_parents).depths[len(item) - len(logits) :]
+        places = (item.kv_cache.length + depth + 1 for depth in depths.tolist())
         tokens = [self.script[place] if place < len(self.script) else 0 for place in places]
         forced = torch.zeros_like(logits)
         forced.scatter_(1, torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None], 1.0)
@@ -151,10 +149,10 @@ class ForcedEngine:
     file's earlier calls, as it would in use.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.target = ForcedModel(loaded.target.module)
         self.target.graphs = loaded.target.graphs
-        forced = Loaded(
+        forced = LoadedModel(
             name="forced",
             target=self.target,
             tokenizer=loaded.tokenizer,

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
-from agentspec.backends.vllm.drafting import ServerDrafter, Turn
+from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
 from agentspec.benchmarks.report import MIN_PAIRS, Progress, Ratio, RatioGoal, paired_ratio, rotated
-from agentspec.benchmarks.vllm.server import CUSTOM, SUFFIX, VllmServer
+from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
 from agentspec.recordings.prompt_sets import load_prompts
@@ -33,7 +33,7 @@ from agentspec.recordings.prompt_sets import load_prompts
 MAX_TOKENS = 512
 CONTROL_TOKENS = 128
 NONE, NGRAM, ARCTIC = "none", "ngram", "suffix, Arctic"
-PLUGIN, CUSTOM_CLASS = "suffix, agentspec", "custom_class, agentspec"
+PLUGIN = "suffix, agentspec"
 COLD, WARM, RESTARTED, TOGETHER, CONTROL = "cold", "warm", "after restart", "8 at once", "control"
 CLIENTS = 8
 
@@ -46,15 +46,11 @@ MOST = 32
 
 Goal = tuple[tuple[str, str], tuple[str, str], float]
 
-GOALS: tuple[Goal, ...] = tuple(
-    goal
-    for ours in (PLUGIN, CUSTOM_CLASS)
-    for goal in (
-        ((COLD, ours), (COLD, ARCTIC), 1.0),
-        ((WARM, ours), (WARM, ARCTIC), 1.05),
-        ((RESTARTED, ours), (WARM, ours), 0.95),
-        ((CONTROL, ours), (CONTROL, NONE), 0.98),
-    )
+GOALS: tuple[Goal, ...] = (
+    ((COLD, PLUGIN), (COLD, ARCTIC), 1.0),
+    ((WARM, PLUGIN), (WARM, ARCTIC), 1.05),
+    ((RESTARTED, PLUGIN), (WARM, PLUGIN), 0.95),
+    ((CONTROL, PLUGIN), (CONTROL, NONE), 0.98),
 )
 DRAFTING_MS = 0.4
 COLUMNS = ("server", "tok/s", "tokens/step", "drafts accepted", "drafting ms", f"same as {NONE}")
@@ -164,8 +160,7 @@ def variants(environment: Path, state: Path) -> dict[str, tuple[Mapping[str, Any
     }
     if any(environment.glob("lib/python*/site-packages/arctic_inference")):
         found[ARCTIC] = (SUFFIX, off)
-    for name, speculative in ((PLUGIN, SUFFIX), (CUSTOM_CLASS, CUSTOM)):
-        found[name] = (speculative, {"AGENTSPEC_CACHE_PATH": str(state / name.partition(",")[0])})
+    found[PLUGIN] = (SUFFIX, {"AGENTSPEC_CACHE_PATH": str(state / "suffix")})
     return found
 
 
@@ -182,7 +177,7 @@ def run_vllm(place: VllmInstallation, *, limit: int | None, controls: int, progr
             _control(found, servers, controls, progress)
             _together(found, servers, prompts, progress)
             _figures(found, servers)
-        kept = {name: chosen[name] for name in (ARCTIC, PLUGIN, CUSTOM_CLASS) if name in chosen}
+        kept = {name: chosen[name] for name in (ARCTIC, PLUGIN) if name in chosen}
         with _servers(kept, place, state, progress) as servers:
             _passes(found, (RESTARTED,), servers, prompts, progress)
     return found
@@ -226,7 +221,7 @@ def _passes(
 
 def _control(found: VllmBenchReport, servers: Mapping[str, VllmServer], rounds: int, progress: Progress) -> None:
     """Sampled answers that do not repeat: without drafts, with ours, and with what any suffix method costs."""
-    compared = {name: servers[name] for name in (NONE, ARCTIC, PLUGIN, CUSTOM_CLASS) if name in servers}
+    compared = {name: servers[name] for name in (NONE, ARCTIC, PLUGIN) if name in servers}
     prompts = load_prompts("control")
     for index in range(rounds):
         progress(f"{CONTROL}: answer {index + 1} of {rounds}")
@@ -305,7 +300,7 @@ def drafting_cost(requests: int = 8, cached: int = CACHED) -> DraftingCost:
         for start in range(0, cached, OUTPUT):
             with cache.request(text[max(0, start - 64) : start], session="past") as request:
                 request.extend(text[start : start + OUTPUT])
-        drafter = ServerDrafter(lambda conversation, prompt: cache.request(prompt), int(text.max()) + 1)
+        drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), int(text.max()) + 1)
         seconds, drafted = _draft_steps(drafter, np.split(text[cached:], requests))
         drafter.close()
     median, p99 = np.percentile(1e3 * np.array(seconds[STEPS // 4 :]), [50, 99])
@@ -313,14 +308,14 @@ def drafting_cost(requests: int = 8, cached: int = CACHED) -> DraftingCost:
 
 
 def _draft_steps(drafter: ServerDrafter, texts: list[np.ndarray]) -> tuple[list[float], int]:
-    conversations = [drafter.begin(text[:PROMPT]) for text in texts]
+    states = [drafter.begin(text[:PROMPT]) for text in texts]
     drafter.flush()
     at = [PROMPT] * len(texts)
     fresh = [text[PROMPT : PROMPT + 1] for text in texts]
     seconds, drafted = [], 0
     for _ in range(STEPS):
         ends = [text[: end + len(new)][-DEPTH:] for text, end, new in zip(texts, at, fresh, strict=True)]
-        turns = [Turn(*turn, MOST) for turn in zip(conversations, fresh, ends, strict=True)]
+        turns = [DraftTurn(*turn, MOST) for turn in zip(states, fresh, ends, strict=True)]
         started = time.perf_counter()
         chains = drafter.propose(turns)
         seconds.append(time.perf_counter() - started)

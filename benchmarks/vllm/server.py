@@ -21,11 +21,6 @@ START_SECONDS = 420.0  # the first start on a machine compiles for minutes
 STOP_SECONDS = 30.0
 
 SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 32, "suffix_decoding_max_tree_depth": 64}
-CUSTOM: dict[str, Any] = {
-    "method": "custom_class",
-    "model": "agentspec.backends.vllm.SuffixProposer",
-    "num_speculative_tokens": 32,
-}
 
 
 def find_environment(root: Path | None = None) -> Path | None:

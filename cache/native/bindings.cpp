@@ -13,10 +13,10 @@
 #include <tuple>
 #include <utility>
 
-#include "checksum.hpp"
-#include "draft_batch.hpp"
-#include "drafter.hpp"
-#include "suffix_index.hpp"
+#include "drafting/draft_batch.hpp"
+#include "drafting/drafter.hpp"
+#include "index/suffix_index.hpp"
+#include "storage/checksum.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -117,8 +117,8 @@ void bind_index(nb::module_& m) {
             [](const SuffixIndex& self, SequenceId id) { return array_of(unlocked([&] { return self.tokens(id); })); },
             "sequence"_a)
         .def(
-            "lead",
-            [](const SuffixIndex& self, SequenceId id) { return array_of(unlocked([&] { return self.lead(id); })); },
+            "prefix",
+            [](const SuffixIndex& self, SequenceId id) { return array_of(unlocked([&] { return self.prefix(id); })); },
             "sequence"_a)
         .def("length", &SuffixIndex::length, "sequence"_a, Unlocked())
         .def(

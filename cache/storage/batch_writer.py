@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 class BatchWriter(Generic[Job]):
     """Calls `commit(jobs)` in its own thread, with all jobs that wait.
 
-    When that fails with what `passes`, the jobs wait and are tried again; the oldest are dropped as soon as those that
-    wait are of more than `room` by `size`. Any other failure ends writing for good. Each is warned of once.
+    When that fails with what `is_transient`, the jobs wait and are tried again; the oldest are dropped as soon as those
+    that wait are of more than `room` by `size`. Any other failure ends writing for good. Each is warned of once.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class BatchWriter(Generic[Job]):
         commit: Callable[[list[Job]], None],
         *,
         name: str,
-        passes: Callable[[Exception], bool],
+        is_transient: Callable[[Exception], bool],
         describe: Callable[[Exception], str] = str,
         size: Callable[[Job], int] = lambda _: 1,
         room: int,
@@ -37,7 +37,7 @@ class BatchWriter(Generic[Job]):
         self.error: str | None = None  # why nothing is written now
         self.dropped = 0  # jobs that will never be written
         self._commit = commit
-        self._passes = passes
+        self._is_transient = is_transient
         self._describe = describe
         self._size = size
         self._room = room
@@ -45,7 +45,7 @@ class BatchWriter(Generic[Job]):
         self._jobs: deque[Job] = deque()
         self._waiting = 0  # their size
         self._put = self._done = 0  # jobs so far
-        self._told = 0  # of those dropped, by `flush`
+        self._reported = 0  # of those dropped, by `flush`
         self._revising = 0  # calls of `revise` that wait
         self._busy = self._ended = self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -67,7 +67,7 @@ class BatchWriter(Generic[Job]):
         with self._changed:
             goal = self._put
             self._changed.wait_for(lambda: self._done >= goal or self.error is not None)
-            fresh, self._told = self.dropped - self._told, self.dropped
+            fresh, self._reported = self.dropped - self._reported, self.dropped
             if self.error is not None:
                 again = "" if self._ended else "; it is tried again"
                 raise CacheError(f"the cache is not written now: {self.error}{again}")
@@ -127,20 +127,20 @@ class BatchWriter(Generic[Job]):
             self._changed.notify_all()
 
     def _failed(self, jobs: list[Job], error: Exception, last: bool) -> None:
-        said = self._describe(error)
+        message = self._describe(error)
         with self._changed:
-            passing = self._passes(error)
+            transient = self._is_transient(error)
             if self.error is None:
-                until = "until it can be" if passing else "any more"
-                _log.warning("the cache goes on in memory only, nothing is written %s: %s", until, said)
-            self.error = said
-            self._ended = last or not passing
+                until = "until it can be" if transient else "any more"
+                _log.warning("the cache goes on in memory only, nothing is written %s: %s", until, message)
+            self.error = message
+            self._ended = last or not transient
             self._jobs.extendleft(reversed(jobs))
             self._waiting += sum(map(self._size, jobs))
             self._busy = False
             self._bound()
             if last:
-                _log.warning("at the end %d writes were left undone: %s", self.dropped, said)
+                _log.warning("at the end %d writes were left undone: %s", self.dropped, message)
             self._changed.notify_all()
 
     def _bound(self) -> None:

@@ -32,12 +32,12 @@ def _is_address(target: str | Path) -> TypeGuard[str]:
     return "://" in str(target)
 
 
-def elect(database: Database, mode: str) -> None:
+def acquire_writer(database: Database, mode: str) -> None:
     """Become the writer as far as `mode` wants it. Raises `CacheLockedError` where it must be and another is."""
     if mode == "follower":
         return
     try:
-        database.elect()
+        database.acquire_writer()
     except CacheLockedError:
         if mode == "writer":
             raise

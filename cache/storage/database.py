@@ -24,20 +24,20 @@ class Database(ABC):
     engine: sa.Engine
 
     @abstractmethod
-    def elect(self) -> None:
+    def acquire_writer(self) -> None:
         """Become the writer until `close`. Raises `CacheLockedError`, naming the writer that there is."""
 
     @abstractmethod
-    def reach(self) -> None:
+    def connect(self) -> None:
         """Make sure that there is a database to connect to. Raises `OSError`, `DBAPIError` and `CacheFormatError`."""
 
     @property
     @abstractmethod
-    def leading(self) -> bool:
+    def is_writer(self) -> bool:
         """Whether this process is the writer."""
 
     @abstractmethod
-    def hold(self) -> None:
+    def renew_lease(self) -> None:
         """Called every now and then: stay the writer, or be one again, if this process ever was."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Database(ABC):
         """Give the room of deleted rows back to the file system; false while another process is in the way."""
 
     @abstractmethod
-    def scrub(self, *, rewrite: bool) -> bool:
+    def secure_erase(self, *, rewrite: bool) -> bool:
         """Leave no byte of what was deleted, writing everything anew for it if asked; false as `shrink`."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Database(ABC):
         """What is wrong with the structure of the database, as far as it can tell itself."""
 
     @abstractmethod
-    def passes(self, error: BaseException) -> bool:
+    def is_transient(self, error: BaseException) -> bool:
         """Whether what failed may work when it is tried again later, with nothing lost in between."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ Holds = Callable[[sa.Row[Any], Selection], bool]
 
 
 @dataclass(slots=True)
-class Found:
+class SelectedRows:
     """Rows that a selection means, and the last row that was looked at."""
 
     ids: list[int] = field(default_factory=list)
@@ -38,18 +38,18 @@ def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
     ]
 
 
-def search(engine: sa.Engine, selection: Selection, holds: Holds) -> Found:
+def search(engine: sa.Engine, selection: Selection, holds: Holds) -> SelectedRows:
     """Look through the database without keeping others from writing."""
     with engine.connect() as connection:
         return search_in(connection, selection, holds)
 
 
-def search_in(connection: sa.Connection, selection: Selection, holds: Holds) -> Found:
+def search_in(connection: sa.Connection, selection: Selection, holds: Holds) -> SelectedRows:
     """The same on a connection that is open."""
-    return _search(connection, selection, holds, Found())
+    return _search(connection, selection, holds, SelectedRows())
 
 
-def _search(connection: sa.Connection, selection: Selection, holds: Holds, found: Found) -> Found:
+def _search(connection: sa.Connection, selection: Selection, holds: Holds, found: SelectedRows) -> SelectedRows:
     columns: Sequence[Any] = (sequences,) if selection.searched else (sequences.c.id,)
     query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
     for row in connection.execute(query.execution_options(yield_per=256)):
@@ -69,7 +69,7 @@ def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
     return conditions if selection.before is None else [*conditions, sequences.c.created_at < selection.before]
 
 
-def delete(connection: sa.Connection, selection: Selection, found: Found, holds: Holds) -> int:
+def delete(connection: sa.Connection, selection: Selection, found: SelectedRows, holds: Holds) -> int:
     """Delete what was found and what has come since, in the transaction that is open for writing.
 
     What was learned goes with the last sequence of its namespace, and otherwise keeps no token of any text.

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.schema import sequences
-from agentspec.cache.storage.segment_folder import Segments
+from agentspec.cache.storage.segment_folder import SegmentFolder
 
 _ROW = 512  # bytes that a sequence takes besides its tokens, in the table and in its indexes
 _SHARE = 20  # measuring takes at most one part in so many of the time
@@ -17,7 +17,9 @@ _SHARE = 20  # measuring takes at most one part in so many of the time
 class DiskBudget:
     """`limit` bounds the bytes of database and segments, `tenant_limit` those of each tenant's sequences."""
 
-    def __init__(self, database: Database, segments: Segments, limit: int | None, tenant_limit: int | None) -> None:
+    def __init__(
+        self, database: Database, segments: SegmentFolder, limit: int | None, tenant_limit: int | None
+    ) -> None:
         self.limit = limit
         self._database = database
         self._segments = segments
@@ -26,7 +28,7 @@ class DiskBudget:
 
     def enforce(self) -> None:
         """Delete what is too much, if this process is the writer. Raises `DBAPIError`."""
-        if not self._database.leading:
+        if not self._database.is_writer:
             return
         if self._tenant_limit is not None and time.monotonic() >= self._measured_until:
             begun = time.monotonic()

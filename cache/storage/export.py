@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentspec.cache.index import DEPTH
-from agentspec.cache.storage.record import Row
-from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.record import SequenceRecord
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import as_tokens
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.types import Labels, Namespace
@@ -29,11 +29,11 @@ VERSION = 1
 HEADER = {"agentspec_export": VERSION}
 _WAITING = 1 << 20  # tokens handed to the store that it has not written yet
 
-Describe = Callable[[Row], str | None]
+Describe = Callable[[SequenceRecord], str | None]
 """The text of a sequence, or None where it is not to be written."""
 
 
-def write(path: Path, rows: Iterable[Row], describe: Describe = lambda row: None) -> int:
+def write(path: Path, rows: Iterable[SequenceRecord], describe: Describe = lambda row: None) -> int:
     """Write sequences to `path`, for its owner's eyes only, whole or not at all; returns how many.
 
     Raises `ConfigurationError` where the file cannot be written, and what `rows` raises.
@@ -47,14 +47,14 @@ def write(path: Path, rows: Iterable[Row], describe: Describe = lambda row: None
     return written
 
 
-def parse(line: bytes, place: str) -> Row | None:
+def parse(line: bytes, place: str) -> SequenceRecord | None:
     """The sequence on a line, numbered 0; None for the first line of a file. Raises `ConfigurationError`."""
     try:
         record = json.loads(line)
         if "agentspec_export" in record:
             _check_version(record["agentspec_export"], place)
             return None
-        row = Row(
+        row = SequenceRecord(
             0,
             Namespace(**record["namespace"]),
             Labels(record["session"], record["workflow"], record["step"]),
@@ -70,14 +70,14 @@ def parse(line: bytes, place: str) -> Row | None:
     return row
 
 
-def add(store: Store, rows: Iterable[Row]) -> tuple[int, int]:
+def add(store: SequenceStore, rows: Iterable[SequenceRecord]) -> tuple[int, int]:
     """Store the sequences that are not there yet, and wait until they are durable; returns (added, known).
 
     What is there already, with the same namespace, labels, tokens and end of the prompt, counts once for each time: a
     file that is imported again adds nothing, and what a workflow said twice stays said twice.
     Raises `CacheError` when they cannot be written.
     """
-    there = Counter(map(identity, store.rows()))
+    there = Counter(map(identity, store.records()))
     numbers = count((int.from_bytes(os.urandom(4)) >> 1) << 32)
     added = known = waiting = 0
     for row in rows:
@@ -94,7 +94,7 @@ def add(store: Store, rows: Iterable[Row]) -> tuple[int, int]:
     return added, known
 
 
-def identity(row: Row) -> bytes:
+def identity(row: SequenceRecord) -> bytes:
     """What makes two sequences the same, whenever they were stored."""
     names = json.dumps([row.namespace.key, row.labels.session, row.labels.workflow, row.labels.step])
     digest = hashlib.sha256(names.encode())
@@ -103,7 +103,7 @@ def identity(row: Row) -> bytes:
     return digest.digest()
 
 
-def _record(row: Row, text: str | None) -> dict[str, Any]:
+def _record(row: SequenceRecord, text: str | None) -> dict[str, Any]:
     record = {
         "namespace": asdict(row.namespace),
         **asdict(row.labels),

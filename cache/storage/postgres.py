@@ -59,16 +59,16 @@ class PostgresDatabase(Database):
 
     # The writer holds a session's lock on a connection that does nothing else, and loses it with the connection.
 
-    def elect(self) -> None:
+    def acquire_writer(self) -> None:
         with self._lock:
             self._leader = self._lead()
             self._elected = True
 
     @property
-    def leading(self) -> bool:
+    def is_writer(self) -> bool:
         return self._leader is not None
 
-    def hold(self) -> None:
+    def renew_lease(self) -> None:
         with self._lock, contextlib.suppress(CacheLockedError):
             if self._leader is not None:
                 try:
@@ -111,7 +111,7 @@ class PostgresDatabase(Database):
 
     # Work.
 
-    def reach(self) -> None:
+    def connect(self) -> None:
         with self.engine.connect():
             pass
 
@@ -136,15 +136,15 @@ class PostgresDatabase(Database):
             return int(connection.exec_driver_sql(query).scalar_one())
 
     def shrink(self) -> bool:
-        return self.scrub(rewrite=True)  # a plain VACUUM keeps the room for new rows
+        return self.secure_erase(rewrite=True)  # a plain VACUUM keeps the room for new rows
 
-    def scrub(self, *, rewrite: bool) -> bool:
+    def secure_erase(self, *, rewrite: bool) -> bool:
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:
                 connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} sequences, learned, deletions")
             except exc.DBAPIError as error:
-                if not self.passes(error):
+                if not self.is_transient(error):
                     raise
                 return False
             finally:
@@ -155,7 +155,7 @@ class PostgresDatabase(Database):
     def problems(self, connection: sa.Connection) -> list[str]:
         return []  # a server checks its pages itself, as they are read
 
-    def passes(self, error: BaseException) -> bool:
+    def is_transient(self, error: BaseException) -> bool:
         if not isinstance(error, exc.DBAPIError):
             return False
         state = getattr(error.orig, "sqlstate", None)

@@ -15,8 +15,8 @@ from typing import BinaryIO
 import numpy as np
 
 from agentspec.cache.deletion import Scope
-from agentspec.cache.index import ITEM_BYTES, Counts, Frozen, SuffixIndex, checksum, sequence_numbers
-from agentspec.cache.sequence_meta import Origin
+from agentspec.cache.index import ITEM_BYTES, Frozen, PartCounts, SuffixIndex, checksum, sequence_numbers
+from agentspec.cache.record import SequenceMeta
 from agentspec.errors import CacheDamagedError, CacheNamespaceError, CacheVersionError
 from agentspec.types import Namespace
 
@@ -48,9 +48,9 @@ class Segment:
 
     namespace: Namespace
     coverage: Coverage
-    origins: Sequence[Origin]
-    counts: Counts
-    checksums: Counts
+    origins: Sequence[SequenceMeta]
+    counts: PartCounts
+    checksums: PartCounts
     offset: int = 0  # of the index in the file
 
     @property
@@ -85,7 +85,7 @@ class Segment:
         return fixed + _SUM.pack(checksum(fixed + body)) + body
 
 
-def segment_of(namespace: Namespace, coverage: Coverage, frozen: Frozen, known: Mapping[int, Origin]) -> Segment:
+def segment_of(namespace: Namespace, coverage: Coverage, frozen: Frozen, known: Mapping[int, SequenceMeta]) -> Segment:
     """What goes before a frozen index, all of whose sequences are `known`."""
     origins = [known[number] for number in frozen.numbers.tolist()]
     return Segment(namespace, coverage, origins, frozen.counts, frozen.checksums)
@@ -135,7 +135,7 @@ def _require_kind(fixed: bytes) -> None:
         raise CacheVersionError(f"it is of version {version}, not {VERSION}")
 
 
-def _tables(body: bytes, count: int) -> tuple[Namespace, list[Origin]]:
+def _tables(body: bytes, count: int) -> tuple[Namespace, list[SequenceMeta]]:
     """The namespace and the origins. Lengths that do not fit are damage that somebody made."""
     begin = _NAMES.size + count * _TABLE.itemsize
     if len(body) < begin:
@@ -147,7 +147,7 @@ def _tables(body: bytes, count: int) -> tuple[Namespace, list[Origin]]:
     except ValueError as error:
         raise CacheDamagedError(f"names: {error}") from error
     columns = zip(names[4:], table["created_at"].tolist(), table["end"].tolist(), strict=True)
-    return Namespace(*(name or "" for name in names[:4])), [*map(Origin._make, columns)]
+    return Namespace(*(name or "" for name in names[:4])), [*map(SequenceMeta._make, columns)]
 
 
 def _names(body: bytes, at: int, lengths: Sequence[int]) -> Iterator[str | None]:
@@ -161,6 +161,6 @@ def _names(body: bytes, at: int, lengths: Sequence[int]) -> Iterator[str | None]
         at += length
 
 
-def _four(numbers: Sequence[int]) -> Counts:
+def _four(numbers: Sequence[int]) -> PartCounts:
     one, two, three, four = numbers
     return one, two, three, four

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
 from agentspec.cache.deletion import Scope
 from agentspec.cache.index import Frozen, SuffixIndex
-from agentspec.cache.storage.files import Files, Folder, NoFiles
 from agentspec.cache.storage.segment_file import Segment, load_index, read_segment
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheNamespaceError
 
@@ -21,8 +22,54 @@ _PATIENCE = 60.0  # seconds that a forget waits for another process to finish a 
 _log = logging.getLogger(__name__)
 
 
+class LocalFiles:
+    """The files of one folder by name, as far as segments need them; tests put a failing one in its place.
+
+    Every method may raise `OSError`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def names(self) -> list[str]:
+        return os.listdir(self._path)
+
+    def size(self, name: str) -> int:
+        return (self._path / name).stat().st_size
+
+    def open(self, name: str) -> BinaryIO:
+        """For reading."""
+        return (self._path / name).open("rb", buffering=0)
+
+    def create(self, name: str) -> BinaryIO:
+        """For writing, emptied if it is there. Readable by its owner only."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.fdopen(os.open(self._path / name, flags, 0o600), "wb")
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Return when what was written is on disk."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def rename(self, old: str, new: str) -> None:
+        """In one step, in the place of what has the new name, and on disk."""
+        os.replace(self._path / old, self._path / new)
+        folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def unlink(self, name: str) -> None:
+        """No error where it is gone already."""
+        (self._path / name).unlink(missing_ok=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSegment:
     """A segment in use: its index, and the sequences in the order of its origins."""
 
     segment: Segment
@@ -30,15 +77,15 @@ class Loaded:
     sequences: list[int]
 
 
-class Segments:
+class SegmentFolder:
     """One file for each namespace, by its key. Everything in them can be had from the database again."""
 
     kept = True
 
-    def __init__(self, folder: Path, files: Files | None = None) -> None:
+    def __init__(self, folder: Path, files: LocalFiles | None = None) -> None:
         self.error: str | None = None
         self._folder = folder
-        self._files = files or Folder(folder)
+        self._files = files or LocalFiles(folder)
 
     def failed(self, what: str, error: Exception) -> None:
         """Take note of a failure and log it when it is not the last one's again."""
@@ -87,7 +134,7 @@ class Segments:
             return self._files.size(key + _SUFFIX)
         return 0
 
-    def load(self, key: str, wanted: Callable[[Segment], bool]) -> Loaded | None:
+    def load(self, key: str, wanted: Callable[[Segment], bool]) -> LoadedSegment | None:
         """The segment of a namespace, if it can be used and `wanted` says yes to its head.
 
         One that is damaged, or another namespace's, is set aside. One of another version is left for whom it is of,
@@ -96,7 +143,7 @@ class Segments:
         try:
             with self._files.open(key + _SUFFIX) as file:
                 segment = read_segment(file, key)
-                return Loaded(segment, *load_index(file, segment)) if wanted(segment) else None
+                return LoadedSegment(segment, *load_index(file, segment)) if wanted(segment) else None
         except FileNotFoundError:
             return None
         except (OSError, CacheError) as error:
@@ -143,7 +190,7 @@ class Segments:
             for name in self._named(_NEW):
                 self._files.unlink(name)
 
-    def withdraw(self, scope: Scope) -> None:
+    def invalidate(self, scope: Scope) -> None:
         """Delete every segment that has a sequence in scope, or may have. While `writing` is held.
 
         Raises `CacheError` where it cannot: then something of it is still there.
@@ -169,14 +216,17 @@ class Segments:
         return [name for name in self._files.names() if name.endswith(endings)]
 
 
-class NoSegments(Segments):
-    """Of a database on a server: there is no folder, and the index is rebuilt at each start."""
+class NoSegmentFolder(SegmentFolder):
+    """Of a database on a server: there are no files, and the index is rebuilt at each start."""
 
     kept = False
 
     def __init__(self) -> None:
-        super().__init__(Path(), NoFiles())
+        super().__init__(Path(os.devnull))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         yield
+
+    def _named(self, *endings: str) -> list[str]:
+        return []

@@ -1,4 +1,4 @@
-"""Sequences in a database: written behind by one thread, read on open, other processes' rows picked up as they come."""
+"""Sequences in a database: written by a background thread, read on open, and as other processes add to them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from agentspec.cache.deletion import Scope, Selection
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
-from agentspec.cache.storage.connection import connect, elect, refuse
+from agentspec.cache.storage.connection import acquire_writer, connect, refuse
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
-from agentspec.cache.storage.record import Row
 from agentspec.cache.storage.schema import damaged, learned, sequences
-from agentspec.cache.storage.segment_folder import NoSegments, Segments
+from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
 from agentspec.errors import (
     CacheError,
     CacheFormatError,
@@ -34,7 +34,7 @@ from agentspec.types import Namespace
 _REWRITTEN = 512 << 20  # bytes; rewriting a larger database would keep other processes from writing for too long
 _ATTEMPTS = 5  # to write the database anew beside others, each of which waits for them for seconds
 _ROOM = 64 << 20  # bytes of outputs that wait for a database that cannot be written
-_JOB = 1024  # bytes of the objects around an output
+_JOB_BYTES = 1024  # bytes of the objects around an output
 _log = logging.getLogger(__name__)
 
 
@@ -44,17 +44,20 @@ class _UsageUpdate:
     learned: dict[str, bytes]
 
 
-class Store:
-    """The sequences of one database. Thread-safe. Open it with `Store.open`."""
+_Job = SequenceRecord | _UsageUpdate
 
-    def __init__(self, database: Database, segments: Segments, budget: DiskBudget) -> None:
+
+class SequenceStore:
+    """The sequences of one database. Thread-safe. Open it with `SequenceStore.open`."""
+
+    def __init__(self, database: Database, segments: SegmentFolder, budget: DiskBudget) -> None:
         self.segments = segments
         self._database = database
         self._budget = budget
-        self._writer: BatchWriter[Row | _UsageUpdate] = BatchWriter(
+        self._writer: BatchWriter[_Job] = BatchWriter(
             self._commit,
             name="agentspec-cache-writer",
-            passes=database.passes,
+            is_transient=database.is_transient,
             describe=reason,
             size=_size,
             room=_ROOM,
@@ -62,9 +65,9 @@ class Store:
         self._poll_lock = threading.Lock()
         self.last_id = 0  # rows up to this one were read or looked over
         self._disk_bytes = 0
-        self._unscrubbed = database.leading  # a process killed after a forget may have left bytes behind
+        self._erase_pending = database.is_writer  # a process killed after a forget may have left bytes behind
         with database.engine.connect() as connection:
-            self.settled = deletion_log.last(connection)  # the last forget that this process has followed
+            self.last_deletion = deletion_log.last(connection)  # the last that this process has applied
 
     @classmethod
     def open(
@@ -74,7 +77,7 @@ class Store:
         disk_bytes: int | None,
         mode: Literal["auto", "writer", "follower"],
         tenant_disk_bytes: int | None = None,
-    ) -> Store:
+    ) -> SequenceStore:
         """The database at `target`, a folder or an address.
 
         Raises `CacheLockedError`, `CacheFormatError`, `CacheUnavailableError` where it may work at another time or for
@@ -82,14 +85,14 @@ class Store:
         """
         database = connect(target)
         try:
-            elect(database, mode)
-            database.reach()
+            acquire_writer(database, mode)
+            database.connect()
             prepare(database)
-            segments = Segments(database.folder) if database.folder else NoSegments()
+            segments = SegmentFolder(database.folder) if database.folder else NoSegmentFolder()
             return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes))
         except (OSError, exc.DBAPIError) as error:
             database.close()
-            refuse(database.name, error, passing=database.passes(error))
+            refuse(database.name, error, passing=database.is_transient(error))
         except BaseException:
             database.close()
             raise
@@ -101,7 +104,7 @@ class Store:
 
     @property
     def mode(self) -> Literal["writer", "follower"]:
-        return "writer" if self._database.leading else "follower"
+        return "writer" if self._database.is_writer else "follower"
 
     @property
     def error(self) -> str | None:
@@ -118,56 +121,56 @@ class Store:
         """Bytes that database and segments may take."""
         return self._budget.limit
 
-    def put(self, row: Row) -> None:
+    def put(self, record: SequenceRecord) -> None:
         """Store a sequence soon; `flush` waits for it."""
-        self._writer.put(row)
+        self._writer.put(record)
 
     def put_usage(self, hits: list[tuple[int, int]], learned: dict[str, bytes]) -> None:
         """Add hits to sequences; the writer also saves what each namespace (by key) learned."""
-        leading = self._database.leading
-        if hits or (learned and leading):
-            self._writer.put(_UsageUpdate(hits, learned if leading else {}))
+        is_writer = self._database.is_writer
+        if hits or (learned and is_writer):
+            self._writer.put(_UsageUpdate(hits, learned if is_writer else {}))
 
     def flush(self) -> None:
         """Return when everything put so far is durable. Raises `CacheError` when it is not."""
         self._writer.flush()
 
-    def hold(self) -> None:
+    def renew_lease(self) -> None:
         """Stay the writer. Called every now and then."""
-        self._database.hold()
+        self._database.renew_lease()
 
-    def make_room(self) -> None:
+    def enforce_budget(self) -> None:
         """Keep the database within its budgets, whoever wrote to it. Called every now and then."""
         self._budget.enforce()
 
-    def newest(self, most: int, beyond: Mapping[str, int] | None = None) -> list[Row]:
-        """The newest rows of at most `most` tokens together, oldest first. Raises `CacheFormatError` for damage.
+    def newest(self, limit: int, beyond: Mapping[str, int] | None = None) -> list[SequenceRecord]:
+        """The newest sequences of at most `limit` tokens together, oldest first. Raises `CacheFormatError` for damage.
 
         Of the namespaces (by key) in `beyond` only rows after the one given.
         """
-        found: list[Row] = []
+        found: list[SequenceRecord] = []
         with self._reading() as connection:
             self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
-            with contextlib.closing(self._newest(connection, beyond or {})) as records:
-                for record in records:
-                    most -= record.token_count
-                    if most < 0:
+            with contextlib.closing(self._newest(connection, beyond or {})) as rows:
+                for row in rows:
+                    limit -= row.token_count
+                    if limit < 0:
                         break
-                    found.append(self._row(record))
+                    found.append(self._decode(row))
         return found[::-1]
 
     def _newest(self, connection: sa.Connection, beyond: Mapping[str, int]) -> Generator[sa.Row[Any]]:
-        """Records up to `last_id`, newest first: of each namespace in `beyond`, then of the others."""
+        """Rows up to `last_id`, newest first: of each namespace in `beyond`, then of the others."""
         id_, namespace = sequences.c.id, sequences.c.namespace
-        conditions = [sa.and_(namespace == key, id_ > row) for key, row in beyond.items()]
+        conditions = [sa.and_(namespace == key, id_ > last) for key, last in beyond.items()]
         others = set(connection.execute(sa.select(namespace).distinct()).scalars()) - beyond.keys()
         for condition in (*conditions, namespace.in_(others)):
             query = sa.select(sequences).where(id_ <= self.last_id, condition).order_by(id_.desc())
-            with connection.execute(query.execution_options(yield_per=256)) as records:
-                yield from records
+            with connection.execute(query.execution_options(yield_per=256)) as rows:
+                yield from rows
 
-    def news(self, origin: int) -> list[Row]:
-        """Rows that processes other than `origin` added since the last look. Raises `CacheError`."""
+    def poll(self, origin: int) -> list[SequenceRecord]:
+        """Sequences that processes other than `origin` added since the last call. Raises `CacheError`."""
         with self._poll_lock, self._reading() as connection:
             newest = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
             if newest <= self.last_id:
@@ -177,36 +180,36 @@ class Store:
                 sequences.c.id <= newest,
                 sa.not_(sequences.c.number.between(origin << 32, ((origin + 1) << 32) - 1)),
             )
-            records = connection.execute(query.order_by(sequences.c.id)).all()
+            rows = connection.execute(query.order_by(sequences.c.id)).all()
             self.last_id = newest
-        return list(self._readable(records))
+        return list(self._readable(rows))
 
-    def rows(self) -> Iterator[Row]:
+    def records(self) -> Iterator[SequenceRecord]:
         """Every sequence, oldest first, read as they are asked for. Raises `CacheFormatError` for damage."""
         query = sa.select(sequences).order_by(sequences.c.id).execution_options(yield_per=256)
-        with self._reading() as connection, connection.execute(query) as records:
-            for record in records:
-                yield self._row(record)
+        with self._reading() as connection, connection.execute(query) as rows:
+            for row in rows:
+                yield self._decode(row)
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the database: its structure, then every sequence that cannot be read."""
         query = sa.select(sequences).execution_options(yield_per=256)
         try:
             with self._reading() as connection:
-                yield from (f"{self._database.name}: {said}" for said in self._database.problems(connection))
-                with connection.execute(query) as records:
-                    for record in records:
+                yield from (f"{self._database.name}: {problem}" for problem in self._database.problems(connection))
+                with connection.execute(query) as rows:
+                    for row in rows:
                         try:
-                            self._row(record)
+                            self._decode(row)
                         except CacheFormatError as error:
                             yield str(error)
         except CacheError as error:
             yield str(error)
 
-    def _readable(self, records: Iterable[sa.Row[Any]]) -> Iterator[Row]:
-        for record in records:
+    def _readable(self, rows: Iterable[sa.Row[Any]]) -> Iterator[SequenceRecord]:
+        for row in rows:
             try:
-                yield self._row(record)
+                yield self._decode(row)
             except CacheFormatError as error:
                 _log.warning("%s", error)
 
@@ -216,19 +219,19 @@ class Store:
             with self._database.engine.connect() as connection:
                 yield connection
         except exc.DBAPIError as error:
-            if self._database.passes(error):
+            if self._database.is_transient(error):
                 raise CacheUnavailableError(f"{self._database.name} cannot be read: {reason(error)}") from error
             raise damaged(self._database.name, reason(error)) from error
 
-    # Forgetting.
+    # Deletions.
 
     def forget(self, selection: Selection) -> int:
-        """Delete what a selection means, as one transaction, and tell the other processes; returns how many sequences.
+        """Delete what a selection means in one transaction, and log it for other processes; returns how many sequences.
 
-        What other processes have yet to write is refused when they write it. Their memory follows by `unsettled`.
+        What other processes have yet to write is refused when they write it. Their memory follows `pending_deletions`.
         Raises `CacheError` when it cannot be done; then nothing is forgotten.
         """
-        with contextlib.suppress(CacheError):  # what cannot be written yet is looked at by `settle`
+        with contextlib.suppress(CacheError):  # what cannot be written yet is left to `finish_deletion`
             self._writer.flush()
         try:
             found = deletion_log.search(self._database.engine, selection, self._holds)
@@ -236,7 +239,7 @@ class Store:
                 count = deletion_log.delete(connection, selection, found, self._holds)
         except exc.DBAPIError as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
-        self._unscrubbed = True
+        self._erase_pending = True
         return count
 
     def expire(self, selection: Selection) -> int:
@@ -245,25 +248,25 @@ class Store:
             found = deletion_log.search_in(connection, selection, self._holds)
         return self.forget(selection) if found.ids else 0
 
-    def forgotten_since(self, number: int) -> list[Scope]:
-        """The forgets after one of that number."""
+    def deletions_since(self, number: int) -> list[Scope]:
+        """The deletions after one of that number."""
         with self._reading() as connection:
             return [scope for _, scope in deletion_log.since(connection, number)]
 
-    def unsettled(self) -> list[tuple[int, Scope]]:
-        """Forgets that this process has not followed yet, by number."""
+    def pending_deletions(self) -> list[tuple[int, Scope]]:
+        """Deletions that this process has not applied to its memory yet, by number."""
         with self._reading() as connection:
-            found = deletion_log.since(connection, self.settled)
-        self._unscrubbed = self._unscrubbed or bool(found)
+            found = deletion_log.since(connection, self.last_deletion)
+        self._erase_pending = self._erase_pending or bool(found)
         return found
 
-    def settle(self, number: int, scope: Scope) -> None:
-        """From now on write again what lies in the scope of a forget: nothing from before it is waiting any more."""
+    def finish_deletion(self, number: int, scope: Scope) -> None:
+        """From now on write again what lies in a deletion's scope: nothing from before it is waiting any more."""
         with contextlib.suppress(CacheError):
             self._writer.flush()
 
-        def leave(jobs: Iterable[Row | _UsageUpdate]) -> list[Row | _UsageUpdate]:
-            self.settled = number
+        def leave(jobs: Iterable[_Job]) -> list[_Job]:
+            self.last_deletion = number
             return _allowed(jobs, [scope])
 
         self._writer.revise(leave)
@@ -281,16 +284,16 @@ class Store:
             count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
             return count, connection.execute(newest).scalar() or 0
 
-    def scrub(self, *, rewrite: bool = False) -> None:
+    def secure_erase(self, *, rewrite: bool = False) -> None:
         """Leave no byte of what was deleted in the database and its journal; `rewrite` them whole if not too large.
 
         Where another process is reading meanwhile, it is for the next call to finish, as where `CacheError` is raised.
         """
-        if not (self._unscrubbed or rewrite):
+        if not (self._erase_pending or rewrite):
             return
-        self._unscrubbed = True
+        self._erase_pending = True
         try:
-            self._unscrubbed = not self._database.scrub(rewrite=rewrite and self.disk_bytes() <= _REWRITTEN)
+            self._erase_pending = not self._database.secure_erase(rewrite=rewrite and self.disk_bytes() <= _REWRITTEN)
         except exc.DBAPIError as error:
             raise CacheError(
                 f"deleted, but bytes of it may be left in {self._database.name}: {reason(error)}"
@@ -300,17 +303,17 @@ class Store:
         """Write what is left, give unused room back, empty the journal. Raises `CacheError` when it cannot be done."""
         self.flush()
         for _ in range(_ATTEMPTS):
-            self.scrub(rewrite=True)
-            if not self._unscrubbed:
+            self.secure_erase(rewrite=True)
+            if not self._erase_pending:
                 return
         raise CacheError(f"{self._database.name} is in use: not everything could be given back, try again later")
 
-    def _holds(self, record: sa.Row[Any], selection: Selection) -> bool:
+    def _holds(self, row: sa.Row[Any], selection: Selection) -> bool:
         try:
-            row = self._row(record)
+            record = self._decode(row)
         except CacheFormatError:
             return True  # nobody can tell, and nobody can use it
-        return selection.holds(np.concatenate((row.context, row.tokens)))
+        return selection.holds(np.concatenate((record.context, record.tokens)))
 
     def learned(self) -> dict[str, bytes]:
         """What was learned about drafting, by namespace key. Raises `CacheFormatError` for damage."""
@@ -328,17 +331,17 @@ class Store:
         self._writer.close()
         self._database.close()
 
-    def _row(self, record: sa.Row[Any]) -> Row:
-        return codec.read(record, self._database.name)
+    def _decode(self, row: sa.Row[Any]) -> SequenceRecord:
+        return codec.decode(row, self._database.name)
 
     # In the writer's thread.
 
-    def _commit(self, jobs: list[Row | _UsageUpdate]) -> None:
+    def _commit(self, jobs: list[_Job]) -> None:
         with self._database.writing() as connection:
-            # A forget of another process that this one has not followed yet: what it covers came before it.
-            scopes = [scope for _, scope in deletion_log.since(connection, self.settled)]
+            # A deletion of another process that this one has not applied yet: what it covers came before it.
+            scopes = [scope for _, scope in deletion_log.since(connection, self.last_deletion)]
             allowed = _allowed(jobs, scopes)
-            added = [codec.record(job) for job in allowed if isinstance(job, Row)]
+            added = [codec.encode(job) for job in allowed if isinstance(job, SequenceRecord)]
             if added:
                 # A commit whose answer was lost is tried again: its rows may be there.
                 insert = self._database.insert(sequences).on_conflict_do_nothing(index_elements=["number"])
@@ -353,18 +356,18 @@ class Store:
 
     def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> None:
         for number, hits in usage.hits:
-            row = sequences.update().where(sequences.c.number == number)
-            connection.execute(row.values(hits=sequences.c.hits + hits))
+            mine = sequences.update().where(sequences.c.number == number)
+            connection.execute(mine.values(hits=sequences.c.hits + hits))
         for namespace, state in usage.learned.items():
             saved = self._database.insert(learned).values(namespace=namespace, state=state)
             connection.execute(saved.on_conflict_do_update(index_elements=["namespace"], set_={"state": state}))
 
 
-def _allowed(jobs: Iterable[Row | _UsageUpdate], scopes: Sequence[Scope]) -> list[Row | _UsageUpdate]:
-    """What may be written after the forgets of these scopes: no sequence that they cover, nothing learned before."""
+def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:
+    """What may be written after the deletions of these scopes: no sequence that they cover, nothing learned before."""
     if not scopes:
         return list(jobs)
-    kept = (job for job in jobs if not (isinstance(job, Row) and _covered(job, scopes)))
+    kept = (job for job in jobs if not (isinstance(job, SequenceRecord) and _covered(job, scopes)))
     return [_UsageUpdate(job.hits, {}) if isinstance(job, _UsageUpdate) else job for job in kept]
 
 
@@ -373,9 +376,10 @@ def _rows(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool
     return [mine] if until is None else [mine, sequences.c.id <= until]
 
 
-def _covered(row: Row, scopes: Sequence[Scope]) -> bool:
-    return any(scope.concerns(row.namespace) and scope.covers(row.labels.session, row.created_at) for scope in scopes)
+def _covered(record: SequenceRecord, scopes: Sequence[Scope]) -> bool:
+    meta = record.meta
+    return any(scope.concerns(record.namespace) and scope.covers(meta.session, meta.created_at) for scope in scopes)
 
 
-def _size(job: Row | _UsageUpdate) -> int:
-    return _JOB + (4 * (len(job.tokens) + len(job.context)) if isinstance(job, Row) else 0)
+def _size(job: _Job) -> int:
+    return _JOB_BYTES + (4 * (len(job.tokens) + len(job.context)) if isinstance(job, SequenceRecord) else 0)

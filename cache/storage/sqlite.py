@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from filelock import FileLock, Timeout
 from sqlalchemy import event, exc
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentspec.cache.storage.database import Database, Upsert
-from agentspec.cache.storage.writer_lock import WriterLock
-from agentspec.errors import CacheFormatError
+from agentspec.errors import CacheFormatError, CacheLockedError
 
 DATABASE = "sequences.sqlite3"
 _PATIENCE = 3000  # milliseconds to wait for readers, while those who write wait for us
@@ -57,17 +57,17 @@ class SqliteDatabase(Database):
         self.engine = sa.create_engine(f"sqlite:///{self._path}", connect_args={"timeout": 30}, hide_parameters=True)
         event.listen(self.engine, "connect", _configure)
 
-    def elect(self) -> None:
+    def acquire_writer(self) -> None:
         self._lock = WriterLock(self._path.parent)
 
     @property
-    def leading(self) -> bool:
+    def is_writer(self) -> bool:
         return self._lock is not None
 
-    def hold(self) -> None:
+    def renew_lease(self) -> None:
         """The operating system keeps the lock for as long as the process lives."""
 
-    def reach(self) -> None:
+    def connect(self) -> None:
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
         with self._path.open("rb") as file:
             head = file.read(16)
@@ -90,7 +90,7 @@ class SqliteDatabase(Database):
     def shrink(self) -> bool:
         return self._empty_journal("PRAGMA incremental_vacuum;")
 
-    def scrub(self, *, rewrite: bool) -> bool:
+    def secure_erase(self, *, rewrite: bool) -> bool:
         # Deleted rows are overwritten as they go; what may be left lies in moved pages and in the journal.
         return self._empty_journal("VACUUM;" if rewrite else "PRAGMA incremental_vacuum;")
 
@@ -103,7 +103,7 @@ class SqliteDatabase(Database):
             [(busy, _, _)] = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             return not busy
         except sqlite3.OperationalError as error:
-            if not self.passes(error):
+            if not self.is_transient(error):
                 raise exc.OperationalError(script, None, error) from error
             return False
         finally:
@@ -114,7 +114,7 @@ class SqliteDatabase(Database):
         said = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
         return [line for line in said if line != "ok"]
 
-    def passes(self, error: BaseException) -> bool:
+    def is_transient(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         return code & _PRIMARY in _PASSING or code in _PASSING_IO
 
@@ -123,6 +123,32 @@ class SqliteDatabase(Database):
         if self._lock:
             self._lock.release()
             self._lock = None
+
+
+class WriterLock:
+    """Which process is a folder's writer. The system holds it, so that a killed process never blocks the next.
+
+    Taken on construction. Raises `CacheLockedError`, naming the holder's process id, where another has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pid_file = folder / "writer.pid"
+        self._lock = FileLock(folder / "writer.lock", timeout=0, mode=0o600, thread_local=False)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise CacheLockedError(f"{folder} is written by process {self._holder()}; open it as a follower") from None
+        self._pid_file.touch(mode=0o600)
+        self._pid_file.write_text(str(os.getpid()))
+
+    def _holder(self) -> str:
+        try:
+            return self._pid_file.read_text() or "unknown"
+        except OSError:
+            return "unknown"
+
+    def release(self) -> None:
+        """Idempotent."""
+        self._lock.release()
 
 
 def _configure(connection: Any, _: ConnectionPoolEntry) -> None:

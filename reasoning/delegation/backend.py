@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentspec.backends.base import Backend, Capabilities
+from agentspec.backends.base import CHAT, Backend, Capabilities
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.delegation.base_only import base_alone
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, Said
@@ -78,7 +78,7 @@ class StrategyBackend:
     settings: Delegation
     writers: dict[str, Writer]
     traces: TraceFolder | None = None
-    capabilities: Capabilities = field(default_factory=lambda: Capabilities(logprobs=True))
+    capabilities: Capabilities = field(default_factory=lambda: Capabilities(logprobs=True, routes=(CHAT,)))
     pace: BasePace = field(default_factory=BasePace)
 
     @classmethod
@@ -92,6 +92,10 @@ class StrategyBackend:
 
     async def aclose(self) -> None:
         """The backends behind are closed by who built them."""
+
+    def response_headers(self, request: GenerateRequest) -> dict[str, str]:
+        """The strategy and its knobs."""
+        return self.settings.headers(request.speculation)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """The thinking as `reasoning` deltas while it becomes final, then the answer.

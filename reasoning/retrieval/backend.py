@@ -45,6 +45,10 @@ class RetrievalBackend:
     async def aclose(self) -> None:
         """The model and the knowledge base are closed by who opened them."""
 
+    def response_headers(self, request: GenerateRequest) -> dict[str, str]:
+        """The strategy and its knobs."""
+        return self.settings.headers(request.speculation)
+
     def check(self) -> None:
         """Raises `ConfigurationError` for a model whose prompts cannot be token ids."""
         if text_side(self.base) is None:

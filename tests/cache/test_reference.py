@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from agentspec.cache.index import Drafter, SuffixIndex
+from agentspec.cache.index import IndexDrafter, SuffixIndex
 from agentspec.cache.reference import ReferenceDrafter, ReferenceIndex
 from agentspec.types import Source
 
@@ -35,7 +35,7 @@ def assert_same_answers(native: SuffixIndex, twin: ReferenceIndex, context: list
 
 def assert_same_drafts(
     pairs: list[tuple[SuffixIndex, ReferenceIndex, int]],
-    native: Drafter,
+    native: IndexDrafter,
     twin: ReferenceDrafter,
     context: list[int],
     max_tokens: int,
@@ -63,12 +63,12 @@ class SameIndex(RuleBasedStateMachine):
         super().__init__()
         self.native = SuffixIndex(tail=5, ratio=2)
         self.twin = ReferenceIndex()
-        self.drafter = Drafter(scan_limit=NO_SAMPLING)
+        self.drafter = IndexDrafter(scan_limit=NO_SAMPLING)
         self.twin_drafter = ReferenceDrafter()
 
     @rule(target=sequences, sequence=st.integers(0, 5), tokens=texts, context=tiny)
     def open(self, sequence: int, tokens: list[int], context: list[int]) -> object:
-        if sequence in self.twin.leads:
+        if sequence in self.twin.prefixes:
             return multiple()
         self.native.append(sequence, tokens, context)
         self.twin.append(sequence, tokens, context)
@@ -76,19 +76,19 @@ class SameIndex(RuleBasedStateMachine):
 
     @rule(sequence=sequences, tokens=texts)
     def append(self, sequence: int, tokens: list[int]) -> None:
-        if sequence in self.twin.leads and sequence not in self.twin.closed:
+        if sequence in self.twin.prefixes and sequence not in self.twin.closed:
             self.native.append(sequence, tokens)
             self.twin.append(sequence, tokens)
 
     @rule(sequence=sequences)
     def close(self, sequence: int) -> None:
-        if sequence in self.twin.leads:
+        if sequence in self.twin.prefixes:
             self.native.close(sequence)
             self.twin.close(sequence)
 
     @rule(sequence=sequences, share=st.floats(0, 1))
     def truncate(self, sequence: int, share: float) -> None:
-        if sequence in self.twin.leads and sequence not in self.twin.closed:
+        if sequence in self.twin.prefixes and sequence not in self.twin.closed:
             length = int(share * len(self.twin.tokens(sequence)))
             self.native.truncate(sequence, length)
             self.twin.truncate(sequence, length)
@@ -121,22 +121,21 @@ class SameIndex(RuleBasedStateMachine):
     @invariant()
     def intact(self) -> None:
         self.native.check_integrity()
-        assert self.native.sequence_count == len(self.twin.leads)
+        assert self.native.sequence_count == len(self.twin.prefixes)
         assert self.native.token_count == len(self.twin.occurrences)
 
     @rule(sequence=sequences)
     def read(self, sequence: int) -> None:
-        if sequence in self.twin.leads:
+        if sequence in self.twin.prefixes:
             assert self.native.tokens(sequence).tolist() == self.twin.tokens(sequence)
             assert self.native.length(sequence) == len(self.twin.tokens(sequence))
-            assert self.native.lead(sequence).tolist() == self.twin.lead(sequence)
+            assert self.native.prefix(sequence).tolist() == self.twin.prefix(sequence)
 
 
-SameIndex.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+SameIndex.TestCase.settings = settings(stateful_step_count=25)
 TestSameIndex = SameIndex.TestCase
 
 
-@settings(max_examples=30, deadline=None)
 @given(session=texts, shared=texts, output=st.lists(st.integers(0, 3), max_size=10), floor=st.floats(0, 0.3))
 def test_two_sources_draft_alike_while_learning(
     session: list[int], shared: list[int], output: list[int], floor: float
@@ -146,7 +145,7 @@ def test_two_sources_draft_alike_while_learning(
         index[0].append(0, session)
         index[1].append(0, shared)
     sources = (Source.SESSION, Source.SHARED)
-    drafter, twin_drafter = Drafter(scan_limit=NO_SAMPLING), ReferenceDrafter()
+    drafter, twin_drafter = IndexDrafter(scan_limit=NO_SAMPLING), ReferenceDrafter()
     context = session[-64:]
     for token in output:
         pairs = list(zip(natives, twins, sources, strict=True))
@@ -159,7 +158,6 @@ def test_two_sources_draft_alike_while_learning(
         context = [*context, token][-64:]
 
 
-@settings(max_examples=30, deadline=None)
 @given(text=st.one_of(tiny, repetitive), context=contexts)
 def test_counts_agree_for_one_text(text: list[int], context: list[int]) -> None:
     native, twin = SuffixIndex(tail=8, ratio=4), ReferenceIndex()

@@ -3,13 +3,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache.index import SuffixIndex
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=300, max_size=1500), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_long_runs_are_searched_by_their_tables(tokens: list[int], common: int, random: random.Random) -> None:
     """Runs long enough for tables, with tokens common enough to be sampled; counts are exact all the same."""

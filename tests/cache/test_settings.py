@@ -23,6 +23,11 @@ def test_what_is_no_time_span(written: object) -> None:
         CacheSettings(retention=written)  # type: ignore[arg-type]
 
 
+def test_a_removed_setting_says_what_holds_instead() -> None:
+    with pytest.raises(ValidationError, match="eviction: removed; the cache evicts the least recently used"):
+        CacheSettings(eviction="lru")  # type: ignore[call-arg]
+
+
 def test_patterns_are_regular_expressions() -> None:
     assert CacheSettings(refuse_patterns=("sk-[a-z]+",)).refuse_patterns == ("sk-[a-z]+",)
     with pytest.raises(ValidationError, match=r"'\(open' is no regular expression: missing"):

@@ -52,20 +52,20 @@ def together(*works: Callable[[], None]) -> None:
         raise failures[0]
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(600, marks=[pytest.mark.long, pytest.mark.timeout(1000)])])
+@pytest.mark.parametrize("seconds", [1, pytest.param(600, marks=[pytest.mark.long, pytest.mark.timeout(1000)])])
 def test_no_reader_ever_sees_a_torn_text(seconds: int) -> None:
     until, written, drafted = time.monotonic() + seconds, [1], [0] * READERS
     with SuffixCache.open(memory_bytes=4 << 20) as cache:
 
         def write() -> None:
-            while time.monotonic() < until:
+            while time.monotonic() < until or written[0] <= 50:
                 with cache.request([1, 2, 3], session=f"w{written[0] % 20}") as request:
                     request.extend(walk(written[0]))
                 written[0] += 1
 
         def read(reader: int) -> None:
             rng = np.random.default_rng(reader)
-            while time.monotonic() < until:
+            while time.monotonic() < until or not drafted[reader]:
                 output = walk(written[0] - int(rng.integers(min(written[0], 200))))
                 end = int(rng.integers(1, LENGTH))
                 request = cache.request(output[:end], session=f"r{reader}", store=False)
@@ -79,7 +79,6 @@ def test_no_reader_ever_sees_a_torn_text(seconds: int) -> None:
         together(write, *(lambda reader=reader: read(reader) for reader in range(READERS)))  # type: ignore[misc]
         cache.check_integrity()
         assert cache.stats().evicted > 0 or seconds < 60
-    assert written[0] > 50 and min(drafted) > 0
 
 
 CHURN = """
@@ -114,7 +113,10 @@ with SuffixCache.open(memory_bytes=budget) as cache:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="missed: private bytes are read from /proc")
 @pytest.mark.parametrize(
     ("budget", "tokens"),
-    [(12 << 20, 1_500_000), pytest.param(20 << 20, 10_000_000, marks=[pytest.mark.long, pytest.mark.timeout(1000)])],
+    [
+        pytest.param(12 << 20, 1_500_000, marks=pytest.mark.slow),
+        pytest.param(20 << 20, 10_000_000, marks=[pytest.mark.long, pytest.mark.timeout(1000)]),
+    ],
 )
 def test_a_process_takes_no_more_than_its_budget(budget: int, tokens: int) -> None:
     run = subprocess.run(

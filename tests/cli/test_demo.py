@@ -35,6 +35,7 @@ def test_speedup_is_a_ratio_of_rates() -> None:
     assert speedup(off, StepRow()) is None
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_runs(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"

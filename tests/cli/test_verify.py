@@ -32,11 +32,11 @@ def test_recorded_calls_and_json(program: Any, tiny_model: Path, tmp_path: Path)
 
 
 def test_a_difference_is_shown_and_fails(program: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def verify(*_: Any) -> exactness.Verification:
-        parted = exactness.Divergence("on, cold", 1, 2, 65, 66, 0.25, 0.26, 1e-3)
-        return exactness.Verification({"off": [[1], [2]], "on, cold": [[1], [3]]}, [parted])
+    async def verify(*_: Any) -> exactness.ExactnessReport:
+        parted = exactness.TokenDivergence("on, cold", 1, 2, 65, 66, 0.25, 0.26, 1e-3)
+        return exactness.ExactnessReport({"off": [[1], [2]], "on, cold": [[1], [3]]}, [parted])
 
-    monkeypatch.setattr(exactness, "verify", verify)
+    monkeypatch.setattr(exactness, "check_exactness", verify)
     result = program("verify", "--model", tiny_model, "--limit", 1)
     assert result.exit_code == 1
     assert "on, cold: 1 of 2 equal those without speculation" in result.output

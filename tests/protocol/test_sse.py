@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import UpstreamError
-from agentspec.protocol.sse import SseDecoder
+from agentspec.protocol.sse import MAX_HELD, EventSplitter, SseDecoder
 
 LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 LINES = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=12)
@@ -70,3 +70,23 @@ def test_many_small_events_stay_within_the_bound() -> None:
     decoder = SseDecoder(max_event_bytes=100)
     wire = (b": ping\n" * 40 + b"data: " + b"x" * 50 + b"\n\n") * 50
     assert len([data for i in range(0, len(wire), 7) for data in decoder.feed(wire[i : i + 7])]) == 50
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9)), st.data())
+def test_the_splitter_loses_and_invents_nothing(pieces: list[bytes], data: st.DataObject) -> None:
+    wire = b"".join(data.draw(st.sampled_from([piece, piece + b"\n\n", b"\r\n\r\n"])) for piece in pieces)
+    splitter, out = EventSplitter(), b""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=5)))
+    for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
+        passed = splitter.feed(wire[start:end])
+        assert not passed or passed.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+        out += passed
+    assert out + splitter.rest() == wire
+
+
+def test_the_splitter_holds_no_more_than_a_megabyte() -> None:
+    splitter = EventSplitter()
+    assert splitter.feed(b"x" * MAX_HELD) == b""
+    assert len(splitter.feed(b"y")) == MAX_HELD + 1 and splitter.separator() == b"\n\n"
+    splitter.feed(b"z\n\n")
+    assert splitter.separator() == b""

@@ -17,7 +17,7 @@ from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
 from agentspec.proxy import create_app
-from agentspec.proxy.middleware import Door
+from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.server import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ServerSettings, Settings
@@ -28,38 +28,38 @@ class Running:
     """A gateway that answers at `url`."""
 
     url: str
-    door: Door
+    app: GatewayMiddleware
     server: GatewayServer
     runtime: Runtime
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample once every request is counted, which happens after its last byte was sent."""
-        wait_for(lambda: not self.door.metrics.registry.get_sample_value("agentspec_requests_in_flight"))
-        return self.door.metrics.registry.get_sample_value(name, labels) or 0.0
+        wait_for(lambda: not self.app.metrics.registry.get_sample_value("agentspec_requests_in_flight"))
+        return self.app.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 @contextmanager
 def run_gateway(backends: Mapping[str, Backend], settings: Settings | None = None, **server: Any) -> Iterator[Running]:
     settings = settings or Settings(server=ServerSettings(**server), backends={})
     runtime = Runtime(settings, backends=backends)
-    door = create_app(runtime, settings)
+    app = create_app(runtime, settings)
     listening = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio would not set TCP_NODELAY on it
     listening.bind(("127.0.0.1", 0))
-    uvicorn = GatewayServer(door, settings)
+    uvicorn = GatewayServer(app, settings)
     thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
-        wait_for(lambda: uvicorn.started and (runtime.ready or door.loading.error), 90)
-        assert door.loading.error is None
-        yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", door, uvicorn, runtime)
+        wait_for(lambda: uvicorn.started and (runtime.ready or app.loading.error), 90)
+        assert app.loading.error is None
+        yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", app, uvicorn, runtime)
     finally:
         uvicorn.should_exit = True
-        thread.join(20)
+        thread.join(60)
         listening.close()
         assert not thread.is_alive()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "waited in vain"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import anyio
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import ContextLengthError, EngineError, OverloadedError
@@ -198,17 +200,40 @@ def curl(*arguments: str, body: str | None = None) -> str:
     return subprocess.run(command, input=body, capture_output=True, text=True, check=True).stdout
 
 
-def test_curl_streams_as_tokens_come(running: Any) -> None:
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "slow"}], "stream": True})
+class Held(FakeBackend):
+    """Begins its answer, and goes on once `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        self.requests.append(request)
+        self.active += 1
+        try:
+            yield Delta(text="one")
+            while not self.go.is_set():
+                await anyio.sleep(0.005)
+            yield Delta(text=" two", finish_reason="stop")
+        except BaseException:
+            self.cancelled.append(request)
+            raise
+        finally:
+            self.active -= 1
+
+
+def test_curl_streams_as_tokens_come(gateway: Any) -> None:
+    held = Held()
+    running = gateway({MODEL: held})
+    body = json.dumps({"model": MODEL, "messages": HELLO, "stream": True})
     command = ["curl", "-sN", f"{running.url}/v1/chat/completions", "-H", "content-type: application/json", "-d", body]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        lines = []
-        for line in process.stdout:
-            if line.strip():
-                lines.append((time.monotonic(), line))
-    assert [line[:6] for _, line in lines] == ["data: "] * 7 and lines[-1][1] == "data: [DONE]\n"
-    assert lines[4][0] - lines[0][0] > 0.6
+        first = next(line for line in process.stdout if "one" in line)
+        assert held.active == 1
+        held.go.set()
+        lines = [first, *(line for line in process.stdout if line.strip())]
+    assert [line[:6] for line in lines] == ["data: "] * len(lines) and lines[-1] == "data: [DONE]\n"
 
 
 def test_curl_shows_headers_and_error_bodies(running: Any) -> None:
@@ -227,13 +252,12 @@ def test_curl_meets_the_body_limit(gateway: Any, chunked: bool) -> None:
     small = gateway({MODEL: FakeBackend()}, max_body_bytes=1000)
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x" * 100_000}]})
     arguments = ["-H", "transfer-encoding: chunked"] if chunked else []
-    began = time.monotonic()
     shown = curl("-i", f"{small.url}/v1/chat/completions", *arguments, body=body)
-    assert "HTTP/1.1 413" in shown and "request_too_large" in shown and time.monotonic() - began < 2
+    assert "HTTP/1.1 413" in shown and "request_too_large" in shown
 
 
 def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) -> None:
-    backend = FakeBackend(Answer("a b c", latency=0.2))
+    backend = Held()
     running = gateway({MODEL: backend}, max_concurrent=1)
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
         stream = ask(client, stream=True)
@@ -242,9 +266,10 @@ def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) 
             ask(client)
         assert caught.value.response.headers["retry-after"] == "1"
         stream.close()
-        until(lambda: backend.active == 0 and running.door.gate.inside == 0, 1.0)
+        until(lambda: backend.active == 0 and running.app.limiter.running == 0)
         assert len(backend.cancelled) == 1
-        assert ask(client).choices[0].message.content == "a b c"
+        backend.go.set()
+        assert ask(client).choices[0].message.content == "one two"
     counted = {"route": "/v1/chat/completions"}
     assert running.metric("agentspec_requests_total", **counted, model=MODEL, outcome="cancelled") == 1
     assert running.metric("agentspec_requests_total", **counted, model="", outcome="rejected") == 1
@@ -253,72 +278,64 @@ def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0.0, 0.05, 0.15])
 def test_a_client_that_leaves_frees_its_place(
-    running: Any, backend: FakeBackend, until: Callable[..., None], stream: bool, after: float
+    gateway: Any, until: Callable[..., None], stream: bool, after: float
 ) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "slow"}], "stream": stream}
-    before = len(backend.requests)
-    gone = threading.Event()
-
-    def leave() -> None:
-        with (
-            httpx.Client() as client,
-            client.stream("POST", f"{running.url}/v1/chat/completions", json=body) as response,
-        ):
-            next(response.iter_raw())
-            time.sleep(after)
-
-    def leave_early() -> None:
-        try:
-            httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=0.2 + after)
-        except httpx.ReadTimeout:
-            gone.set()
-
-    (leave if stream else leave_early)()
-    assert stream or gone.is_set()
-    until(lambda: len(backend.requests) == before + 1 and backend.active == 0, 1.0)
+    held = Held()
+    running = gateway({MODEL: held})
+    host, port = running.url.removeprefix("http://").split(":")
+    body = json.dumps({"model": MODEL, "messages": HELLO, "stream": stream}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: held.active)
+        time.sleep(after)
+    until(lambda: held.active == 0 and running.app.limiter.running == 0)
+    assert len(held.requests) == len(held.cancelled) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_time_limit(gateway: Any, until: Callable[..., None], stream: bool) -> None:
-    backend = FakeBackend(Answer("a b c d e f g h", latency=0.2))
-    running = gateway({MODEL: backend}, request_timeout=0.5)
+    held = Held()
+    running = gateway({MODEL: held}, request_timeout=0.5)
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        began, seen = time.monotonic(), []
+        seen = []
         with pytest.raises(openai.APIError, match="request_timeout") as caught:
             answer = ask(client, stream=stream)
             seen.extend(answer)
-        assert 0.4 < time.monotonic() - began < 1.0
     if stream:
-        assert len(seen) == 2
+        assert [chunk.choices[0].delta.content for chunk in seen] == ["one"]
     else:
         assert isinstance(caught.value, openai.InternalServerError) and caught.value.status_code == 504
-    until(lambda: backend.active == 0, 1.0)
+    until(lambda: held.active == 0)
 
 
 def test_the_loop_is_free_while_a_backend_computes(gateway: Any) -> None:
     """A backend that computes in its own thread, as the engine does, holds up nobody else."""
+    began, end = threading.Event(), threading.Event()
 
     class Busy(FakeBackend):
         async def generate(self, request: GenerateRequest) -> Any:
-            import anyio
-
-            for _ in range(8):
-                yield Delta(text=str(await anyio.to_thread.run_sync(lambda: sum(range(6_000_000)))))
+            yield Delta(text=str(await anyio.to_thread.run_sync(self.compute)))
             yield Delta(finish_reason="stop")
+
+        def compute(self) -> int:
+            began.set()
+            total = 0
+            while not end.is_set():
+                total += sum(range(1000))
+            return total
 
     running = gateway({MODEL: Busy()})
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
         thread = threading.Thread(target=ask, args=(client,))
         thread.start()
-        waits = []
-        with httpx.Client() as plain:
-            while thread.is_alive():
-                began = time.monotonic()
-                assert plain.get(f"{running.url}/health").status_code == 200
-                waits.append(time.monotonic() - began)
-                time.sleep(0.01)
-        thread.join()
-    assert len(waits) >= 3 and sorted(waits)[len(waits) // 2] < 0.2
+        assert began.wait(60)
+        try:
+            for _ in range(5):
+                assert httpx.get(f"{running.url}/health", timeout=60).status_code == 200
+        finally:
+            end.set()
+            thread.join()
 
 
 def test_many_at_once(running: Any) -> None:
@@ -361,7 +378,6 @@ def bodies(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bodies(), st.sampled_from(["chat/completions", "completions", "embeddings"]))
 def test_no_body_is_a_server_error(running: Any, body: bytes, route: str) -> None:
     client = _pooled(running.url)

@@ -7,7 +7,8 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from agentspec import errors
-from agentspec.proxy.errors import event_body, failure, log_unexpected, outcome
+from agentspec.protocol.sse import event
+from agentspec.proxy.errors import error_event, failure, log_unexpected, outcome
 
 TREE = [
     kind
@@ -23,7 +24,7 @@ def test_every_error_has_its_answer(kind: type[errors.AgentSpecError]) -> None:
     assert failed.status == kind.status and 400 <= failed.status < 600
     body = json.loads(failed.body)
     assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["message"] == "what went wrong" and event_body(error) == failed.body
+    assert body["error"]["message"] == "what went wrong" and error_event(error) == event(failed.body)
     assert outcome(error) in ("client_error", "server_error", "rejected")
 
 
@@ -39,14 +40,14 @@ def test_an_upstreams_error_is_kept_whole() -> None:
     failed = failure(error)
     assert (failed.status, failed.body) == (418, b"tea")
     assert failed.headers == {"retry-after": "3", "x-should-retry": "false"}
-    assert json.loads(event_body(error))["error"]["message"] == "no"
+    assert json.loads(error_event(error).removeprefix(b"data: "))["error"]["message"] == "no"
 
 
 def test_a_bug_says_nothing_about_itself() -> None:
     failed = failure(ValueError("secret"), "req-7")
     assert failed.status == 500 and b"secret" not in failed.body and outcome(ValueError()) == "server_error"
     assert failed.code == json.loads(failed.body)["error"]["code"] == "internal_error" and b"req-7" in failed.body
-    assert event_body(ValueError("secret"), "req-7") == failed.body
+    assert error_event(ValueError("secret"), "req-7") == event(failed.body)
 
 
 def test_a_failure_of_the_engine_leads_to_the_log(caplog: pytest.LogCaptureFixture) -> None:

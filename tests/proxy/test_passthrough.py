@@ -7,18 +7,16 @@ import logging
 import socket
 import subprocess
 import threading
-import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
-from agentspec.proxy.passthrough import MAX_HELD, Tee, check_upstream_fields
+from agentspec.proxy.passthrough import check_upstream_fields
 from agentspec.settings.load import ModelSettings, ServerSettings, Settings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Speculation
@@ -57,7 +55,7 @@ def passing(url: str, model: str | None = None, **server: Any) -> tuple[dict[str
 def post(running: Any, body: Any = BODY, path: str = CHAT, **fields: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json", **fields.pop("headers", {})}
-    return httpx.post(f"{running.url}{path}", content=content, headers=headers, timeout=10, **fields)
+    return httpx.post(f"{running.url}{path}", content=content, headers=headers, timeout=60, **fields)
 
 
 def test_an_answer_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
@@ -126,18 +124,21 @@ def test_curl_gets_an_upstreams_bytes(gateway: Any, upstream: Any) -> None:
 
 
 def test_events_pass_as_they_come(gateway: Any, upstream: Any) -> None:
+    came = threading.Semaphore(0)
+
     def script(request: Any) -> None:
         request.head()
         for event in EVENTS:
             request.send(event)
-            time.sleep(0.1)
+            came.acquire(timeout=60)  # no event is sent before the one in front of it has come
 
     running = gateway(*passing(upstream(script).url))
-    times = []
-    with httpx.stream("POST", f"{running.url}{CHAT}", json=BODY) as response:
-        for _ in response.iter_raw():
-            times.append(time.monotonic())
-    assert len(times) == len(EVENTS) and times[-1] - times[0] > 0.35
+    pieces = []
+    with httpx.stream("POST", f"{running.url}{CHAT}", json=BODY, timeout=30) as response:
+        for piece in response.iter_raw():
+            pieces.append(piece)
+            came.release()
+    assert pieces == EVENTS
 
 
 @pytest.mark.parametrize("cut", range(len(EVENTS)))
@@ -202,10 +203,8 @@ def test_redirects_are_not_followed_nor_passed_on(gateway: Any, upstream: Any) -
 
 
 def test_nobody_there(gateway: Any) -> None:
-    began = time.monotonic()
     response = post(gateway(*passing("http://127.0.0.1:9/v1")))
     assert response.status_code == 502 and response.json()["error"]["code"] == "upstream_unreachable"
-    assert time.monotonic() - began < 1
 
 
 def test_a_silent_upstream(gateway: Any, upstream: Any) -> None:
@@ -213,14 +212,12 @@ def test_a_silent_upstream(gateway: Any, upstream: Any) -> None:
     left = threading.Event()
 
     def script(request: Any) -> None:
-        if request.client_left(5):
+        if request.client_left(60):
             left.set()
 
     running = gateway(*passing(upstream(script).url, request_timeout=0.4))
-    began = time.monotonic()
-    response = post(running)
-    assert response.status_code == 504 and 0.35 < time.monotonic() - began < 0.8
-    assert left.wait(1)
+    assert post(running).status_code == 504
+    assert left.wait(60)
 
 
 def test_a_stalled_stream(gateway: Any, upstream: Any) -> None:
@@ -229,28 +226,30 @@ def test_a_stalled_stream(gateway: Any, upstream: Any) -> None:
     def script(request: Any) -> None:
         request.head()
         request.send(EVENTS[0])
-        request.client_left(5)
+        request.client_left(60)
 
     response = post(gateway(*passing(upstream(script).url, request_timeout=0.4)))
     assert response.content.startswith(EVENTS[0]) and b'"code":"request_timeout"' in response.content
 
 
 def test_the_upstreams_own_read_timeout(gateway: Any, upstream: Any) -> None:
-    server = upstream(lambda request: request.client_left(5) and None)
+    server = upstream(lambda request: request.client_left(60) and None)
     response = post(gateway({"up": server.backend(read_timeout=0.3)}, passing(server.url)[1]))
     assert response.status_code == 504 and response.json()["error"]["code"] == "upstream_timeout"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_the_upstream(gateway: Any, upstream: Any, stream: bool) -> None:
-    left: list[float] = []
+def test_a_client_that_leaves_cancels_the_upstream(
+    gateway: Any, upstream: Any, until: Callable[..., None], stream: bool
+) -> None:
+    left = threading.Event()
 
     def script(request: Any) -> None:
         if stream:
             request.head()
             request.send(EVENTS[0])
-        if request.client_left(5):
-            left.append(time.monotonic())
+        if request.client_left(60):
+            left.set()
 
     running = gateway(*passing(upstream(script).url))
     if stream:
@@ -258,12 +257,9 @@ def test_a_client_that_leaves_cancels_the_upstream(gateway: Any, upstream: Any, 
             next(response.iter_raw())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{running.url}{CHAT}", json=BODY, timeout=0.3)
-    went = time.monotonic()
-    limit = went + 1
-    while not left and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert left and running.door.gate.inside == 0
+            httpx.post(f"{running.url}{CHAT}", json=BODY, timeout=httpx.Timeout(60, read=2))
+    assert left.wait(60)
+    until(lambda: running.app.limiter.running == 0)
 
 
 @pytest.mark.parametrize(
@@ -433,25 +429,5 @@ def test_a_sole_upstream_takes_any_model(gateway: Any, upstream: Any, caplog: py
     assert server.requests[-1].headers["authorization"] == "Bearer mine"
     assert httpx.get(f"{running.url}/v1/models/org/one").json() == listed["data"][0]
     assert httpx.get(f"{running.url}/v1/models/other").status_code == 404
-    assert b"secret" not in running.door.metrics.render()
+    assert b"secret" not in running.app.metrics.render()
     assert "'model': 'other'" in caplog.text and "secret" not in caplog.text
-
-
-@given(st.lists(st.binary(min_size=1, max_size=9)), st.data())
-def test_the_tee_loses_and_invents_nothing(pieces: list[bytes], data: st.DataObject) -> None:
-    wire = b"".join(data.draw(st.sampled_from([piece, piece + b"\n\n", b"\r\n\r\n"])) for piece in pieces)
-    tee, out = Tee(), b""
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=5)))
-    for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
-        passed = tee.feed(wire[start:end])
-        assert not passed or passed.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
-        out += passed
-    assert out + tee.rest() == wire
-
-
-def test_the_tee_holds_no_more_than_a_megabyte() -> None:
-    tee = Tee()
-    assert tee.feed(b"x" * MAX_HELD) == b""
-    assert len(tee.feed(b"y")) == MAX_HELD + 1 and tee.separator() == b"\n\n"
-    tee.feed(b"z\n\n")
-    assert tee.separator() == b""

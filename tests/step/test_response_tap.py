@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.step import response_tap
-from agentspec.step.response_tap import ResponseTap
+from agentspec.step.response_tap import MAX_KEPT, ResponseTap
 from agentspec.types import Speculation, Usage
 
 USAGE = {
@@ -81,6 +80,6 @@ def test_responses_api_events_wrap_the_answer() -> None:
 
 def test_a_body_too_long_is_not_kept() -> None:
     reader = ResponseTap("application/json")
-    reader.feed(b" " * (response_tap._MAX_KEPT + 1))
+    reader.feed(b" " * (MAX_KEPT + 1))
     reader.feed(json.dumps({"usage": USAGE}).encode())
     assert reader.finish() == (None, None)

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentspec.telemetry.metrics import EngineSample, Metrics, UpstreamSample
+from agentspec.telemetry.metrics import Metrics
+from agentspec.telemetry.samples import EngineSample, UpstreamSample
 
 
 def test_everything_is_rendered() -> None:
@@ -51,7 +52,7 @@ def test_engines_count_by_source() -> None:
         preempted=1,
         rows=640,
     )
-    text = Metrics(version="1", engines=lambda: [sample]).render().decode()
+    text = Metrics(version="1", backends=lambda: [sample]).render().decode()
     assert 'agentspec_engine_draft_tokens_total{backend="local",source="session"} 5.0' in text
     assert 'agentspec_engine_accepted_tokens_total{backend="local",source="session"} 3.0' in text
     assert 'agentspec_engine_active{backend="local"} 2.0' in text
@@ -62,7 +63,7 @@ def test_engines_count_by_source() -> None:
 
 
 def test_upstreams_count_by_backend() -> None:
-    text = Metrics(version="1", upstreams=lambda: [UpstreamSample("up", 3, 12, 9)]).render().decode()
+    text = Metrics(version="1", backends=lambda: [UpstreamSample("up", 3, 12, 9)]).render().decode()
     assert 'agentspec_upstream_drafts_total{backend="up"} 3.0' in text
     assert 'agentspec_upstream_draft_tokens_total{backend="up"} 12.0' in text
     assert 'agentspec_upstream_accepted_tokens_total{backend="up"} 9.0' in text

@@ -19,7 +19,7 @@ def raised(depth: int) -> Exception:
 
 
 def test_class_and_frames_without_the_message():
-    assert error_location(raised(0)).startswith("ValueError at test_place.py:")
+    assert error_location(raised(0)).startswith("ValueError at test_safe_errors.py:")
     assert "dig" in error_location(raised(0)) and "a prompt" not in error_location(raised(0))
     assert len(frames_of(raised(3 * FRAMES))) == FRAMES and frames_of(raised(9))[-1].endswith(" dig")
 

@@ -84,12 +84,11 @@ def _search(settings: Settings, text: str | None, model: str | None) -> dict[str
         return {}
     if text is None or model is None:
         raise ConfigurationError("--text and --model go together: a model's own tokenizer tells what its tokens say")
-    from agentspec.backends.torch.loader import load_tokenizer
-    from agentspec.backends.torch.text.tokenizer import Codec
+    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, load_tokenizer
 
     tokenizer, tokenizer_hash = load_tokenizer(reference_of(settings, model))
     wanted = typer.get_text_stream("stdin").read().rstrip("\n") if text == "-" else text
-    return {"text": wanted, "decode": Codec(tokenizer).decode, "tokenizer": tokenizer_hash}
+    return {"text": wanted, "decode": TokenizerAdapter(tokenizer).decode, "tokenizer": tokenizer_hash}
 
 
 def _describe(session: str | None, tenant: str | None, older_than: str | None, model: str | None) -> str:

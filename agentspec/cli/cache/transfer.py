@@ -28,7 +28,7 @@ from agentspec.types import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from agentspec.backends.torch.text.model_text import ModelText
-    from agentspec.cache.storage.record import Row
+    from agentspec.cache.record import SequenceRecord
     from agentspec.settings.load import Settings
 
 
@@ -56,7 +56,7 @@ def import_files(
     text = _text(settings, model) if model is not None else None
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
-        rows: list[Row] = []
+        rows: list[SequenceRecord] = []
         for file in files:
             found = list(_rows(file, format_, text, tenant, on_bad, advance))
             if not found:
@@ -85,20 +85,20 @@ def export(
     It holds what was said, as token ids at least: keep it as you keep the cache.
     """
     from agentspec.cache.storage.export import write
-    from agentspec.cache.storage.sequence_store import Store
+    from agentspec.cache.storage.sequence_store import SequenceStore
 
     settings = load(config)
     folder = folder_of(settings, path)
     text = _text(settings, model) if model is not None else None
 
-    def describe(row: Row) -> str | None:
+    def describe(row: SequenceRecord) -> str | None:
         mine = text is not None and row.namespace.tokenizer_hash == text.tokenizer_hash
-        return text.codec.decode(row.tokens.tolist()) if text is not None and mine else None
+        return text.tokenizer.decode(row.tokens.tolist()) if text is not None and mine else None
 
-    store = Store.open(folder, disk_bytes=None, mode="follower")
+    store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
     try:
         with progress() as (_, advance):
-            written = write(file, counted(store.rows(), str(file), advance), describe)
+            written = write(file, counted(store.records(), str(file), advance), describe)
     finally:
         store.close()
     typer.echo(f"exported {written} sequence{'' if written == 1 else 's'} to {file}")
@@ -106,7 +106,7 @@ def export(
 
 def _rows(
     file: Path, format_: Format | None, text: ModelText | None, tenant: str | None, on_bad: OnBad, advance: Advance
-) -> Iterator[Row]:
+) -> Iterator[SequenceRecord]:
     """The sequences of a file."""
     format_ = format_ or detect(file)
     if format_ is Format.export:
@@ -123,28 +123,28 @@ def _rows(
             on_bad(BadLineError(recorded.place, error.message))
 
 
-def _admitted(rows: list[Row], settings: Settings, text: ModelText | None) -> list[Row]:
+def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText | None) -> list[SequenceRecord]:
     """Those that no configured pattern refuses."""
-    from agentspec.cache.content_filter import Refusal
+    from agentspec.cache.content_filter import ContentFilter
 
     if not settings.cache.refuse_patterns:
         return rows
-    refusal, decode = Refusal(settings.cache.refuse_patterns), None if text is None else text.codec.decode
+    refusal, decode = ContentFilter(settings.cache.refuse_patterns), None if text is None else text.tokenizer.decode
     return [row for row in rows if not refusal.refuses(row.context, row.tokens, decode)]
 
 
-def _store(folder: Path | str, rows: list[Row]) -> tuple[int, int]:
+def _store(folder: Path | str, rows: list[SequenceRecord]) -> tuple[int, int]:
     from agentspec.cache.storage.export import add
-    from agentspec.cache.storage.sequence_store import Store
+    from agentspec.cache.storage.sequence_store import SequenceStore
 
-    store = Store.open(folder, disk_bytes=None, mode="follower")
+    store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
     try:
         return add(store, rows)
     finally:
         store.close()
 
 
-def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[Row]:
+def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[SequenceRecord]:
     from agentspec.cache.storage.export import parse
 
     for place, line in lines(file):
@@ -157,16 +157,16 @@ def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[Row]:
             yield row if tenant is None else replace(row, namespace=replace(row.namespace, tenant=tenant))
 
 
-def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> Row:
+def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> SequenceRecord:
     """What the engine would have stored for this call. Raises `InvalidRequestError` for a call without tokens."""
     from agentspec.cache.index import DEPTH
-    from agentspec.cache.storage.record import Row
+    from agentspec.cache.record import SequenceRecord
     from agentspec.cache.tokens import as_tokens
 
     prompt, answer = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)
     created_at = time.time() if recorded.created_at is None else recorded.created_at
     tokens, context = as_tokens(answer), as_tokens(prompt[-DEPTH:])
-    return Row(0, text.namespace(tenant), recorded.labels, tokens, context, created_at)
+    return SequenceRecord(0, text.namespace(tenant), recorded.labels, tokens, context, created_at)
 
 
 def _text(settings: Settings, model: str) -> ModelText:

@@ -21,7 +21,7 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Remo
 from agentspec.settings.load import Settings
 
 if TYPE_CHECKING:
-    from agentspec.backends.openai import Acceptance, ProbeReport, ServerMetrics, VllmReport
+    from agentspec.backends.openai import DraftCounts, ProbeReport, ServerMetrics, VllmReport
 
 _ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
 _DISTRIBUTIONS = {"faiss": "faiss-cpu"}  # of packages whose name differs by more than a dash
@@ -284,7 +284,7 @@ def check_drafter(name: str, server: VllmReport) -> Check:
     metrics, label = server.metrics, f"{name}: drafter"
     if metrics is None or not metrics.published:
         return Check(label, "note", "cannot be told: the server publishes no metrics")
-    counts = f"; {_counted(metrics.acceptance)}" if metrics.acceptance else ""
+    counts = f"; {_counted(metrics.drafts)}" if metrics.drafts else ""
     if metrics.drafter is not None and metrics.drafter.name == "agentspec":
         detail = f"agentspec {metrics.drafter.version}, as vLLM's {metrics.drafter.method} method"
         return Check(label, "ok", detail + counts)
@@ -297,12 +297,12 @@ def _other_drafter(metrics: ServerMetrics) -> str:
     """Who drafts where it is not agentspec, for all that is known. Without drafts there are no counters of them."""
     none, drafter = "none: the server does not speculate", metrics.drafter
     if drafter is None:
-        return "cannot be told: no plug-in of agentspec is loaded there" if metrics.acceptance else none
+        return "cannot be told: no plug-in of agentspec is loaded there" if metrics.drafts else none
     known = {"none": none, "arctic": "vLLM's suffix method, with Arctic Inference"}
     return known.get(drafter.name, f"vLLM's {drafter.method} method")
 
 
-def _counted(acceptance: Acceptance) -> str:
+def _counted(acceptance: DraftCounts) -> str:
     kept, drafted = acceptance.accepted_tokens, acceptance.draft_tokens
     return f"kept {kept:.0f} of {drafted:.0f} tokens in {acceptance.drafts:.0f} drafts"
 

@@ -28,10 +28,9 @@ class Unloaded:
     capabilities = Capabilities(token_ids=True, continue_final=True, logprobs=True, speculation=True)
 
     def __init__(self, model: str) -> None:
-        from agentspec.backends.torch.loader import load_tokenizer
-        from agentspec.backends.torch.text.tokenizer import Codec
+        from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, load_tokenizer
 
-        self._codec = Codec(load_tokenizer(model)[0])
+        self._codec = TokenizerAdapter(load_tokenizer(model)[0])
 
     async def render(
         self,

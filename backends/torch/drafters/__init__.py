@@ -1,7 +1,7 @@
-"""Drafters of the local engine, one per file; `Drafting` gives each answer those that are configured."""
+"""Drafters of the local engine, one per file; `DrafterFactory` gives each answer those that are configured."""
 
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
-from agentspec.backends.torch.drafters.factory import Drafting
+from agentspec.backends.torch.drafters.factory import DrafterFactory
 from agentspec.backends.torch.drafters.merged import MergedDrafter, merge
 from agentspec.backends.torch.drafters.ngram import NgramDrafter
 from agentspec.backends.torch.drafters.prediction import PredictionDrafter
@@ -9,7 +9,7 @@ from agentspec.backends.torch.drafters.suffix import SuffixDrafter
 
 __all__ = [
     "Drafter",
-    "Drafting",
+    "DrafterFactory",
     "MergedDrafter",
     "NgramDrafter",
     "PredictionDrafter",

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
 from agentspec.backends.torch.drafters.merged import merge
-from agentspec.backends.torch.sampling.grammar import Constraint
+from agentspec.backends.torch.sampling.grammar import GrammarMatcher
 from agentspec.types import Draft, Source
 
 FORCED = 0.9  # how likely a model is to spell a text that is fixed in the tokens that the tokenizer would
 
 
-class GuidedDrafter(Drafter):
+class ConstrainedDrafter(Drafter):
     """Another drafter's trees without what the grammar forbids, with what it leaves no choice about."""
 
-    def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
+    def __init__(self, drafter: Drafter, constraint: GrammarMatcher) -> None:
         self._drafter = drafter
         self._constraint = constraint
 

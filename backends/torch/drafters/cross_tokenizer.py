@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from agentspec.backends.torch.drafters.base import Drafter, make_draft
 from agentspec.backends.torch.drafters.draft_model import ModelDrafter
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import Draft, Source
 
 ANCHOR = 8  # committed tokens encoded again before a draft, so that it joins them as the target would write it
@@ -21,10 +21,10 @@ OPEN = 256  # tokens translated anew every call, at most
 UNFINISHED = "\ufffd"  # what decoding makes of half a character
 
 
-class Transcript:
+class TokenTranslation:
     """A growing list of one tokenizer's ids in the ids of another. Special tokens are left out."""
 
-    def __init__(self, own: Codec, other: Codec) -> None:
+    def __init__(self, own: TokenizerAdapter, other: TokenizerAdapter) -> None:
         self._own, self._other = own, other
         self._ids: list[int] = other.encode("", special=True)  # a beginning-of-text token, where the model wants one
         self._open: list[int] = []
@@ -49,12 +49,12 @@ class Transcript:
                 return
 
 
-class BridgeDrafter(Drafter):
+class CrossTokenizerDrafter(Drafter):
     """Translates between the target's tokens and the `inner` drafter's; `inner` must draft chains."""
 
-    def __init__(self, inner: ModelDrafter, own: Codec, other: Codec) -> None:
+    def __init__(self, inner: ModelDrafter, own: TokenizerAdapter, other: TokenizerAdapter) -> None:
         self._inner, self._own, self._other = inner, own, other
-        self._transcript = Transcript(own, other)
+        self._transcript = TokenTranslation(own, other)
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         ids = self._transcript.follow(context)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, make_draft
-from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
-from agentspec.backends.torch.model.device import wait_for
+from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
+from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.types import Draft, Source
@@ -22,24 +22,24 @@ Least = Callable[[float, int], float]
 class ModelDrafter(Drafter):
     """A trunk of the model's own draws, one forward each, with the runners-up beside it.
 
-    It keeps key/value rows of its own for one answer. They follow the committed text: what the target did not accept
+    It keeps key/value slots of its own for one answer. They follow the committed text: what the target did not accept
     is rewound at the next call. A trunk ends where its probability is below `least(seconds, context)`: what one more
     forward of `seconds` must promise to be worth its time. The model is shared by all answers of the engine's thread.
     """
 
-    def __init__(self, model: TargetModel, sampler: CoupledSampler, least: Least, *, width: int = WIDTH) -> None:
-        rows = model.new_rows(1)
-        assert isinstance(rows, SequenceCache), "a draft model must be rewindable"
+    def __init__(self, model: TargetModel, sampler: SharedNoiseSampler, least: Least, *, width: int = WIDTH) -> None:
+        cache = model.new_cache(1)
+        assert isinstance(cache, SequenceCache), "a draft model must be rewindable"
         self._model, self._sampler, self._least, self._width = model, sampler, least, width
-        self._rows = rows
-        self._known: list[int] = []  # the tokens that the rows belong to
+        self._cache = cache
+        self._known: list[int] = []  # the tokens that the slots belong to
         self._settled = 0
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         if budget <= 0 or len(context) + budget > self._model.context_length:
             return None
         self._follow(context)
-        waiting = list(context[self._rows.length :])
+        waiting = list(context[self._cache.length :])
         if max(waiting) >= self._model.vocab_size:  # the same tokenizer, but a shorter table of embeddings
             return None
         if len(waiting) > BEHIND:
@@ -48,20 +48,20 @@ class ModelDrafter(Drafter):
         return self._grow(waiting, len(context), budget)
 
     def close(self) -> None:
-        self._rows, self._known, self._settled = SequenceCache(1), [], 0
+        self._cache, self._known, self._settled = SequenceCache(1), [], 0
 
     def _follow(self, context: Sequence[int]) -> None:
-        """Keep the rows of what `context` begins with, at least its last token excepted, and forget the others."""
+        """Keep the slots of what `context` begins with, at least its last token excepted, and forget the others."""
         start = self._settled if self._known[: self._settled] == list(context[: self._settled]) else 0
         end = min(len(self._known), len(context) - 1)
         kept = next((at for at in range(min(start, end), end) if self._known[at] != context[at]), end)
-        self._rows.truncate(kept)
+        self._cache.truncate(kept)
         del self._known[kept:]
         self._settled = kept
 
     def _read(self, tokens: list[int]) -> None:
-        self._model.prefill(self._rows, tokens)
-        wait_for(self._model.device)  # what the reading takes is its own cost, not that of the step behind it
+        self._model.prefill(self._cache, tokens)
+        synchronize(self._model.device)  # what the reading takes is its own cost, not that of the step behind it
         self._known += tokens
 
     def _grow(self, waiting: list[int], position: int, budget: int) -> Draft:
@@ -84,8 +84,8 @@ class ModelDrafter(Drafter):
         return make_draft(tokens, parents, chances, [0] * len(tokens), [Source.MODEL] * len(tokens))
 
     def _next(self, waiting: list[int], position: int) -> tuple[list[int], list[float]]:
-        """Candidates for `position` behind the rows and `waiting`, which get rows."""
-        logits = self._model.forward(self._rows, waiting)[0]
-        self._rows.commit(len(waiting), ())
+        """Candidates for `position` behind the cache and `waiting`, which is added to it."""
+        logits = self._model.forward(self._cache, waiting)[0]
+        self._cache.commit(len(waiting), ())
         self._known += waiting
         return self._sampler.rank(logits, position, self._width)

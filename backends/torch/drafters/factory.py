@@ -7,63 +7,63 @@ from dataclasses import dataclass
 
 from agentspec.backends.settings import DrafterName
 from agentspec.backends.torch.drafters.base import Drafter
-from agentspec.backends.torch.drafters.cross_tokenizer import BridgeDrafter
+from agentspec.backends.torch.drafters.cross_tokenizer import CrossTokenizerDrafter
 from agentspec.backends.torch.drafters.draft_model import ModelDrafter
-from agentspec.backends.torch.drafters.gated import HybridDrafter
+from agentspec.backends.torch.drafters.gated import GatedDrafter
 from agentspec.backends.torch.drafters.merged import MergedDrafter
 from agentspec.backends.torch.drafters.ngram import NgramDrafter
 from agentspec.backends.torch.drafters.prediction import PredictionDrafter
-from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
+from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.drafters.suffix import DraftingRequest, SuffixDrafter
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.cost_model import CostModel
 from agentspec.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class SmallModel:
-    """A draft model. `own` and `other` are the codecs of target and draft model where their tokenizers differ."""
+class DraftModel:
+    """A draft model. `tokenizers` are those of target and draft model where they differ."""
 
     name: str
     model: TargetModel
-    codecs: tuple[Codec, Codec] | None = None
+    tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
 
-    def drafter(self, noise: CoupledSampler, cost: CostModel) -> Drafter:
+    def drafter(self, noise: SharedNoiseSampler, cost: CostModel) -> Drafter:
         """A drafter for one answer that draws with its noise; greedily where tokens have to be translated."""
 
         def least(seconds: float, context: int) -> float:
             return seconds / cost.seconds(1, context)
 
-        if self.codecs is None:
+        if self.tokenizers is None:
             return ModelDrafter(self.model, noise, least)
-        greedy = CoupledSampler(SamplingParams(temperature=0), 0)
-        return BridgeDrafter(ModelDrafter(self.model, greedy, least, width=1), *self.codecs)
+        greedy = SharedNoiseSampler(SamplingParams(temperature=0), 0)
+        return CrossTokenizerDrafter(ModelDrafter(self.model, greedy, least, width=1), *self.tokenizers)
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DrafterFactory:
     """The drafters of one engine, by name, and the draft model that `model` stands for."""
 
     names: Sequence[DrafterName] = ("suffix", "prediction")
-    small: SmallModel | None = None
+    draft_model: DraftModel | None = None
 
     def open(
         self,
-        memory: DraftingRequest,
+        session: DraftingRequest,
         prediction: PredictionDrafter | None,
-        noise: CoupledSampler,
+        noise: SharedNoiseSampler,
         cost: CostModel,
     ) -> Drafter:
         """One answer's drafter: the cheap ones' trees merged, and the draft model where it pays."""
         found: list[Drafter] = []
         if "suffix" in self.names:
-            found.append(SuffixDrafter(memory))
+            found.append(SuffixDrafter(session))
         if "prediction" in self.names and prediction is not None:
             found.append(prediction)
         if "ngram" in self.names:
             found.append(NgramDrafter())
         cheap = MergedDrafter(found)
-        if "model" not in self.names or self.small is None:
+        if "model" not in self.names or self.draft_model is None:
             return cheap
-        return HybridDrafter(cheap, self.small.drafter(noise, cost), lambda rows: cost.seconds(1, rows))
+        return GatedDrafter(cheap, self.draft_model.drafter(noise, cost), lambda context: cost.seconds(1, context))

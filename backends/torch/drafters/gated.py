@@ -18,12 +18,12 @@ RATE = 0.15
 LONGEST_WAIT = 64  # rounds between two trials of a model that does not pay
 
 
-class HybridDrafter(Drafter):
+class GatedDrafter(Drafter):
     """Asks `costly` in rounds where the others expect less than it has lately brought, and lays its tree over theirs.
 
     What it brings is counted in tokens: those of its draft that came true, less those that the target would have made
     in the time drafting took (`step_seconds` a token). Below zero it is tried again ever more rarely. If it fails, it
-    is dropped: drafting is a luxury. The rule is SuffixDecoding's hybrid (Oliaro et al. 2025) with the cost taken off.
+    is dropped: drafting is optional. The rule is SuffixDecoding's hybrid (Oliaro et al. 2025) with the cost taken off.
     """
 
     def __init__(self, cheap: Drafter, costly: Drafter, step_seconds: Callable[[int], float]) -> None:

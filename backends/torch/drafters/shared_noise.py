@@ -14,7 +14,7 @@ HEAD = 64  # candidates considered: less likely tokens are hardly ever drawn by 
 
 
 @dataclass(frozen=True, slots=True)
-class CoupledSampler:
+class SharedNoiseSampler:
     """Gumbel-max with the noise of the request that is drafted for, so that a close model draws the same tokens.
 
     It works on the `HEAD` most likely tokens and leaves out penalties: what it gets wrong costs acceptance only.

@@ -1,4 +1,4 @@
-"""Drafts from the token cache: this session's own text and what others of its namespace said before."""
+"""Drafts from the token cache: this session's own text and earlier text of its namespace."""
 
 from __future__ import annotations
 

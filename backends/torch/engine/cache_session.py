@@ -1,4 +1,4 @@
-"""One generation's place in the token cache. Its failures cost speed, never an answer."""
+"""One sequence's session with the token cache. Its failures cost speed, never an answer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ HELD = 16  # tokens that may wait to be learned while nothing is drafted: few ca
 logger = logging.getLogger(__name__)
 
 
-class Memory:
+class CacheSession:
     """An open cache request, or nothing where there is no cache.
 
-    The cache learns what is said as it is said; `late`, it does so when `learn` is called, which costs no time while a
-    device computes by itself, and drafts meanwhile behind what it has not learned.
+    The cache learns tokens as they are committed or, if `late`, when `flush_to_cache` is called, which costs no time
+    while a device computes by itself; until then it drafts behind what it has not learned.
 
-    Any error of the cache, its database's included, closes it and is logged once: drafting is a luxury.
+    Any error of the cache, its database's included, closes it and is logged once: drafting is optional.
     """
 
     def __init__(self, request: CacheRequest | None, *, late: bool = False) -> None:
@@ -45,8 +45,8 @@ class Memory:
         decode: Callable[[Sequence[int]], str] | None = None,
         *,
         late: bool = False,
-    ) -> Memory:
-        """Open a place for `prompt`; what is generated is recorded at a clean `close` if the request allows it.
+    ) -> CacheSession:
+        """Open a session for `prompt`; what is generated is recorded at a clean `close` if the request allows it.
 
         `decode` is the tokenizer's, for a cache that refuses some texts.
         """
@@ -81,13 +81,13 @@ class Memory:
             return None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The answer grew by `tokens`; in rounds without a draft the cache hears of them a little later, together."""
+        """The answer grew by `tokens`; in rounds without a draft the cache gets them a little later, together."""
         self._held.extend(tokens)
         if not self._late and (self._drafted or len(self._held) >= HELD):
             self._release()
 
-    def learn(self) -> None:
-        """A forward is under way: if the device computes it by itself, there is time to tell what was said."""
+    def flush_to_cache(self) -> None:
+        """A forward is under way: with `late`, there is time now to let the cache learn."""
         if self._late:
             self._release()
 
@@ -97,7 +97,7 @@ class Memory:
         self._end(clean=clean)
 
     def _release(self) -> None:
-        """Tell the cache what was held back."""
+        """Let the cache learn what was held back."""
         held, self._held, self._drafted = self._held, [], False
         if self._request is None or not held:
             return

@@ -109,7 +109,7 @@ class Tasks:
         self._added = self._closed = False
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """What `function` returns or raises, in time. Cancelling the future works until its turn has come.
+        """What `function` returns or raises. Cancelling the future works until its turn has come.
 
         Raises `ShuttingDownError` after `close`.
         """

@@ -1,4 +1,4 @@
-"""Who is served next: by priority, then whoever was served least, then in order of arrival."""
+"""Who is served next: by priority, then by least service so far, then in order of arrival."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import count
 
-from agentspec.backends.torch.engine.sequence import Job
+from agentspec.backends.torch.engine.sequence import EngineRequest
 
 MOST_FLOWS = 4096  # tenants and sessions whose service is remembered
 
 
-class Service:
+class ServiceCounters:
     """Tokens computed for each flow of requests, so that one who asks much cannot push others back.
 
     A flow that comes (back) starts where the least served of those who wait stands: being idle earns no credit
@@ -38,55 +38,55 @@ class Service:
 
 
 class FairQueue:
-    """Waiting jobs. Between jobs of one priority the tenant that was served least comes first, inside a tenant the
-    session that was; those put back come before those not begun. Not thread-safe.
+    """Waiting requests. Of equal priority the tenant that was served least comes first, inside a tenant the session
+    that was; preempted ones come before those not begun. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Job, int] = {}
-        self._tenants, self._sessions = Service(), Service()
+        self._waiting: dict[EngineRequest, int] = {}
+        self._tenants, self._sessions = ServiceCounters(), ServiceCounters()
         self._arrivals = count()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, job: object) -> bool:
-        return job in self._waiting
+    def __contains__(self, request: object) -> bool:
+        return request in self._waiting
 
-    def push(self, job: Job) -> None:
-        self._tenants.lift(tenant_of(job), {tenant_of(other) for other in self._waiting})
-        self._sessions.lift(session_of(job), {session_of(other) for other in self._waiting})
-        self._waiting[job] = next(self._arrivals)
+    def push(self, request: EngineRequest) -> None:
+        self._tenants.lift(tenant_of(request), {tenant_of(other) for other in self._waiting})
+        self._sessions.lift(session_of(request), {session_of(other) for other in self._waiting})
+        self._waiting[request] = next(self._arrivals)
 
-    def put_back(self, job: Job) -> None:
-        """A job that was begun and had to make room."""
-        self._waiting[job] = -next(self._arrivals) - 1
+    def push_preempted(self, request: EngineRequest) -> None:
+        """A request that was begun and had to make room."""
+        self._waiting[request] = -next(self._arrivals) - 1
 
-    def first(self) -> Job | None:
-        """Whose turn it is; the job stays in the queue."""
+    def first(self) -> EngineRequest | None:
+        """Who is next; the request stays in the queue."""
         return min(self._waiting, key=self._rank, default=None)
 
-    def remove(self, job: Job) -> None:
-        del self._waiting[job]
+    def remove(self, request: EngineRequest) -> None:
+        del self._waiting[request]
 
     def clear(self) -> None:
         self._waiting.clear()
 
-    def charge(self, job: Job, tokens: int) -> None:
+    def charge(self, request: EngineRequest, tokens: int) -> None:
         """So many tokens were computed for it."""
-        self._tenants.charge(tenant_of(job), tokens)
-        self._sessions.charge(session_of(job), tokens)
+        self._tenants.charge(tenant_of(request), tokens)
+        self._sessions.charge(session_of(request), tokens)
 
-    def _rank(self, job: Job) -> tuple[int, bool, float, float, int]:
-        arrival = self._waiting[job]
-        served = self._tenants.of(tenant_of(job)), self._sessions.of(session_of(job))
-        return job.request.priority, arrival >= 0, *served, arrival
-
-
-def tenant_of(job: Job) -> Hashable:
-    return job.request.tenant
+    def _rank(self, request: EngineRequest) -> tuple[int, bool, float, float, int]:
+        arrival = self._waiting[request]
+        served = self._tenants.of(tenant_of(request)), self._sessions.of(session_of(request))
+        return request.priority, arrival >= 0, *served, arrival
 
 
-def session_of(job: Job) -> Hashable:
-    """The conversation that a job belongs to; jobs without a name for it share one."""
-    return job.request.tenant, job.request.labels.session
+def tenant_of(request: EngineRequest) -> Hashable:
+    return request.tenant
+
+
+def session_of(request: EngineRequest) -> Hashable:
+    """The conversation that a request belongs to; requests without a name for it share one."""
+    return request.tenant, request.original.labels.session

@@ -1,83 +1,82 @@
-"""Memory for the key/value rows of all active answers: who may begin, who may grow."""
+"""Memory for the key/value slots of all active sequences: who may begin, who may grow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from agentspec.backends.torch.engine.sequence import Generation, Job
+from agentspec.backends.torch.engine.sequence import EngineRequest, Sequence
 from agentspec.backends.torch.model.kv_cache import GROWTH, SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import ContextLengthError
 
-ROOM = 64  # rows reserved beyond prompt and answer for drafts
-AHEAD = 8 * ROOM  # rows that an answer begins with beyond its prompt
+ROOM = 64  # slots reserved beyond prompt and answer for drafts
+AHEAD = 8 * ROOM  # slots that a sequence begins with beyond its prompt
 DEFAULT_BYTES = 4 << 30
 CUDA_SHARE = 0.8  # of the memory that is free once the model is loaded
 
 
 @dataclass(frozen=True, slots=True)
-class RowBudget:
-    """At most `limit` rows in all; None where rows cannot be counted. `row_bytes` is the size of one."""
+class KVBudget:
+    """At most `limit` slots in all; None where slots cannot be counted. `slot_bytes` is the size of one."""
 
     limit: int | None
-    row_bytes: int = 0
+    slot_bytes: int = 0
 
     @classmethod
-    def of(cls, target: TargetModel, wanted_bytes: int | None) -> RowBudget:
-        row_bytes = target.row_bytes()
-        if not row_bytes:
+    def of(cls, target: TargetModel, wanted_bytes: int | None) -> KVBudget:
+        slot_bytes = target.slot_bytes()
+        if not slot_bytes:
             return cls(None)
-        return cls((default_bytes(target.device) if wanted_bytes is None else wanted_bytes) // row_bytes, row_bytes)
+        return cls((default_bytes(target.device) if wanted_bytes is None else wanted_bytes) // slot_bytes, slot_bytes)
 
-    def check(self, job: Job) -> None:
-        """Raise `ContextLengthError` for a job that could not be finished even alone."""
-        rows = most_rows(job)
-        if self.limit is not None and rows > self.limit:
+    def check(self, request: EngineRequest) -> None:
+        """Raise `ContextLengthError` for a request that could not be finished even alone."""
+        slots = max_slots(request)
+        if self.limit is not None and slots > self.limit:
+            needed, allowed = slots * self.slot_bytes >> 20, self.limit * self.slot_bytes >> 20
             message = (
-                f"{len(job.prompt)} prompt tokens and {job.max_tokens} more need {rows * self.row_bytes >> 20} MiB of"
-                f" key/value memory, and kv_bytes allows {self.limit * self.row_bytes >> 20}: ask for fewer tokens or"
-                " raise kv_bytes"
+                f"{len(request.prompt)} prompt tokens and {request.max_tokens} more need {needed} MiB of key/value"
+                f" memory, and kv_bytes allows {allowed}: ask for fewer tokens or raise kv_bytes"
             )
             raise ContextLengthError(message, param="max_tokens")
 
-    def first(self, job: Job, tokens: int | None = None) -> int:
-        """The rows that a job begins with, or goes on with from `tokens` tokens."""
-        return min((tokens or len(job.prompt)) + AHEAD, most_rows(job))
+    def initial(self, request: EngineRequest, tokens: int | None = None) -> int:
+        """The slots that a request begins with, or is resumed with from `tokens` tokens."""
+        return min((tokens or len(request.prompt)) + AHEAD, max_slots(request))
 
-    def used(self, generations: Sequence[Generation]) -> int:
-        return sum(held(generation) for generation in generations)
+    def used(self, sequences: list[Sequence]) -> int:
+        return sum(reserved(sequence) for sequence in sequences)
 
-    def fits(self, rows: int, generations: Sequence[Generation]) -> bool:
-        """Whether a job that begins with `rows` rows may come to these."""
-        return self.limit is None or self.used(generations) + rows <= self.limit
+    def fits(self, slots: int, sequences: list[Sequence]) -> bool:
+        """Whether a request that begins with `slots` slots may join these."""
+        return self.limit is None or self.used(sequences) + slots <= self.limit
 
-    def grow(self, generation: Generation, generations: Sequence[Generation]) -> bool:
-        """Make room for whatever `generation`, one of these, may add in a step; False where it does not fit."""
-        rows = generation.rows
-        if not isinstance(rows, SequenceCache):
+    def grow(self, sequence: Sequence, sequences: list[Sequence]) -> bool:
+        """Make room for whatever `sequence`, one of these, may add in a step; False where it does not fit."""
+        cache = sequence.kv_cache
+        if not isinstance(cache, SequenceCache):
             return True
-        least = min(rows.length + generation.unread + ROOM, most_rows(generation.job))
-        if least <= rows.capacity:
+        least = min(cache.length + sequence.num_uncomputed + ROOM, max_slots(sequence.request))
+        if least <= cache.capacity:
             return True
-        more = min(max(least, int(rows.capacity * GROWTH)), most_rows(generation.job))
+        more = min(max(least, int(cache.capacity * GROWTH)), max_slots(sequence.request))
         for capacity in (more, least):
-            if self.fits(capacity - rows.capacity, generations):
-                rows.capacity = capacity
+            if self.fits(capacity - cache.capacity, sequences):
+                cache.capacity = capacity
                 return True
         return False
 
 
-def most_rows(job: Job) -> int:
-    """The rows that a job has at most, drafts included."""
-    return len(job.prompt) + job.max_tokens + ROOM
+def max_slots(request: EngineRequest) -> int:
+    """The slots that a request has at most, drafts included."""
+    return len(request.prompt) + request.max_tokens + ROOM
 
 
-def held(generation: Generation) -> int:
-    rows = generation.rows
-    return rows.capacity if isinstance(rows, SequenceCache) else 0
+def reserved(sequence: Sequence) -> int:
+    cache = sequence.kv_cache
+    return cache.capacity if isinstance(cache, SequenceCache) else 0
 
 
 def default_bytes(device: torch.device) -> int:

@@ -48,7 +48,7 @@ def _entry(token: int, reals: list[float], integers: list[int], spell: Callable[
 class PromptScorer:
     """Scores a prompt's tokens, some of them each `step`; `entries` has one for every token but the first.
 
-    It computes rows of its own: scoring needs the logits of every position, which reused rows no longer have.
+    It fills a cache of its own: scoring needs the logits of every position, which reused slots no longer have.
     """
 
     def __init__(self, target: TargetModel, prompt: Sequence[int], top: int, spell: Callable[[int], str]) -> None:
@@ -57,7 +57,7 @@ class PromptScorer:
         self._prompt = prompt
         self._top = top
         self._spell = spell
-        self._rows = target.new_rows(len(prompt))
+        self._cache = target.new_cache(len(prompt))
         self._chunk = CHUNK if target.rewindable else 1
 
     @property
@@ -75,7 +75,7 @@ class PromptScorer:
         """Read the next tokens, each as a node below the one before, since a forward returns the logits of nodes."""
         at = len(self.entries)
         first, *rest = self._prompt[at : min(at + self._chunk, len(self._prompt) - 1)]
-        logits = self._target.forward(self._rows, [first], rest, range(-1, len(rest) - 1))
-        self._rows.commit(1, range(len(rest)))
+        logits = self._target.forward(self._cache, [first], rest, range(-1, len(rest) - 1))
+        self._cache.commit(1, range(len(rest)))
         scored = self._prompt[at + 1 : at + 1 + len(logits)]
         self.entries += token_logprobs(logits, scored, self._top, self._spell)

@@ -1,4 +1,4 @@
-"""Key/value rows of earlier calls: the next prompt of a conversation is not computed again."""
+"""Key/value slots of earlier calls: the next prompt of a conversation is not computed again."""
 
 from __future__ import annotations
 
@@ -11,74 +11,74 @@ from numpy.typing import NDArray
 
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 
-WASTE = 1.25  # rows with more unused room than this are trimmed before they are kept
+WASTE = 1.25  # slots with more unused room than this are trimmed before they are kept
 SHORTEST = 8  # a shorter common prefix is computed again sooner than copied
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The rows of one finished sequence; `tokens[i]` is the token of row i."""
+class PrefixEntry:
+    """The key/value slots of one finished sequence; `tokens[i]` is the token of slot i."""
 
     tenant: str
     tokens: NDArray[np.int64]
-    rows: SequenceCache
+    cache: SequenceCache
 
 
-class PrefixStore:
+class PrefixCache:
     """Finished sequences by tenant, found by longest common prefix, the least recently used evicted first.
 
-    Rows handed out are copies, so that branches of one conversation may run at once. Not thread-safe.
+    Slots handed out are copies, so that branches of one conversation may run at once. Not thread-safe.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._entries: OrderedDict[int, PrefixEntry] = OrderedDict()
         self._next = 0
         self.nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def find(self, tenant: str, tokens: Sequence[int], capacity: int) -> SequenceCache | None:
-        """Rows of the longest prefix of `tokens` known for this tenant, with room for `capacity`; None if short."""
+        """Slots of the longest prefix of `tokens` known for this tenant, with room for `capacity`; None if short."""
         wanted = np.asarray(tokens, dtype=np.int64)
         matches = [
-            (common_prefix(kept.tokens, wanted), key) for key, kept in self._kept.items() if kept.tenant == tenant
+            (common_prefix(entry.tokens, wanted), key) for key, entry in self._entries.items() if entry.tenant == tenant
         ]
         length, key = max(matches, default=(0, 0))
         if length < SHORTEST:
             return None
-        self._kept.move_to_end(key)
-        return self._kept[key].rows.copy(length, capacity)
+        self._entries.move_to_end(key)
+        return self._entries[key].cache.copy(length, capacity)
 
-    def keep(self, tenant: str, tokens: Sequence[int], rows: SequenceCache) -> None:
-        """Take over `rows`, those of `tokens`, unless they are known; sequences that they extend are dropped."""
-        assert len(tokens) == rows.length, f"{rows.length} rows for {len(tokens)} tokens"
-        if rows.length < SHORTEST:
+    def keep(self, tenant: str, tokens: Sequence[int], cache: SequenceCache) -> None:
+        """Take over `cache`, that of `tokens`, unless they are known; sequences that they extend are dropped."""
+        assert len(tokens) == cache.length, f"{cache.length} slots for {len(tokens)} tokens"
+        if cache.length < SHORTEST:
             return
-        if rows.capacity > WASTE * rows.length:
-            rows = rows.copy(rows.length, rows.length)
-        if rows.nbytes > self._limit:
+        if cache.capacity > WASTE * cache.length:
+            cache = cache.copy(cache.length, cache.length)
+        if cache.nbytes > self._limit:
             return
         own = np.asarray(tokens, dtype=np.int64)
-        for key, kept in list(self._kept.items()):
-            shared = common_prefix(kept.tokens, own) if kept.tenant == tenant else -1
+        for key, entry in list(self._entries.items()):
+            shared = common_prefix(entry.tokens, own) if entry.tenant == tenant else -1
             if shared == len(own):
                 return
-            if shared == len(kept.tokens):
+            if shared == len(entry.tokens):
                 self._drop(key)
-        self._kept[self._next] = Kept(tenant, own, rows)
+        self._entries[self._next] = PrefixEntry(tenant, own, cache)
         self._next += 1
-        self.nbytes += rows.nbytes
+        self.nbytes += cache.nbytes
         while self.nbytes > self._limit:
-            self._drop(next(iter(self._kept)))
+            self._drop(next(iter(self._entries)))
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._entries.clear()
         self.nbytes = 0
 
     def _drop(self, key: int) -> None:
-        self.nbytes -= self._kept.pop(key).rows.nbytes
+        self.nbytes -= self._entries.pop(key).cache.nbytes
 
 
 def common_prefix(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:

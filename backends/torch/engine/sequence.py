@@ -1,4 +1,4 @@
-"""One answer in the making: what it proposes, and what becomes of the logits that it gets."""
+"""One sequence: prompt and answer so far, what is proposed for it, and what its logits add."""
 
 from __future__ import annotations
 
@@ -9,96 +9,111 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.drafters import Drafter, Drafting, PredictionDrafter
-from agentspec.backends.torch.drafters.constrained import GuidedDrafter
-from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
-from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.drafters import Drafter, DrafterFactory, PredictionDrafter
+from agentspec.backends.torch.drafters.constrained import ConstrainedDrafter
+from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
+from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.logprobs import PromptScorer, token_logprobs
-from agentspec.backends.torch.engine.speculator import Bill, Proposal, Proposer
+from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.model.kv_cache import Rows
+from agentspec.backends.torch.model.kv_cache import KVCache
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.acceptance import walk
-from agentspec.backends.torch.sampling.constraints import Rules
+from agentspec.backends.torch.sampling.acceptance import accept_path
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor
-from agentspec.text.detokenizer import Detokenizer
-from agentspec.text.stop_strings import StopScanner
+from agentspec.text.streaming_text import StreamingText
 from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, SamplingParams, TokenLogprob, Usage
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A request made ready for the engine; `deliver` is called from the engine's thread and must not block."""
+class EngineRequest:
+    """One choice of a request made ready for the engine; `original` is the request as it came.
 
-    request: GenerateRequest
+    `deliver` is called from the engine's thread and must not block.
+    """
+
+    original: GenerateRequest
     prompt: list[int]
     max_tokens: int
     stop_ids: frozenset[int]
     prediction: list[int] | None
     deliver: Callable[[Delta | Exception], None]
     cancelled: bool = False
-    rules: Rules = field(default_factory=Rules)
+    constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
     shares_prompt: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
-        return self.request.sampling
+        return self.original.sampling
+
+    @property
+    def priority(self) -> int:
+        return self.original.priority
+
+    @property
+    def tenant(self) -> str:
+        return self.original.tenant
 
 
 @dataclass(slots=True)
-class Shared:
-    """What all generations of one engine use, one at a time."""
+class EngineContext:
+    """What all sequences of one engine use, one at a time."""
 
     target: TargetModel
-    codec: Codec
+    tokenizer: TokenizerAdapter
     governor: Governor = field(default_factory=Governor)
     counters: Counters = field(default_factory=Counters)
     max_draft_tokens: int = 48
-    relieve: Callable[[], None] = lambda: None  # lets go of memory that is only kept to save time
-    drafting: Drafting = field(default_factory=Drafting)
-    draws_ahead: bool | None = None  # whether samplers do; None: where waiting for the device is dear
+    free_memory: Callable[[], None] = lambda: None  # lets go of memory that is only kept to save time
+    drafters: DrafterFactory = field(default_factory=DrafterFactory)
+    draws_ahead: bool | None = None  # whether samplers do; None: on asynchronous devices
 
     def speculates(self, request: GenerateRequest) -> bool:
         return request.speculation and self.target.rewindable and self.max_draft_tokens > 0
 
 
-class Generation:
-    """The state of one answer. Between steps `rows` hold the key/value rows of all `tokens` but at least the last.
+class Sequence:
+    """A prompt and its answer so far. Between steps `kv_cache` covers all `tokens` but at least the last.
 
-    They may be replaced by fewer: what is missing is computed again.
+    It may be replaced by one that covers fewer: what is missing is computed again.
     """
 
-    def __init__(self, job: Job, shared: Shared, rows: Rows, memory: Memory) -> None:
-        self.job = job
-        self.tokens = list(job.prompt)
-        self.rows = rows
+    def __init__(
+        self, request: EngineRequest, context: EngineContext, kv_cache: KVCache, session: CacheSession
+    ) -> None:
+        self.request = request
+        self.tokens = list(request.prompt)
+        self.kv_cache = kv_cache
         self.finish: FinishReason | None = None
         self.started = perf_counter()
         self._first_at: float | None = None
-        self._shared = shared
-        self._memory = memory
-        self._reused = self._charged = rows.length
-        target = shared.target
-        limits = job.rules.limits(job.sampling.min_tokens, job.stop_ids, target.vocab_size)
+        self._context = context
+        self._session = session
+        self._reused = self._charged = kv_cache.length
+        target = context.target
+        constraints = request.constraints.start(request.sampling.min_tokens, request.stop_ids, target.vocab_size)
         self.sampler = Sampler(
-            job.sampling,
+            request.sampling,
             target.vocab_size,
-            job.prompt,
+            request.prompt,
             target.device,
-            choice=job.rules.choice,
-            limits=limits,
-            ahead=shared.draws_ahead,
+            choice=request.constraints.choice,
+            constraints=constraints,
+            ahead=context.draws_ahead,
         )
-        self._detokenizer = Detokenizer(shared.codec.decoder(job.rules.shown), job.prompt)
-        self._scanner = StopScanner(job.sampling.stop)
-        self._prediction = None if job.prediction is None else PredictionDrafter(job.prediction, len(job.prompt))
-        self._drafter = self._open_drafter() if shared.speculates(job.request) else None
-        self._proposer = Proposer(self._drafter, shared.governor, shared.counters, target.vocab_size, _step_name(job))
+        decode = context.tokenizer.decoder(request.constraints.shown)
+        self._stream = StreamingText(decode, request.prompt, request.sampling.stop)
+        predicted = request.prediction
+        self._prediction = None if predicted is None else PredictionDrafter(predicted, len(request.prompt))
+        self._drafter = self._open_drafter() if context.speculates(request.original) else None
+        self._speculator = Speculator(
+            self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request)
+        )
         self._scorer = self._prompt_scorer()
-        self._prompt_due = job.request.return_prompt or self._scorer is not None
+        self._prompt_due = request.original.return_prompt or self._scorer is not None
         self._logits = torch.empty(0)
         self._drawn_from: list[int] = []  # the rows of the logits behind this step's tokens
         self._text: list[str] = []
@@ -109,17 +124,17 @@ class Generation:
         return self.sampler.seed
 
     def _open_drafter(self) -> Drafter:
-        shared, job, constraint = self._shared, self.job, self.sampler.limits.constraint
-        noise = CoupledSampler(job.sampling, self.seed, job.rules.choice)
-        drafter = shared.drafting.open(self._memory, self._prediction, noise, shared.governor.cost)
-        return drafter if constraint is None else GuidedDrafter(drafter, constraint)
+        context, request, grammar = self._context, self.request, self.sampler.constraints.grammar
+        noise = SharedNoiseSampler(request.sampling, self.seed, request.constraints.choice)
+        drafter = context.drafters.open(self._session, self._prediction, noise, context.governor.cost)
+        return drafter if grammar is None else ConstrainedDrafter(drafter, grammar)
 
     def _prompt_scorer(self) -> PromptScorer | None:
         """For the first choice of a request that asks for it."""
-        top, shared = self.job.sampling.prompt_logprobs, self._shared
-        if top is None or self.job.rules.choice:
+        top, context = self.request.sampling.prompt_logprobs, self._context
+        if top is None or self.request.constraints.choice:
             return None
-        return PromptScorer(shared.target, self.job.prompt, top, shared.codec.spell)
+        return PromptScorer(context.target, self.request.prompt, top, context.tokenizer.spell)
 
     @property
     def scorer(self) -> PromptScorer | None:
@@ -127,58 +142,66 @@ class Generation:
         return None if self._scorer is None or self._scorer.done else self._scorer
 
     @property
-    def unread(self) -> int:
-        """Tokens that have no rows yet: the rest of the prompt, or the last token drawn."""
-        return len(self.tokens) - self.rows.length
+    def num_uncomputed(self) -> int:
+        """Tokens that have no key/value slots yet: the rest of the prompt, or the last token drawn."""
+        return len(self.tokens) - self.kv_cache.length
 
-    def needs(self, step_seconds: float) -> float:
+    @property
+    def target_seconds_per_token(self) -> float | None:
+        """The request's latency target."""
+        target = self.request.original.latency_target_ms_per_token
+        return None if target is None else target / 1000.0
+
+    def required_tokens(self, step_seconds: float) -> float:
         """Tokens to gain in a step of so many seconds to hold the latency target; 0 where there is none."""
-        target = self.job.request.latency_target_ms_per_token
+        target = self.request.original.latency_target_ms_per_token
         if target is None or self._first_at is None:
             return 0.0
         elapsed = perf_counter() - self._first_at + step_seconds
         return elapsed * 1000.0 / target - (self._emitted - 1)
 
-    def charged(self) -> int:
+    def take_computed(self) -> int:
         """Tokens computed for it since the last call, those that were computed again left out."""
-        fresh = max(0, self.rows.length - self._charged)
+        fresh = max(0, self.kv_cache.length - self._charged)
         self._charged += fresh
         return fresh
 
     def propose(self) -> Proposal:
-        """What may follow; no more than the answer may still use, since its last token needs no row of its own."""
-        left = self.job.max_tokens - self._emitted
-        return self._proposer.propose(self.tokens, min(self._shared.max_draft_tokens, left - 1))
+        """What may follow; no more than the answer may still use, since its last token needs no slot of its own."""
+        left = self.request.max_tokens - self._emitted
+        return self._speculator.propose(self.tokens, min(self._context.max_draft_tokens, left - 1))
 
-    def learn(self) -> None:
-        """A forward is under way, of which nothing is known yet."""
-        self._memory.learn()
+    def flush_to_cache(self) -> None:
+        """A forward is under way: the token cache may learn what came before it."""
+        self._session.flush_to_cache()
 
-    def read(self, count: int) -> None:
-        """The rows of `count` more tokens were computed, and there are more to come before the next draw."""
-        self.rows.commit(count, ())
-        self._shared.counters.prefill_tokens += count
+    def commit_chunk(self, count: int) -> None:
+        """`count` more tokens of the prompt were computed, and there are more to come before the next draw."""
+        self.kv_cache.commit(count, ())
+        self._context.counters.prefill_tokens += count
 
     def begin(self, draft: Proposal, logits: Tensor) -> None:
         """Take the logits of a step, those after the last token read and after each draft node."""
         self._logits, self._drawn_from = logits, []
         self.sampler.begin(logits, draft.tokens, draft.parents)
 
-    def commit(self, read: int, draft: Proposal, bill: Bill) -> Delta:
-        """Draw from the logits of a step that read `read` tokens; tell what was added."""
+    def commit(self, num_tokens: int, draft: Proposal, cost: StepEstimate) -> Delta:
+        """Draw from the logits of a step that computed `num_tokens` tokens, the draft not counted; returns what was
+        added.
+        """
         committed = len(self.tokens)
-        path = walk(draft.tokens, draft.parents, self.sampler.choose, self._emit)
-        self.rows.commit(read, path)
+        path = accept_path(draft.tokens, draft.parents, self.sampler.choose, self._emit)
+        self.kv_cache.commit(num_tokens, path)
         fresh = self.tokens[committed:]
         self._first_at = self._first_at or perf_counter()
-        self._shared.counters.prefill_tokens += read - 1
-        self._proposer.learn(draft, path, bill)
-        self._memory.extend(fresh)
+        self._context.counters.prefill_tokens += num_tokens - 1
+        self._speculator.observe(draft, path, cost)
+        self._session.extend(fresh)
         return self._delta(fresh)
 
     def close(self, *, clean: bool) -> None:
-        """Let go of the cache: a `clean` end may be shared, any other stays partial."""
-        self._memory.close(clean=clean)
+        """Let go of the token cache: a `clean` end may be shared, any other stays partial."""
+        self._session.close(clean=clean)
         if self._drafter is not None:
             self._drafter.close()
 
@@ -187,32 +210,33 @@ class Generation:
         self.tokens.append(token)
         self.sampler.observe(token)
         self._drawn_from.append(row)
-        if token in self.job.stop_ids:
+        if token in self.request.stop_ids:
             self.finish = "stop"
         else:
-            piece = self._detokenizer.feed(token)
-            self._text.append(self._scanner.feed(piece) if self._emitted > self.job.sampling.min_tokens else piece)
-            if self._scanner.stopped:
+            # Stop strings count only behind `min_tokens`: before, text passes unscanned.
+            may_stop = self._emitted > self.request.sampling.min_tokens
+            self._text.append(self._stream.feed(token, may_stop=may_stop))
+            if self._stream.stopped:
                 self.finish = "stop"
-            elif self._emitted >= self.job.max_tokens:
+            elif self._emitted >= self.request.max_tokens:
                 self.finish = "length"
         return self.finish is not None
 
     @property
     def _emitted(self) -> int:
-        return len(self.tokens) - len(self.job.prompt)
+        return len(self.tokens) - len(self.request.prompt)
 
     def _delta(self, fresh: list[int]) -> Delta:
-        self._shared.counters.tokens += len(fresh)
+        self._context.counters.tokens += len(fresh)
         if self.finish is not None:
-            self._text += self._tail()
+            self._text.append(self._stream.finish())
         delta = Delta(
             text="".join(self._text),
             token_ids=tuple(fresh),
             logprobs=self._logprobs(fresh),
             finish_reason=self.finish,
             usage=self._usage() if self.finish else None,
-            speculation=self._proposer.speculation if self.finish else None,
+            speculation=self._speculator.speculation if self.finish else None,
             prompt=self._prompt() if self._prompt_due else None,
         )
         self._prompt_due = False
@@ -220,30 +244,23 @@ class Generation:
         return delta
 
     def _logprobs(self, fresh: list[int]) -> tuple[TokenLogprob, ...]:
-        sampling = self.job.sampling
+        sampling = self.request.sampling
         if not sampling.logprobs:
             return ()
         rows = self._logits.index_select(0, to_device(torch.tensor(self._drawn_from), self._logits.device))
-        return tuple(token_logprobs(rows, fresh, sampling.top_logprobs, self._shared.codec.spell))
+        return tuple(token_logprobs(rows, fresh, sampling.top_logprobs, self._context.tokenizer.spell))
 
     def _prompt(self) -> Prompt:
-        request, ids = self.job.request, tuple(self.job.prompt)
-        text = self._shared.codec.decode(ids) if request.text is None else request.text
+        request, ids = self.request.original, tuple(self.request.prompt)
+        text = self._context.tokenizer.decode(ids) if request.text is None else request.text
         return Prompt(text, ids, None if self._scorer is None else self._scorer.finish())
-
-    def _tail(self) -> list[str]:
-        """What detokenizer and scanner still hold back, once nothing more will come."""
-        if self._scanner.stopped:
-            return []
-        last = self._scanner.feed(self._detokenizer.finish())
-        return [last] if self._scanner.stopped else [last, self._scanner.finish()]
 
     def _usage(self) -> Usage:
         prediction = self._prediction
         if prediction is not None:
             prediction.follow(self.tokens)
         return Usage(
-            prompt_tokens=len(self.job.prompt),
+            prompt_tokens=len(self.request.prompt),
             completion_tokens=self._emitted,
             cached_tokens=self._reused,
             accepted_prediction_tokens=None if prediction is None else prediction.accepted,
@@ -251,8 +268,8 @@ class Generation:
         )
 
 
-def _step_name(job: Job) -> str | None:
+def _step_name(request: EngineRequest) -> str | None:
     """The workflow step whose record of acceptance the request shares."""
-    labels = job.request.labels
+    labels = request.original.labels
     named = labels.workflow is not None or labels.step is not None
     return f"{labels.workflow or ''}/{labels.step or ''}" if named else None

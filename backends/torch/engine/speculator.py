@@ -16,7 +16,7 @@ FREE = 0.005  # drafting up to this share of a step is not worth accounting for
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft nodes in parallel lists; `worth[i]` is the calibrated probability that node i is accepted.
+    """Draft nodes in parallel lists; `acceptance[i]` is the calibrated probability that node i is accepted.
 
     `asked` says whether a drafter was asked at all, `seconds` what that took, and `weighed` the part of it that the
     drafter itself has set against its gain.
@@ -26,7 +26,7 @@ class Proposal:
     parents: Sequence[int] = ()
     probabilities: Sequence[float] = ()
     sources: Sequence[int] = ()
-    worth: Sequence[float] = ()
+    acceptance: Sequence[float] = ()
     seconds: float = 0.0
     weighed: float = 0.0
     asked: bool = False
@@ -39,7 +39,7 @@ NOTHING = Proposal()
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class StepEstimate:
     """What a step cost, estimated: without any drafts, what they added, and without them for each token gained."""
 
     plain: float
@@ -47,7 +47,7 @@ class Bill:
     token: float
 
 
-class Proposer:
+class Speculator:
     """Asks one request's drafter, and reports to governor and counters what became of its drafts."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Proposer:
         self._governor = governor
         self._counters = counters
         self._vocab_size = vocab_size
-        self._pace = governor.pace(step)
+        self._stats = governor.request_stats(step)
         self._drafted = 0
         self._accepted = 0
         self._steps = 0
@@ -65,29 +65,29 @@ class Proposer:
 
     def propose(self, context: Sequence[int], budget: int) -> Proposal:
         """At most `budget` nodes that may follow `context`, for the governor to choose from."""
-        if self._drafter is None or budget <= 0 or not self._pace.ask():
+        if self._drafter is None or budget <= 0 or not self._stats.ask():
             return NOTHING
         started = perf_counter()
         draft = self._drafter.propose(context, budget)
         if draft is None or len(draft) == 0:
             return Proposal(seconds=perf_counter() - started, weighed=self._drafter.seconds_weighed, asked=True)
         legal = usable(draft, self._vocab_size, budget)
-        worth = self._governor.expectations(legal.probabilities, legal.parents, legal.sources, self._pace)
+        acceptance = self._governor.expectations(legal.probabilities, legal.parents, legal.sources, self._stats)
         seconds = perf_counter() - started
-        return replace(legal, worth=worth, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
+        return replace(legal, acceptance=acceptance, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
 
-    def learn(self, proposal: Proposal, path: Sequence[int], bill: Bill) -> None:
+    def observe(self, proposal: Proposal, path: Sequence[int], cost: StepEstimate) -> None:
         """A step is over in which `path` of the proposal was accepted."""
         hit = set(path)
         accepted = [node in hit for node in range(len(proposal))]
-        self._governor.observe(proposal.probabilities, proposal.sources, accepted, self._pace)
+        self._governor.observe(proposal.probabilities, proposal.sources, accepted, self._stats)
         if proposal.asked:
-            cost = max(0.0, proposal.seconds - proposal.weighed - FREE * bill.plain)
-            self._pace.observe(sum(proposal.worth), len(path), cost, len(path) * bill.token)
+            spent = max(0.0, proposal.seconds - proposal.weighed - FREE * cost.plain)
+            self._stats.observe(sum(proposal.acceptance), len(path), spent, len(path) * cost.token)
         self._steps += 1
         self._drafted += len(proposal)
         self._accepted += len(path)
-        self._saved += len(path) * bill.plain - bill.drafts - proposal.seconds
+        self._saved += len(path) * cost.plain - cost.drafts - proposal.seconds
         self._count(proposal, path)
 
     def _count(self, proposal: Proposal, path: Sequence[int]) -> None:
@@ -128,13 +128,13 @@ def subtree(whole: Proposal, nodes: Sequence[int]) -> Proposal:
         parents=[place.get(whole.parents[node], -1) for node in nodes],
         probabilities=[whole.probabilities[node] for node in nodes],
         sources=[whole.sources[node] for node in nodes],
-        worth=[whole.worth[node] for node in nodes] if whole.worth else (),
+        acceptance=[whole.acceptance[node] for node in nodes] if whole.acceptance else (),
     )
 
 
-def trunk_first(whole: Proposal, nodes: Sequence[int]) -> list[int]:
+def depth_first(whole: Proposal, nodes: Sequence[int]) -> list[int]:
     """`nodes` (closed under parents) depth first, the likeliest child first: where the likeliest path is accepted, its
-    key/value rows lie where they belong and need not be moved.
+    key/value slots lie where they belong and need not be moved.
     """
     children: dict[int, list[int]] = {}
     for node in nodes:
@@ -144,5 +144,5 @@ def trunk_first(whole: Proposal, nodes: Sequence[int]) -> list[int]:
     while waiting:
         node = waiting.pop()
         order.append(node)
-        waiting += sorted(children.get(node, ()), key=lambda child: (whole.worth[child], -child))
+        waiting += sorted(children.get(node, ()), key=lambda child: (whole.acceptance[child], -child))
     return order[1:]

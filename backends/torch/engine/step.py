@@ -1,21 +1,20 @@
-"""One step of the engine: one forward for every active answer. Schedule, propose, choose, run, draw, commit."""
+"""One step of the engine: propose, run, draw, commit, in one forward for every scheduled sequence."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from traceback import clear_frames
 
-from torch import AcceleratorError, Tensor
+from torch import AcceleratorError
 
-from agentspec.backends.torch.engine.sequence import Generation, Shared
-from agentspec.backends.torch.engine.speculator import NOTHING, Bill, Proposal, subtree, trunk_first
+from agentspec.backends.torch.engine.scheduler import Schedule, ScheduledSequence, kv_length
+from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
+from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first, subtree
 from agentspec.backends.torch.engine.stats import count
-from agentspec.backends.torch.model.batch import Piece
-from agentspec.backends.torch.model.device import wait_for
+from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import fetch
 from agentspec.speculation.governor import Governor
@@ -27,170 +26,111 @@ logger = logging.getLogger(__name__)
 Outcome = Delta | Exception | None
 
 
-@dataclass(slots=True, eq=False)
-class Turn:
-    """What one generation does in a step: it reads some of its tokens and, behind the last of them, draws.
-
-    Whatever goes wrong in it is its own `error`; the rest of the step goes on without it.
-    """
-
-    generation: Generation
-    read: int
-    draws: bool
-    proposal: Proposal = NOTHING
-    logits: Tensor | None = None
-    error: Exception | None = None
-
-    @property
-    def piece(self) -> Piece:
-        start, tokens = self.generation.rows.length, self.generation.tokens
-        chain = tokens[start : start + self.read]
-        return Piece(self.generation.rows, chain, self.proposal.tokens, self.proposal.parents, wanted=self.draws)
-
-    def propose(self) -> None:
-        self.proposal = self.generation.propose()
-
-    def begin(self) -> None:
-        assert self.logits is not None
-        self.generation.begin(self.proposal, self.logits)
-
-    def commit(self, bill: Bill) -> Delta | None:
-        if not self.draws:
-            self.generation.read(self.read)
-            return None
-        return self.generation.commit(self.read, self.proposal, bill)
-
-
-def play(generations: Sequence[Generation], shared: Shared) -> list[tuple[Generation, Outcome]]:
-    """Give every generation its part of one forward and tell what each gained: a delta, nothing, or its own error."""
-    scoring = [each for each in generations if each.scorer]
-    turns = schedule([each for each in generations if each not in scoring], shared)
-    scored: list[tuple[Generation, Outcome]] = [(each, score(each)) for each in scoring]
-    if not turns:
+def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence, Outcome]]:
+    """Give every sequence its part of one forward and return what each gained: a delta, nothing, or its own error."""
+    scored: list[tuple[Sequence, Outcome]] = [(sequence, score(sequence)) for sequence in schedule.scoring]
+    scheduled, device = schedule.scheduled, context.target.device
+    if not scheduled:
         return scored
-    for turn in turns:
-        if turn.draws:
-            attempt(turn, turn.propose)
-    bill = choose(turns, shared.governor)
-    wait_for(shared.target.device)  # rows that are still being moved are no part of this step's cost
-    tokens, context, started = sum(len(turn.piece) for turn in turns), context_of(turns), perf_counter()
-    together = run(turns, shared)
-    if not any(turn.draws for turn in turns):
-        wait_for(shared.target.device)  # else nothing does, and the step would seem to have cost nothing
-    begin_draws(turns)
-    for turn in turns:
-        turn.generation.learn()
-    fetch_draws(turns)
-    count(shared.counters.batch_sizes, len(turns))
-    count(shared.counters.step_drafts, sum(len(turn.proposal) for turn in turns))
-    outcomes = [attempt(turn, partial(turn.commit, bill)) for turn in turns]
-    if together:  # sampling included: on a CUDA device it is what waits for the forward
-        shared.governor.cost.observe(tokens, context, perf_counter() - started, len(turns))
-    return [*scored, *((turn.generation, turn.error or outcome) for turn, outcome in zip(turns, outcomes, strict=True))]
+    for each in scheduled:
+        if each.draws:
+            isolate_failure(each, each.propose)
+    cost = allocate_draft_budget(scheduled, context.governor)
+    synchronize(device)  # slots that are still being moved are no part of this step's cost
+    tokens, past, started = sum(len(each.batch_item) for each in scheduled), kv_length(scheduled), perf_counter()
+    batched = run(scheduled, context)
+    if not any(each.draws for each in scheduled):
+        synchronize(device)  # else nothing does, and the step would seem to have cost nothing
+    draw(scheduled)
+    count(context.counters.batch_sizes, len(scheduled))
+    count(context.counters.step_drafts, sum(len(each.proposal) for each in scheduled))
+    deltas = [isolate_failure(each, partial(each.commit, cost)) for each in scheduled]
+    if batched:  # sampling included: on a CUDA device it is what waits for the forward
+        context.governor.cost.observe(tokens, past, perf_counter() - started, len(scheduled))
+    return [*scored, *((each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True))]
 
 
-def score(generation: Generation) -> Exception | None:
+def score(sequence: Sequence) -> Exception | None:
     """Some of a prompt's tokens are scored, in a forward of their own: the logits of all of them are needed."""
     try:
-        if generation.scorer:
-            generation.scorer.step()
+        if sequence.scorer:
+            sequence.scorer.step()
     except Exception as error:
         return error
     return None
 
 
-def schedule(generations: Sequence[Generation], shared: Shared) -> list[Turn]:
-    """Answers that draw come first, then prompts in order, in chunks within the step's budget of tokens."""
-    turns = [Turn(generation, 1, draws=True) for generation in generations if generation.unread == 1]
-    budget = shared.governor.chunk(len(turns), context_of(turns), targets_of(turns))
-    for generation in generations:
-        if generation.unread > 1 and budget > 0:
-            most = budget if shared.target.rewindable else generation.unread
-            read = min(generation.unread, most)
-            turns.append(Turn(generation, read, draws=read == generation.unread))
-            budget -= read
-    return turns
-
-
-def context_of(turns: Sequence[Turn]) -> int:
-    """Rows that the turns' tokens look back on."""
-    return sum(turn.generation.rows.length for turn in turns)
-
-
-def targets_of(turns: Sequence[Turn]) -> list[float]:
-    """The latency targets of running answers, in seconds a token."""
-    targets = [turn.generation.job.request.latency_target_ms_per_token for turn in turns]
-    return [target / 1000.0 for target in targets if target is not None]
-
-
-def choose(turns: Sequence[Turn], governor: Governor) -> Bill:
+def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor) -> StepEstimate:
     """Cut all proposals to what pays for the step as a whole, and estimate what the step costs."""
-    drawing = [turn for turn in turns if turn.draws and turn.error is None]
-    tokens, context, batch = sum(turn.read for turn in turns), context_of(turns), len(turns)
-    plain = governor.cost.seconds(tokens, context, batch)
-    if not any(len(turn.proposal) for turn in drawing):
-        return Bill(plain, 0.0, plain / max(1, len(drawing)))
-    needs = [turn.generation.needs(plain) for turn in drawing]
-    worths = [turn.proposal.worth for turn in drawing]
-    chosen = governor.choose(worths, tokens=tokens, context=context, batch=batch, needs=needs)
-    for turn, nodes in zip(drawing, chosen, strict=True):
-        turn.proposal = subtree(turn.proposal, trunk_first(turn.proposal, nodes))
-    drafted = sum(len(turn.proposal) for turn in drawing)
-    drafts = governor.cost.seconds(tokens + drafted, context, batch) - plain
-    alone = governor.cost.seconds(len(drawing), context, len(drawing))
-    return Bill(plain, drafts, alone / len(drawing))
+    drawing = [each for each in scheduled if each.draws and each.error is None]
+    tokens, past, batch = sum(each.num_tokens for each in scheduled), kv_length(scheduled), len(scheduled)
+    plain = governor.cost.seconds(tokens, past, batch)
+    if not any(len(each.proposal) for each in drawing):
+        return StepEstimate(plain, 0.0, plain / max(1, len(drawing)))
+    required = [each.sequence.required_tokens(plain) for each in drawing]
+    acceptances = [each.proposal.acceptance for each in drawing]
+    chosen = governor.choose(acceptances, tokens=tokens, context=past, batch=batch, required_tokens=required)
+    for each, nodes in zip(drawing, chosen, strict=True):
+        each.proposal = subtree(each.proposal, depth_first(each.proposal, nodes))
+    drafted = sum(len(each.proposal) for each in drawing)
+    drafts = governor.cost.seconds(tokens + drafted, past, batch) - plain
+    alone = governor.cost.seconds(len(drawing), past, len(drawing))
+    return StepEstimate(plain, drafts, alone / len(drawing))
 
 
-def run(turns: Sequence[Turn], shared: Shared) -> bool:
-    """The forward; whether it was one for all. If it fails, each sequence goes by itself: whose fault is it?"""
-    sound = [turn for turn in turns if turn.error is None]
+def run(scheduled: list[ScheduledSequence], context: EngineContext) -> bool:
+    """The forward; returns whether it was one for all. If it fails, each sequence is run alone to find the culprit."""
+    sound = [each for each in scheduled if each.error is None]
     if not sound:
         return False
-    if not run_together(sound, shared.target):
-        shared.relieve()  # only now: the exception held on to all that the forward had computed
-        for turn in sound:
-            attempt(turn, partial(run_alone, turn, shared.target))
+    if not run_together(sound, context.target):
+        context.free_memory()  # only now: the exception held on to all that the forward had computed
+        for each in sound:
+            isolate_failure(each, partial(run_alone, each, context.target))
         return False
-    return len(sound) == len(turns) and (len(turns) == 1 or shared.target.batched)
+    return len(sound) == len(scheduled) and (len(scheduled) == 1 or context.target.batched)
 
 
-def run_together(turns: Sequence[Turn], target: TargetModel) -> bool:
+def run_together(scheduled: list[ScheduledSequence], target: TargetModel) -> bool:
     try:
-        outputs = target.forward_batch([turn.piece for turn in turns])
+        outputs = target.forward_batch([each.batch_item for each in scheduled])
     except Exception as error:
-        logger.warning("a step of %d answers failed, each is tried alone: %s", len(turns), error_location(error))
+        logger.warning("a step of %d answers failed, each is tried alone: %s", len(scheduled), error_location(error))
         return False
-    for turn, logits in zip(turns, outputs, strict=True):
-        turn.logits = logits
+    for each, logits in zip(scheduled, outputs, strict=True):
+        each.logits = logits
     return True
 
 
-def begin_draws(turns: Sequence[Turn]) -> None:
-    """What can be drawn ahead of the commits is, on the device; the host does not wait for it."""
-    for turn in turns:
-        if turn.draws:
-            attempt(turn, turn.begin)
+def run_alone(each: ScheduledSequence, target: TargetModel) -> None:
+    (each.logits,) = target.forward_batch([each.batch_item])
 
 
-def fetch_draws(turns: Sequence[Turn]) -> None:
-    """Bring the draws of all answers to the host in one transfer. If that fails, each fetches its own as it commits."""
-    samplers = [turn.generation.sampler for turn in turns if turn.draws and turn.error is None]
+def draw(scheduled: list[ScheduledSequence]) -> None:
+    """Draw on the device what can be drawn ahead of the commits, and bring all of it to the host in one transfer.
+
+    The token cache learns in between, while the device computes. If the transfer fails, each sequence fetches its own
+    tokens as it commits.
+    """
+
+    for each in scheduled:
+        if each.draws:
+            isolate_failure(each, each.begin)
+    for each in scheduled:
+        each.sequence.flush_to_cache()
+    samplers = [each.sequence.sampler for each in scheduled if each.draws and each.error is None]
     try:
         fetch(samplers)
     except Exception as error:
         logger.warning("the draws of %d answers failed, each is tried alone: %s", len(samplers), error_location(error))
 
 
-def run_alone(turn: Turn, target: TargetModel) -> None:
-    (turn.logits,) = target.forward_batch([turn.piece])
-
-
-def attempt(turn: Turn, action: Callable[[], Delta | None]) -> Delta | None:
-    """Do it unless something went wrong in this turn before; an exception is the turn's alone.
+def isolate_failure(each: ScheduledSequence, action: Callable[[], Delta | None]) -> Delta | None:
+    """Do `action` unless something went wrong in this sequence before; an exception is the sequence's alone.
 
     Raises `AcceleratorError`: a device that failed computes nothing more in this process.
     """
-    if turn.error is not None:
+    if each.error is not None:
         return None
     try:
         return action()
@@ -198,5 +138,5 @@ def attempt(turn: Turn, action: Callable[[], Delta | None]) -> Delta | None:
         raise
     except Exception as error:
         clear_frames(error.__traceback__)  # which hold what a failed forward had computed, while others are tried
-        turn.error = error
+        each.error = error
         return None

@@ -1,4 +1,4 @@
-"""Attention over many key/value rows with few query rows: grouped heads share their keys instead of copying them."""
+"""Attention over many key/value slots with few query rows: grouped heads share their keys instead of copying them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 class Attended(Protocol):
-    """What a layer's queries attend to: in place of keys and of values alike."""
+    """What a layer's queries attend to, in place of both its keys and its values."""
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
         """The attention of `query` [1, heads, L, d]: [1, L, heads, d]."""
@@ -36,7 +36,7 @@ class Ragged:
     masks: Sequence[Tensor | None]
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """Each sequence's queries over its own rows. Nothing is padded, and what one sequence attends to is what it
+        """Each sequence's queries over its own slots. Nothing is padded, and what one sequence attends to is what it
         would attend to alone.
         """
         queries = query.split_with_sizes(self.lengths, 2)

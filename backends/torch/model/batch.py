@@ -14,34 +14,34 @@ from torch import Tensor
 from transformers import Cache
 
 from agentspec.backends.torch.model.attention import Ragged
-from agentspec.backends.torch.model.kv_cache import Rows, SequenceCache
-from agentspec.backends.torch.model.tree_mask import Layout, attention_mask, first_visible, tree_layout
+from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
+from agentspec.backends.torch.model.tree_mask import TreeLayout, attention_mask, first_visible, tree_layout
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One sequence's part in a forward: a chain of tokens behind its committed rows, and a draft tree behind that.
+class BatchItem:
+    """One sequence's part of a forward: tokens behind its committed slots, and a draft tree behind the last of them.
 
-    `wanted` is False where no logits are needed, as for all but the last chunk of a prompt.
+    `needs_logits` is False for all but the last chunk of a prompt.
     """
 
-    rows: Rows
-    chain: Sequence[int]
-    tokens: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    wanted: bool = True
+    kv_cache: KVCache
+    tokens: Sequence[int]
+    draft_tokens: Sequence[int] = ()
+    draft_parents: Sequence[int] = ()
+    needs_logits: bool = True
 
     def __len__(self) -> int:
-        return len(self.chain) + len(self.tokens)
+        return len(self.tokens) + len(self.draft_tokens)
 
     @property
     def outputs(self) -> int:
-        """Rows of logits that it gets: after the chain's last token and after every draft node."""
-        return 1 + len(self.tokens) if self.wanted else 0
+        """Rows of logits that it gets: after the last token and after every draft node."""
+        return 1 + len(self.draft_tokens) if self.needs_logits else 0
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class LayerView:
     """What one kind of layer sees of every sequence: from which row on, and through which mask."""
 
     firsts: Sequence[int]
@@ -51,17 +51,17 @@ class View:
 class PackedCache(Cache):
     """The caches of several sequences behind the interface of one, for the length of a forward.
 
-    `update` gives each sequence its rows and returns `Ragged` ones, which only `packed_attention` understands.
+    `update` gives each sequence its slots and returns `Ragged` ones, which only `packed_attention` understands.
     `windows` says for each layer how far it looks back (None: everything).
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], windows: Sequence[int | None], groups: int, dtype: torch.dtype, device: Any
+        self, items: Sequence[BatchItem], windows: Sequence[int | None], groups: int, dtype: torch.dtype, device: Any
     ) -> None:
         super().__init__(layers=[])
-        self._caches = [_sequence(piece.rows) for piece in pieces]
-        self._lengths = [len(piece) for piece in pieces]
-        layouts = [tree_layout(len(piece.chain), piece.parents) for piece in pieces]
+        self._caches = [_sequence_cache(item.kv_cache) for item in items]
+        self._lengths = [len(item) for item in items]
+        layouts = [tree_layout(len(item.tokens), item.draft_parents) for item in items]
         pasts = [cache.length for cache in self._caches]
         self.positions = np.concatenate([past + layout.depths for past, layout in zip(pasts, layouts, strict=True)])
         views = {window: _view(layouts, pasts, window, groups, dtype, device) for window in dict.fromkeys(windows)}
@@ -91,30 +91,35 @@ class PackedCache(Cache):
         return max(cache.length for cache in self._caches)
 
 
-def _sequence(rows: Rows) -> SequenceCache:
-    assert isinstance(rows, SequenceCache), "a model without a rewindable cache cannot be batched"
-    return rows
+def _sequence_cache(kv_cache: KVCache) -> SequenceCache:
+    assert isinstance(kv_cache, SequenceCache), "a model without a rewindable cache cannot be batched"
+    return kv_cache
 
 
 def _view(
-    layouts: Sequence[Layout], pasts: Sequence[int], window: int | None, groups: int, dtype: torch.dtype, device: Any
-) -> View:
+    layouts: Sequence[TreeLayout],
+    pasts: Sequence[int],
+    window: int | None,
+    groups: int,
+    dtype: torch.dtype,
+    device: Any,
+) -> LayerView:
     firsts = [first_visible(past, window) for past in pasts]
     mask = partial(attention_mask, window=window, groups=groups, dtype=dtype, device=device)
     masks = [
         None if len(layout) == 1 else mask(layout, past, first=first)  # one token sees every row from `first` on
         for layout, past, first in zip(layouts, pasts, firsts, strict=True)
     ]
-    return View(firsts, masks)
+    return LayerView(firsts, masks)
 
 
-def wanted_rows(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+def logit_rows(items: Sequence[BatchItem]) -> NDArray[np.int64]:
     """Which rows of the packed forward's tokens need logits, ascending."""
-    ends = np.cumsum([len(piece) for piece in pieces])
-    spans = [np.arange(end - piece.outputs, end) for piece, end in zip(pieces, ends, strict=True)]
+    ends = np.cumsum([len(item) for item in items])
+    spans = [np.arange(end - item.outputs, end) for item, end in zip(items, ends, strict=True)]
     return np.concatenate(spans).astype(np.int64)
 
 
-def packed_ids(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+def packed_ids(items: Sequence[BatchItem]) -> NDArray[np.int64]:
     """The token ids of the packed forward."""
-    return np.array([token for piece in pieces for token in (*piece.chain, *piece.tokens)], dtype=np.int64)
+    return np.array([token for item in items for token in (*item.tokens, *item.draft_tokens)], dtype=np.int64)

@@ -7,13 +7,13 @@ from time import perf_counter
 
 import torch
 
-from agentspec.backends.torch.model.batch import Piece
-from agentspec.backends.torch.model.device import wait_for
+from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 
 SIZES = (1, 2, 4, 8, 16, 32, 48)
-FAR = 1024  # rows of the long context
+FAR = 1024  # slots of the long context
 PASSES = 3
 SEQUENCES = (4, 8)  # in one forward
 
@@ -27,16 +27,16 @@ def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple
     if not target.rewindable:
         return []
     started = perf_counter()
-    rows = target.new_rows(FAR + max(SIZES))
-    assert isinstance(rows, SequenceCache)
-    target.forward(rows, [0])
+    cache = target.new_cache(FAR + max(SIZES))
+    assert isinstance(cache, SequenceCache)
+    target.forward(cache, [0])
     samples: list[tuple[int, int, float]] = []
     far = min(FAR, target.context_length - max(SIZES))
     plan = [(size, 0) for _ in range(PASSES) for size in SIZES] + [(1, far), (1, far), (16, far), (16, far)]
     for size, context in plan:
         if samples and perf_counter() - started > limit_seconds:
             break
-        samples.append((size, context, _timed(target, rows, size, context)))
+        samples.append((size, context, _timed(target, cache, size, context)))
     return samples[1:] or samples
 
 
@@ -45,18 +45,18 @@ def measure_batches(target: TargetModel) -> list[tuple[int, float]]:
     """Timed forwards of one token for each of several sequences, as (sequences, seconds)."""
     if not target.batched:
         return []
-    pieces = [Piece(target.new_rows(1), [0]) for _ in range(max(SEQUENCES))]
-    target.forward_batch(pieces)
-    return [(count, _clocked(target, pieces[:count])) for count in SEQUENCES for _ in range(PASSES)]
+    items = [BatchItem(target.new_cache(1), [0]) for _ in range(max(SEQUENCES))]
+    target.forward_batch(items)
+    return [(count, _clocked(target, items[:count])) for count in SEQUENCES for _ in range(PASSES)]
 
 
-def _timed(target: TargetModel, rows: SequenceCache, size: int, context: int) -> float:
-    rows.fill_blank(max(context, 0))
-    return _clocked(target, [Piece(rows, [0], [0] * (size - 1), range(-1, size - 2))])
+def _timed(target: TargetModel, cache: SequenceCache, size: int, context: int) -> float:
+    cache.fill_blank(max(context, 0))
+    return _clocked(target, [BatchItem(cache, [0], [0] * (size - 1), range(-1, size - 2))])
 
 
-def _clocked(target: TargetModel, pieces: Sequence[Piece]) -> float:
-    wait_for(target.device)
+def _clocked(target: TargetModel, items: Sequence[BatchItem]) -> float:
+    synchronize(target.device)
     started = perf_counter()
-    target.forward_batch(pieces)[0][0, 0].item()
+    target.forward_batch(items)[0][0, 0].item()
     return perf_counter() - started

@@ -1,4 +1,4 @@
-"""What a model's configuration says about running it here: whether it can be, and up to where it is exact."""
+"""Whether a model can run here by its configuration, and up to which length it is exact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require_decoder(config: Any, name: str) -> None:
         raise ModelUnavailableError(f"{name!r} is no language model that continues text: its type is {kind!r}")
 
 
-def masks_known(config: Any) -> bool:
+def has_known_masks(config: Any) -> bool:
     """Whether what each layer attends to follows from its kind and `sliding_window`, which is what our masks build.
 
     A limit under any other name (chunks, local windows inside the layers) would show in long texts only.
@@ -32,11 +32,11 @@ def masks_known(config: Any) -> bool:
     return layer_windows(text) is not None and not any(getattr(text, name, None) for name in LIMITS)
 
 
-def exact_context(config: Any) -> int | None:
+def max_exact_context(config: Any) -> int | None:
     """The longest context with the same rotary angles at every length; None where they do not change inside it.
 
     LongRoPE has two sets of angles and takes one by a forward's longest position (the dynamic kind changes only behind
-    the context it has): rows computed earlier, or along with a draft, would not be those of a run without.
+    the context it has): slots computed earlier, or along with a draft, would not be those of a run without.
     """
     ropes = _rotaries(config.get_text_config())
     bounds = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]

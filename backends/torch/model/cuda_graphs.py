@@ -1,9 +1,9 @@
-"""Forwards recorded once and replayed: all that lies between two attentions is launched at once, as a CUDA graph.
+"""Forwards captured once and replayed: all that lies between two attentions is launched at once, as a CUDA graph.
 
-A forward of few tokens asks little of a GPU and much of the processor that launches its hundreds of kernels. Recorded,
-they are launched together. A recording has a fixed number of tokens and fixed places in memory, so that a forward is
-padded to the next recorded size. Attention stays outside: it reads rows that grow, of sequences that come and go, and
-is computed between two recordings as it always is. (Piecewise CUDA graphs, as servers use them for the same reason.)
+A forward of few tokens asks little of a GPU and much of the processor that launches its hundreds of kernels. Captured,
+they are launched together. A captured forward has a fixed number of tokens and fixed places in memory, so that others
+are padded to the next captured size. Attention stays outside: it reads key/value slots that grow, of sequences that
+come and go, and is computed between two graphs as it always is (piecewise CUDA graphs, as vLLM has them).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import Cache
 
 from agentspec.backends.torch.model.batch import PackedCache
-from agentspec.backends.torch.model.device import host_waits, to_device
+from agentspec.backends.torch.model.device import count_host_syncs, to_device
 from agentspec.telemetry.safe_errors import safe_message
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _RECORDING = threading.Lock()  # torch records one graph at a time
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of a forward
 
 
-class Segment(Protocol):
+class GraphSegment(Protocol):
     """What a device does between `begin` and `end`, to be done again by `replay` with the same places in memory."""
 
     def begin(self) -> None: ...
@@ -46,12 +46,12 @@ class Segment(Protocol):
     def replay(self) -> None: ...
 
 
-class Recorder(Protocol):
-    """Makes segments, to be recorded inside `session` and replayed in the order of their recording."""
+class GraphRecorder(Protocol):
+    """Makes segments, to be captured inside `session` and replayed in that order."""
 
     def session(self) -> AbstractContextManager[None]: ...
 
-    def segment(self) -> Segment: ...
+    def segment(self) -> GraphSegment: ...
 
     def require_free(self, work: Callable[[], object]) -> None:
         """Raises `NotRecordable` where `work` does what cannot be recorded, as far as that is known before."""
@@ -62,7 +62,7 @@ class NotRecordable(Exception):
     """A forward that cannot be replayed, and why."""
 
 
-class CudaRecorder:
+class CudaGraphRecorder:
     """Segments as CUDA graphs that share their memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class CudaRecorder:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Recording needs a stream of its own, no other recording beside it, and nothing that is freed meanwhile."""
+        """Capturing needs a stream of its own, no other recording beside it, and nothing that is freed meanwhile."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with _RECORDING:
             gc.collect()
@@ -80,16 +80,16 @@ class CudaRecorder:
                 yield
             torch.cuda.synchronize(self._device)
 
-    def segment(self) -> Segment:
-        return CudaSegment(self._pool)
+    def segment(self) -> GraphSegment:
+        return CudaGraphSegment(self._pool)
 
     def require_free(self, work: Callable[[], object]) -> None:
-        """A recording that has to be broken off leaves the allocator in disorder: what waits is not begun at all."""
-        if waits := host_waits(work):
+        """A capture that fails half-way leaves the allocator in disorder: work that waits is not begun at all."""
+        if waits := count_host_syncs(work):
             raise NotRecordable(f"the host waits {waits} times for the device in the middle")
 
 
-class CudaSegment:
+class CudaGraphSegment:
     """One CUDA graph."""
 
     def __init__(self, pool: Any) -> None:
@@ -112,7 +112,7 @@ class CudaSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class AttentionBreak:
     """An attention between two segments: where queries, keys and values [1, heads, size, d] are found, and where its
     result [1, size, heads, d] belongs.
     """
@@ -130,17 +130,17 @@ class Gap:
         self.result[:, :tokens] = rows.attend(self.query[:, :, :tokens], self.scaling)
 
 
-class Recording:
-    """A forward of `size` tokens: segments with gaps between them, and fixed places for what goes in and comes out.
+class CapturedForward:
+    """A forward of `size` tokens: segments with attention between them, and fixed places for inputs and logits.
 
-    `logits` [most, vocab] in float32 is shared by recordings of which one is replayed at a time.
+    `logits` [most, vocab] in float32 is shared by captured forwards, of which one is replayed at a time.
     """
 
-    def __init__(self, module: Any, size: int, recorder: Recorder, logits: Tensor) -> None:
+    def __init__(self, module: Any, size: int, recorder: GraphRecorder, logits: Tensor) -> None:
         self.size = size
         self._recorder = recorder
-        self._segments: list[Segment] = []
-        self._gaps: list[Gap] = []
+        self._segments: list[GraphSegment] = []
+        self._breaks: list[AttentionBreak] = []
         self._open = False
         self._inputs = torch.zeros(2, size, dtype=torch.long, device=logits.device)  # token ids and positions
         self._logits = logits[:size]
@@ -152,27 +152,27 @@ class Recording:
         padded = np.zeros((2, self.size), dtype=np.int64)
         padded[:, :tokens] = ids, cache.positions
         self._inputs.copy_(to_device(padded, self._inputs.device))
-        for segment, gap in zip(self._segments, self._gaps, strict=False):
+        for segment, attention in zip(self._segments, self._breaks, strict=False):
             segment.replay()
-            gap.fill(cache, tokens)
+            attention.fill(cache, tokens)
         self._segments[-1].replay()
         return self._logits
 
     @contextmanager
-    def gap(self) -> Iterator[list[Gap]]:
+    def attention_break(self) -> Iterator[list[AttentionBreak]]:
         """The segment under way ends here and the next one begins behind it."""
         self._end()
-        yield self._gaps
+        yield self._breaks
         self._begin()
 
     def _record(self, module: Any) -> None:
         ids, positions = self._inputs[:1], self._inputs[1:]
         self._begin()
         try:
-            where = {"input_ids": ids, "position_ids": positions, "past_key_values": GapCache(self)}
+            where = {"input_ids": ids, "position_ids": positions, "past_key_values": AttentionBreakCache(self)}
             self._logits.copy_(module(**where, use_cache=True, logits_to_keep=0).logits[0])
         except BaseException:
-            with suppress(Exception):  # what went wrong first is what is told
+            with suppress(Exception):  # the first error is the one to report
                 self._end()
             raise
         self._end()
@@ -188,17 +188,17 @@ class Recording:
             self._segments[-1].end()
 
 
-class GapCache(Cache):
-    """Stands in for a model's cache while a forward is recorded, which stops at each attention."""
+class AttentionBreakCache(Cache):
+    """Stands in for a model's cache while a forward is captured, which stops at each attention."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, forward: CapturedForward) -> None:
         super().__init__(layers=[])
-        self._recording = recording
+        self._forward = forward
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Unattended, Unattended]:
-        rows = Unattended(self._recording, layer_idx, key_states, value_states)
+    ) -> tuple[DeferredAttention, DeferredAttention]:
+        rows = DeferredAttention(self._forward, layer_idx, key_states, value_states)
         return rows, rows
 
     def __bool__(self) -> bool:
@@ -209,28 +209,28 @@ class GapCache(Cache):
 
 
 @dataclass(frozen=True, slots=True)
-class Unattended:
-    """A layer's new keys and values [1, kv_heads, size, d] in a forward that is being recorded."""
+class DeferredAttention:
+    """A layer's new keys and values [1, kv_heads, size, d] in a forward that is being captured."""
 
-    recording: Recording
+    forward: CapturedForward
     layer: int
     key: Tensor
     value: Tensor
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        with self.recording.gap() as gaps:
+        with self.forward.attention_break() as breaks:
             result = query.new_zeros(1, query.shape[2], query.shape[1], self.value.shape[-1])
-            gaps.append(Gap(self.layer, query, self.key, self.value, result, scaling))
+            breaks.append(AttentionBreak(self.layer, query, self.key, self.value, result, scaling))
         return result
 
 
 class Graphs:
-    """Recordings of one model's forwards, by their number of tokens. `replays` counts the forwards they served."""
+    """One model's captured forwards, by their number of tokens. `replays` counts the forwards they served."""
 
-    def __init__(self, module: Any, recorder: Recorder, vocab_size: int, sizes: Sequence[int] = SIZES) -> None:
+    def __init__(self, module: Any, recorder: GraphRecorder, vocab_size: int, sizes: Sequence[int] = SIZES) -> None:
         logits = torch.zeros(max(sizes), vocab_size, device=module.device)
         with recorder.session():
-            self._recordings = {size: Recording(module, size, recorder, logits) for size in sorted(sizes)[::-1]}
+            self._captured = {size: CapturedForward(module, size, recorder, logits) for size in sorted(sizes)[::-1]}
         self.sizes = tuple(sorted(sizes))
         self.replays = 0
 
@@ -240,11 +240,11 @@ class Graphs:
     def replay(self, ids: NDArray[np.int64], cache: PackedCache) -> Tensor:
         """The logits [len(ids) or more, vocab] in float32 of packed tokens that fit; good until the next replay."""
         self.replays += 1
-        return self._recordings[self.sizes[bisect_left(self.sizes, len(ids))]].replay(ids, cache)
+        return self._captured[self.sizes[bisect_left(self.sizes, len(ids))]].replay(ids, cache)
 
 
 @torch.inference_mode()
-def record_graphs(target: TargetModel, recorder: Recorder | None = None, sizes: Sequence[int] = SIZES) -> bool:
+def record_graphs(target: TargetModel, recorder: GraphRecorder | None = None, sizes: Sequence[int] = SIZES) -> bool:
     """Let `target` replay forwards of up to max(`sizes`) tokens where that computes the same; whether it does.
 
     A model that cannot be recorded (one that asks the device for values in the middle, as experts often do) is run as
@@ -253,7 +253,7 @@ def record_graphs(target: TargetModel, recorder: Recorder | None = None, sizes: 
     if not target.batched or (recorder is None and target.device.type != "cuda"):
         return False
     try:
-        _record(target, recorder or CudaRecorder(target.device), sizes)
+        _record(target, recorder or CudaGraphRecorder(target.device), sizes)
     except Exception as error:
         target.graphs = None
         reason = str(error) if isinstance(error, NotRecordable) else safe_message(error)
@@ -262,11 +262,11 @@ def record_graphs(target: TargetModel, recorder: Recorder | None = None, sizes: 
     return True
 
 
-def _record(target: TargetModel, recorder: Recorder, sizes: Sequence[int]) -> None:
-    """Record and compare: as large as recorded, and smaller so that they are padded, in no order of size."""
+def _record(target: TargetModel, recorder: GraphRecorder, sizes: Sequence[int]) -> None:
+    """Capture and compare: as large as captured, and smaller so that they are padded, in no order of size."""
     padded = [max(1, size - 1) for size in (*sizes[1::2], *sizes[::2])]
     launched = [_logits(target, each) for each in (sizes, padded)]  # libraries set themselves up in their first calls,
-    recorder.require_free(lambda: _logits(target, sizes))  # which are no part of a recording
+    recorder.require_free(lambda: _logits(target, sizes))  # which are no part of a capture
     target.graphs = Graphs(target.module, recorder, target.vocab_size, sizes)
     for each, before in zip((sizes, padded), launched, strict=True):
         difference = float((_logits(target, each) - before).abs().max())
@@ -276,7 +276,7 @@ def _record(target: TargetModel, recorder: Recorder, sizes: Sequence[int]) -> No
 
 def _logits(target: TargetModel, sizes: Sequence[int]) -> Tensor:
     """The logits [sum of sizes, vocab] of forwards of these many tokens: one behind some rows and a draft behind it."""
-    rows = target.new_rows(max(sizes) + 1)
+    rows = target.new_cache(max(sizes) + 1)
     target.prefill(rows, [0])
     ids = [token % target.vocab_size for token in range(1, max(sizes) + 1)]
     return torch.cat([target.forward(rows, ids[:1], ids[1:size], range(-1, size - 2)) for size in sizes])

@@ -52,7 +52,7 @@ def _best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float16
 
 
-def waits_are_dear(device: torch.device) -> bool:
+def is_async_device(device: torch.device) -> bool:
     """Whether the device works beside the host, which then loses time whenever it waits for a result."""
     return device.type != "cpu"
 
@@ -65,7 +65,7 @@ def to_device(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def wait_for(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Until everything that this thread asked of the device is done. What other threads do there is left alone: a
     recording of theirs would fail.
     """
@@ -74,12 +74,12 @@ def wait_for(device: torch.device) -> None:
 
 
 def choose_kernels(device: torch.device) -> None:
-    """For the whole process: attention without cuDNN, which plans anew for every length of the rows that it meets."""
+    """For the whole process: attention without cuDNN, which plans anew for every number of slots."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def host_waits(work: Callable[[], object]) -> int:
+def count_host_syncs(work: Callable[[], object]) -> int:
     """How often the host waits for a CUDA device while it does `work`, as far as torch can tell."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Key/value rows of one sequence: preallocated, written at their position, rewound by forgetting."""
+"""Key/value slots of one sequence: preallocated, written at their position, rewound by forgetting."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from transformers import Cache, DynamicCache
 from agentspec.backends.torch.model.device import to_device
 
 GROWTH = 1.5
-FIRST_ROWS = 64
+FIRST_SLOTS = 64
 
 
 class SequenceCache(Cache):
-    """Rows 0..length-1 belong to committed tokens, one row a token, at the index of its position.
+    """Slots 0..length-1 belong to committed tokens, one slot a token, at the index of its position.
 
-    A forward appends the rows of its tokens behind them; `commit` then keeps the accepted ones and forgets the others.
-    All layers keep all rows, sliding ones too: windows are the mask's business, so that rewinding is always possible.
+    A forward writes the slots of its tokens behind them; `commit` then keeps the accepted ones and forgets the others.
+    All layers keep all slots, sliding ones too: windows are left to the mask, so that rewinding is always possible.
     Not thread-safe.
     """
 
-    def __init__(self, capacity: int = FIRST_ROWS) -> None:
+    def __init__(self, capacity: int = FIRST_SLOTS) -> None:
         super().__init__(layers=[])
         self.length = 0
         self.capacity = max(capacity, 1)
@@ -33,7 +33,7 @@ class SequenceCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [1, heads, L, d] rows of one layer behind the committed ones; return all rows up to and with them."""
+        """Write [1, heads, L, d] rows of one layer behind the committed ones; return all slots up to and with them."""
         while len(self._keys) <= layer_idx:
             self._keys.append(None)
             self._values.append(None)
@@ -49,18 +49,18 @@ class SequenceCache(Cache):
         rows[:, :, self.length : end] = states
         return rows[:, :, :end]
 
-    def reserve(self, rows: int) -> None:
-        """Make room for `rows` rows in all. Each layer takes it when it is next written, so that no growth can fail
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots in all. Each layer takes it when it is next written, so that no growth can fail
         half-way.
         """
-        if rows > self.capacity:
-            self.capacity = max(rows, int(self.capacity * GROWTH))
+        if slots > self.capacity:
+            self.capacity = max(slots, int(self.capacity * GROWTH))
 
     @torch.inference_mode()
-    def commit(self, chain: int, path: Sequence[int]) -> None:
-        """Keep the last forward's `chain` tokens and the tree nodes in `path` (ascending), forget the rest."""
+    def commit(self, num_tokens: int, path: Sequence[int]) -> None:
+        """Keep the last forward's `num_tokens` tokens and the tree nodes in `path` (ascending), forget the rest."""
         moved = next((i for i, node in enumerate(path) if node != i), len(path))
-        start = self.length + chain
+        start = self.length + num_tokens
         if moved < len(path):
             self._gather(start + moved, [start + node for node in path[moved:]])
         self.length = start + len(path)
@@ -72,13 +72,13 @@ class SequenceCache(Cache):
             tensor[:, :, target : target + len(rows)] = tensor.index_select(2, index)
 
     def truncate(self, length: int) -> None:
-        """Forget every row from `length` on."""
-        assert 0 <= length <= self.length, f"cannot truncate {self.length} rows to {length}"
+        """Forget every slot from `length` on."""
+        assert 0 <= length <= self.length, f"cannot truncate {self.length} slots to {length}"
         self.length = length
 
     def copy(self, length: int, capacity: int) -> SequenceCache:
-        """A cache of its own holding the first `length` rows, with room for `capacity`."""
-        assert 0 <= length <= self.length, f"cannot copy {length} of {self.length} rows"
+        """A cache of its own holding the first `length` slots, with room for `capacity`."""
+        assert 0 <= length <= self.length, f"cannot copy {length} of {self.length} slots"
         other = SequenceCache(max(length, capacity))
         other.length = length
         other._keys = [_copied(tensor, length, other.capacity) for tensor in self._keys]
@@ -92,7 +92,7 @@ class SequenceCache(Cache):
 
     @torch.inference_mode()
     def fill_blank(self, length: int) -> None:
-        """Pretend that `length` rows are committed, of zeros: for timing only. Needs one forward before it."""
+        """Pretend that `length` slots are committed, of zeros: for timing only. Needs one forward before it."""
         self.reserve(length)
         for store in (self._keys, self._values):
             for layer, tensor in enumerate(store):
@@ -112,7 +112,7 @@ class SequenceCache(Cache):
 
 
 def _room(rows: Tensor | None, like: Tensor, length: int, capacity: int) -> Tensor:
-    """A tensor for `capacity` rows that holds the first `length` of `rows`."""
+    """A tensor for `capacity` slots that holds the first `length` of `rows`."""
     room = like.new_empty((*like.shape[:-2], capacity, like.shape[-1]))
     if rows is not None:
         room[:, :, :length] = rows[:, :, :length]
@@ -134,9 +134,9 @@ class StateCache:
         self.native = DynamicCache(config=config)
         self.length = 0
 
-    def commit(self, chain: int, path: Sequence[int]) -> None:
+    def commit(self, num_tokens: int, path: Sequence[int]) -> None:
         assert not path, "a model without a rewindable cache was given a draft"
-        self.length += chain
+        self.length += num_tokens
 
 
-Rows = SequenceCache | StateCache
+KVCache = SequenceCache | StateCache

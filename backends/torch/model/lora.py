@@ -37,7 +37,7 @@ def merge_adapter(module: Any, name: str) -> Any:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             held = set(file.keys())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of left-out weights we ask ourselves, the rest is not the user's business
+            warnings.simplefilter("ignore")  # we check for left-out weights ourselves; the rest concerns nobody
             adapted = PeftModel.from_pretrained(module, str(folder))
         _require_same(held, get_peft_model_state_dict(adapted).keys(), folder)
         return adapted.merge_and_unload(safe_merge=True)

@@ -1,4 +1,4 @@
-"""The target model: one forward over several sequences, each with committed rows, new tokens and a draft tree."""
+"""The target model: one forward over several sequences, each with committed slots, new tokens and a draft tree."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentspec.backends.torch.model.attention import ATTENTION_NAME
-from agentspec.backends.torch.model.batch import PackedCache, Piece, packed_ids, wanted_rows
+from agentspec.backends.torch.model.batch import BatchItem, PackedCache, logit_rows, packed_ids
 from agentspec.backends.torch.model.cuda_graphs import Graphs
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.model.head_input import HeadInput
-from agentspec.backends.torch.model.kv_cache import Rows, SequenceCache, StateCache
+from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache, StateCache
 from agentspec.backends.torch.model.tree_mask import attention_mask, tree_layout
 
 TOLERANCE = {torch.float32: 2e-3}
@@ -28,9 +27,9 @@ LENGTH_BOUND_ROTARIES = frozenset({"dynamic", "longrope"})  # their angles depen
 class TargetModel:
     """A Hugging Face decoder-only model behind one method. Not thread-safe: the engine's thread owns it.
 
-    `rewindable` says whether drafts can be verified and rows reused; without it tokens run strictly one after another.
-    `batched` says whether several sequences share a forward; without it each gets one of its own, in turn. `graphs`
-    replays small forwards, if there are any.
+    `rewindable` says whether drafts can be verified and key/value slots reused; without it tokens run strictly one
+    after another. `batched` says whether several sequences share a forward; without it each gets one of its own, in
+    turn. `graphs` replays small forwards, if there are any.
     """
 
     def __init__(self, module: Any, *, rewindable: bool) -> None:
@@ -56,92 +55,98 @@ class TargetModel:
         """By how much a token's logits may differ from those of another way to compute them."""
         return TOLERANCE.get(self.dtype, LOW_PRECISION_TOLERANCE)
 
-    def new_rows(self, capacity: int) -> Rows:
+    def new_cache(self, capacity: int) -> KVCache:
         return SequenceCache(capacity) if self.rewindable else StateCache(self._config)
 
     @torch.inference_mode()
-    def forward_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """For each piece its logits [outputs, vocab] in float32: after the chain's last token, then each draft node.
+    def forward_batch(self, items: Sequence[BatchItem]) -> list[Tensor]:
+        """For each item its logits [outputs, vocab] in float32: after its last token, then after each draft node.
 
-        Appends a row to its sequence for every token given; `rows.commit` must follow and say which to keep. After an
-        exception the rows are as if nothing had happened.
+        Writes a key/value slot for every token given; `kv_cache.commit` must follow and say which to keep. After an
+        exception the caches are as if nothing had happened.
         """
-        if not self.batched and len(pieces) > 1:
-            return [logits for piece in pieces for logits in self.forward_batch([piece])]
-        wanted = wanted_rows(pieces)
-        logits = self._logits(pieces, wanted if len(wanted) else np.zeros(1, np.int64))
-        outputs = [piece.outputs for piece in pieces]
+        if not self.batched and len(items) > 1:
+            return [logits for item in items for logits in self.forward_batch([item])]
+        wanted = logit_rows(items)
+        logits = self._logits(items, wanted if len(wanted) else np.zeros(1, np.int64))
+        outputs = [item.outputs for item in items]
         return list(logits[: len(wanted)].split_with_sizes(outputs))
 
-    def _logits(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Tensor:
+    def _logits(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Tensor:
         """The logits [len(wanted), vocab] of these rows, by a recorded forward where one is large enough."""
-        if self.graphs is not None and self.graphs.fits(sum(map(len, pieces))):
-            logits = self.graphs.replay(packed_ids(pieces), self._cache_of(pieces))
+        if self.graphs is not None and self.graphs.fits(sum(map(len, items))):
+            logits = self.graphs.replay(packed_ids(items), self._cache_of(items))
             return logits.index_select(0, to_device(wanted, self.device))
-        computed: Tensor = self._run(pieces, wanted).logits[0]
+        computed: Tensor = self._run(items, wanted).logits[0]
         return computed.float()
 
     @torch.inference_mode()
-    def forward_shown(self, rows: Rows, token: int) -> tuple[Tensor, Tensor]:
+    def forward_with_hidden(self, kv_cache: KVCache, token: int) -> tuple[Tensor, Tensor]:
         """For one token its logits [vocab] and what the output head read to make them [width], both in float32."""
         with HeadInput(self.module) as head:
-            logits: Tensor = self._run([Piece(rows, [token])], np.zeros(1, np.int64)).logits
+            logits: Tensor = self._run([BatchItem(kv_cache, [token])], np.zeros(1, np.int64)).logits
         return logits[0, 0].float(), head.states[-1]
 
     @torch.inference_mode()
-    def states_batch(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """For each piece what the output head would read, [tokens, width] in float32: the hidden state behind every
-        token given, after the last norm. Rows as with `forward_batch`; the head itself hardly runs.
+    def states_batch(self, items: Sequence[BatchItem]) -> list[Tensor]:
+        """For each item what the output head would read, [tokens, width] in float32: the hidden state behind every
+        token given, after the last norm. Slots as with `forward_batch`; the head itself hardly runs.
         """
-        if not self.batched and len(pieces) > 1:
-            return [states for piece in pieces for states in self.states_batch([piece])]
-        sizes = [len(piece) for piece in pieces]
-        with HeadInput(self.module, most_rows=1) as head:
-            self._run(pieces, np.arange(sum(sizes)))
+        if not self.batched and len(items) > 1:
+            return [states for item in items for states in self.states_batch([item])]
+        sizes = [len(item) for item in items]
+        with HeadInput(self.module, max_rows=1) as head:
+            self._run(items, np.arange(sum(sizes)))
         return list(head.states.split_with_sizes(sizes))
 
     def forward(
-        self, rows: Rows, chain: Sequence[int], tokens: Sequence[int] = (), parents: Sequence[int] = ()
+        self,
+        kv_cache: KVCache,
+        tokens: Sequence[int],
+        draft_tokens: Sequence[int] = (),
+        draft_parents: Sequence[int] = (),
     ) -> Tensor:
-        """The logits [1 + len(tokens), vocab] of `forward_batch` for one sequence alone."""
-        return self.forward_batch([Piece(rows, chain, tokens, parents)])[0]
+        """The logits [1 + len(draft_tokens), vocab] of `forward_batch` for one sequence alone."""
+        return self.forward_batch([BatchItem(kv_cache, tokens, draft_tokens, draft_parents)])[0]
 
-    def prefill(self, rows: Rows, chain: Sequence[int]) -> None:
-        """Compute and keep the rows of `chain`."""
-        self.forward_batch([Piece(rows, chain, wanted=False)])
-        rows.commit(len(chain), ())
+    def prefill(self, kv_cache: KVCache, tokens: Sequence[int]) -> None:
+        """Compute and keep the slots of `tokens`."""
+        self.forward_batch([BatchItem(kv_cache, tokens, needs_logits=False)])
+        kv_cache.commit(len(tokens), ())
 
-    def _run(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
+    def _run(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
         """The forward; `wanted` are the rows that reach the head, ascending and at least one."""
-        return self._packed(pieces, wanted) if self._packs else self._own(pieces, wanted)
+        return self._packed(items, wanted) if self._packs else self._own(items, wanted)
 
-    def _packed(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
-        cache = self._cache_of(pieces)
+    def _packed(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
+        cache = self._cache_of(items)
         return self.module(
-            input_ids=to_device(packed_ids(pieces), self.device)[None],
+            input_ids=to_device(packed_ids(items), self.device)[None],
             position_ids=to_device(cache.positions, self.device)[None],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=to_device(wanted, self.device),
         )
 
-    def _cache_of(self, pieces: Sequence[Piece]) -> PackedCache:
-        return PackedCache(pieces, self._layer_windows, self._groups, self.dtype, self.device)
+    def _cache_of(self, items: Sequence[BatchItem]) -> PackedCache:
+        return PackedCache(items, self._layer_windows, self._groups, self.dtype, self.device)
 
-    def _own(self, pieces: Sequence[Piece], wanted: NDArray[np.int64]) -> Any:
-        """One sequence through the model's own attention; the rows it wants are its last ones."""
-        (piece,) = pieces
-        rows, where = piece.rows, dict[str, Any]()
-        if isinstance(rows, SequenceCache):
-            layout = tree_layout(len(piece.chain), piece.parents)
+    def _own(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
+        """One sequence through the model's own attention; the rows of logits it needs are its last ones."""
+        (item,) = items
+        cache, where = item.kv_cache, dict[str, Any]()
+        if isinstance(cache, SequenceCache):
+            layout = tree_layout(len(item.tokens), item.draft_parents)
             masks = {
-                kind: attention_mask(layout, rows.length, window=window, groups=1, dtype=self.dtype, device=self.device)
+                kind: attention_mask(
+                    layout, cache.length, window=window, groups=1, dtype=self.dtype, device=self.device
+                )
                 for kind, window in self._windows.items()
             }
-            where["position_ids"] = to_device(rows.length + layout.depths, self.device)[None]
+            where["position_ids"] = to_device(cache.length + layout.depths, self.device)[None]
             where["attention_mask"] = masks if len(masks) > 1 else next(iter(masks.values()))
-        where[self._cache_name] = rows if isinstance(rows, SequenceCache) else rows.native
-        ids = to_device(packed_ids(pieces), self.device)[None]
+        where[self._cache_name] = cache if isinstance(cache, SequenceCache) else cache.native
+        ids = to_device(packed_ids(items), self.device)[None]
         return self.module(input_ids=ids, use_cache=True, logits_to_keep=len(wanted), **where)
 
     @property
@@ -152,13 +157,38 @@ class TargetModel:
             return list(self._windows.values()) * int(self._config.num_hidden_layers)
         return [self._windows[kind] for kind in kinds]
 
-    def row_bytes(self) -> int:
-        """Bytes of one key/value row over all layers; 0 where rows cannot be counted."""
+    def slot_bytes(self) -> int:
+        """Bytes of one key/value slot over all layers; 0 where slots cannot be counted."""
         if not self.rewindable:
             return 0
-        rows = SequenceCache(1)
-        self.forward(rows, [0])
-        return rows.nbytes // rows.capacity
+        cache = SequenceCache(1)
+        self.forward(cache, [0])
+        return cache.nbytes // cache.capacity
+
+
+class HeadInput:
+    """What the output head reads: the hidden states after the last norm, whatever the architecture calls them.
+
+    Inside `with`, `states` are the rows [rows, width] in float32 that the last forward of `module` gave its head.
+
+    With `max_rows` the head computes only the first so many of them, for a caller who wants no logits.
+    """
+
+    def __init__(self, module: Any, max_rows: int | None = None) -> None:
+        self.states = torch.empty(0)
+        self._head = module.get_output_embeddings()
+        self._max_rows = max_rows
+
+    def __enter__(self) -> HeadInput:
+        self._hook = self._head.register_forward_pre_hook(self._record)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+
+    def _record(self, head: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.states = inputs[0][0].float()
+        return (inputs[0][:, : self._max_rows], *inputs[1:])
 
 
 def _rotaries(config: Any) -> set[Any]:

@@ -1,4 +1,4 @@
-"""Where each token of a forward stands and what it may see: committed rows, then a chain, then a draft tree."""
+"""Where each token of a forward stands and what it may see: committed slots, then new tokens, then a draft tree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIGNED = 16  # columns: CUDA kernels copy a mask first whose rows do not begin 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TreeLayout:
     """The L tokens of one forward: `depths[i]` counts from the first of them, `sees[i, j]` includes i itself."""
 
     depths: NDArray[np.int64]
@@ -27,26 +27,26 @@ class Layout:
         return len(self.depths)
 
 
-def tree_layout(chain: int, parents: Sequence[int]) -> Layout:
-    """`chain` consecutive tokens, then tree nodes; a parent of -1 is the chain's last token, else a node's index."""
-    total = chain + len(parents)
+def tree_layout(num_tokens: int, parents: Sequence[int]) -> TreeLayout:
+    """`num_tokens` consecutive tokens, then tree nodes; a parent of -1 is the last of them, else a node's index."""
+    total = num_tokens + len(parents)
     depths = np.arange(total, dtype=np.int64)
     sees = np.tri(total, dtype=np.bool_)
     for node, parent in enumerate(parents):
-        row, above = chain + node, chain + parent
+        row, above = num_tokens + node, num_tokens + parent
         depths[row] = depths[above] + 1
         sees[row] = sees[above]
         sees[row, row] = True
-    return Layout(depths, sees)
+    return TreeLayout(depths, sees)
 
 
 def first_visible(past: int, window: int | None) -> int:
-    """The first committed row that a token behind `past` of them can see."""
+    """The first committed slot that a token behind `past` of them can see."""
     return 0 if window is None else max(0, past - window + 1)
 
 
 def attention_mask(
-    layout: Layout,
+    layout: TreeLayout,
     past: int,
     *,
     window: int | None,
@@ -57,7 +57,7 @@ def attention_mask(
 ) -> Tensor:
     """The additive mask [1, 1, groups * L, past + L - first] of a layer that looks back `window` positions (None: all).
 
-    Columns begin at committed row `first`. Committed rows stand at their position; a tree row's column follows them,
+    Columns begin at committed slot `first`. Committed slots stand at their position; a tree row's column follows them,
     whatever its position. The distance is therefore taken between positions, never between columns.
     """
     known, size, lowest = past - first, len(layout), torch.finfo(dtype).min

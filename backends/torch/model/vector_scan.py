@@ -14,7 +14,7 @@ BLOCK = 8192  # rows packed together
 ROUNDOFF = 2.0**-24  # of float32, to nearest
 
 
-class RowScan:
+class VectorScan:
     """Rows [n, width] as layers that give all queries' scores at once, for about the price of one query's.
 
     A row's score is query . row - |row|^2 / 2, greater for nearer rows. Holds the rows in float32. To be used in the

@@ -1,14 +1,14 @@
-"""The one rule that makes every draft exact."""
+"""Which path of a draft is accepted: the one rule that makes speculation exact."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 
-def walk(
+def accept_path(
     tokens: Sequence[int], parents: Sequence[int], choose: Callable[[int], int], emit: Callable[[int, int], bool]
 ) -> list[int]:
-    """Walk a verified draft tree from its root and return the accepted nodes, root to leaf.
+    """Follow a verified draft tree from its root and return the accepted nodes, root to leaf.
 
     `choose(row)` draws the next token from the target's processed distribution after that row: row 0 follows the
     context, row i + 1 follows node i. `emit(token, row)` commits it and says whether the text ends with it; nothing
@@ -25,6 +25,7 @@ def walk(
         token = choose(node + 1)
         if emit(token, node + 1):
             return path
+        # A drafted token is accepted if it is the target's own draw: only then is its row of logits one of this text.
         child = children.get((node, token))
         if child is None:
             return path

@@ -1,4 +1,4 @@
-"""What may not be drawn next, whatever the model thinks of it: a grammar's veto, bad words, an end too early."""
+"""What may not be drawn next whatever its logit: what a grammar rules out, bad words, an end too early."""
 
 from __future__ import annotations
 
@@ -9,67 +9,67 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.sampling.grammar import Constraint, Grammar
+from agentspec.backends.torch.sampling.grammar import CompiledGrammar, GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What a request demands of its answer, made ready: `choice` is its index, `bad_words` are token sequences.
+class ConstraintSpec:
+    """What constrains one answer: `choice` is its index, `bad_words` are token sequences.
 
-    `shown` are special tokens that stand in the answer's text all the same, since its reader looks for them.
+    `shown` are special tokens that are kept in the answer's text, since its parser looks for them.
     """
 
-    grammar: Grammar | None = None
+    grammar: CompiledGrammar | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     choice: int = 0
     shown: frozenset[int] = frozenset()
 
-    def limits(self, min_tokens: int, end_ids: Collection[int], vocab_size: int) -> Limits:
-        """Those of an answer that has no token yet."""
-        constraint = None if self.grammar is None else self.grammar.start()
-        return Limits(constraint, self.bad_words, min_tokens, end_ids, vocab_size)
+    def start(self, min_tokens: int, end_ids: Collection[int], vocab_size: int) -> Constraints:
+        """The constraints of an answer that has no token yet."""
+        grammar = None if self.grammar is None else self.grammar.start()
+        return Constraints(grammar, self.bad_words, min_tokens, end_ids, vocab_size)
 
 
-class Limits:
-    """Follows one answer and says what may come next. Each rule yields where it would leave nothing to say.
+class Constraints:
+    """What one answer may be continued by. A constraint that would leave no token at all is dropped for that token.
 
-    A bad word is barred at its last token, once its others were said; ends are barred before `min_tokens`.
+    A bad word is barred at its last token, once its others were generated; ends are barred before `min_tokens`.
     """
 
     def __init__(
         self,
-        constraint: Constraint | None = None,
+        grammar: GrammarMatcher | None = None,
         bad_words: Sequence[tuple[int, ...]] = (),
         min_tokens: int = 0,
         end_ids: Collection[int] = (),
         vocab_size: int = 0,
     ) -> None:
-        self.constraint = constraint
+        self.grammar = grammar
         self._bad_words = bad_words
         self._longest = max(map(len, bad_words), default=1) - 1
         self._early = min_tokens if end_ids else 0
         self._end_ids = [token for token in end_ids if token < vocab_size]
         self._vocab_size = vocab_size
-        self._said: list[int] = []
+        self._recent: list[int] = []
         self._count = 0
 
     @property
     def idle(self) -> bool:
         """Whether everything may come next, now and ever after."""
-        return self.constraint is None and not self._bad_words and self._count >= self._early
+        return self.grammar is None and not self._bad_words and self._count >= self._early
 
     def allow(self, token: int) -> bool:
-        """Whether nothing speaks against `token`. Cheap; one that is refused here may still be the only one left."""
+        """Whether no constraint bars `token`. Cheap; one that is barred here may still be the only one left."""
         if token in self._barred():
             return False
-        return self.constraint is None or self.constraint.allows(token)
+        return self.grammar is None or self.grammar.allows(token)
 
     def apply(self, row: Tensor) -> Tensor:
         """`row` [vocab] with what may not come at minus infinity."""
         if self.idle:
             return row
-        whole = self.constraint is None
-        allowed = torch.ones(len(row), dtype=torch.bool) if self.constraint is None else self.constraint.mask()
+        whole = self.grammar is None
+        allowed = torch.ones(len(row), dtype=torch.bool) if self.grammar is None else self.grammar.mask()
         barred = self._barred()
         if barred:
             rest = allowed.clone()
@@ -81,11 +81,11 @@ class Limits:
         """The answer now ends in `token`."""
         self._count += 1
         if self._longest:
-            self._said = [*self._said, token][-self._longest :]
-        if self.constraint is not None:
-            self.constraint.advance(token)
+            self._recent = [*self._recent, token][-self._longest :]
+        if self.grammar is not None:
+            self.grammar.advance(token)
 
     def _barred(self) -> list[int]:
         early = self._end_ids if self._count < self._early else []
-        said = tuple(self._said)
-        return [*early, *(word[-1] for word in self._bad_words if said[len(said) - len(word) + 1 :] == word[:-1])]
+        recent = tuple(self._recent)
+        return [*early, *(word[-1] for word in self._bad_words if recent[len(recent) - len(word) + 1 :] == word[:-1])]

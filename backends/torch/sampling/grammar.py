@@ -7,11 +7,12 @@ draft that violates it is never accepted.
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import llguidance
 import numpy as np
@@ -21,9 +22,13 @@ from torch import Tensor
 from agentspec.errors import EngineError, InvalidRequestError
 
 KEPT = 64  # compiled grammars: agents send the same schema again and again
+BLANKS: Final = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}  # any amount would let a weak model ramble
+COMBINATORS = ("allOf", "unevaluatedProperties", "dependentSchemas", "then", "not")
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+_VALUES = ("enum", "const", "default", "examples")
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for one model. Thread-safe. The tokenizer's tables are built on first use (about a second)."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) -> None:
@@ -42,7 +47,7 @@ class Grammars:
                 self._tables = self._built()
             return self._tables
 
-    def compile(self, source: str, *, param: str) -> Grammar:
+    def compile(self, source: str, *, param: str) -> CompiledGrammar:
         """`source` in llguidance's notation. Raises `InvalidRequestError`, naming `param`, for one that is wrong."""
         try:
             return self._compile(source)
@@ -55,11 +60,11 @@ class Grammars:
         special = token is not None and self.tables.is_special_token(token)
         return f"<[{token}]>" if special else lark_string(text)
 
-    def _compiled(self, source: str) -> Grammar:
+    def _compiled(self, source: str) -> CompiledGrammar:
         matcher = llguidance.LLMatcher(self.tables, source, log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error().partition("\n<state>")[0][:2000])
-        return Grammar(self, matcher)
+        return CompiledGrammar(self, matcher)
 
     def _built(self) -> llguidance.LLTokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -73,24 +78,24 @@ class Grammars:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grammar:
+class CompiledGrammar:
     """A compiled grammar, shared by the answers that follow it."""
 
-    owner: Grammars
+    owner: GrammarCompiler
     _matcher: llguidance.LLMatcher
 
-    def start(self) -> Constraint:
+    def start(self) -> GrammarMatcher:
         """The state of an answer that has no token yet."""
-        return Constraint(self.owner, self._matcher.deep_copy())
+        return GrammarMatcher(self.owner, self._matcher.deep_copy())
 
 
-class Constraint:
-    """What may follow the answer so far. Not thread-safe.
+class GrammarMatcher:
+    """The grammar's state behind the answer so far. Not thread-safe.
 
     An end token may come once the grammar is satisfied, and must come when nothing else can.
     """
 
-    def __init__(self, owner: Grammars, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, owner: GrammarCompiler, matcher: llguidance.LLMatcher) -> None:
         self._owner = owner
         self._matcher = matcher
         self._bits = np.zeros((max(owner.vocab_size, owner.tables.vocab_size) + 31) // 32, dtype=np.int32)
@@ -158,3 +163,31 @@ def lark_string(text: str) -> str:
     """`text` as a literal of a grammar in Lark's notation."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
     return f'"{escaped}"'
+
+
+def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` as the grammar takes it: few blanks, and no properties beside those listed unless it allows others.
+
+    A model that may add properties rarely comes to an end. Schemas combined of parts that describe the same object stay
+    as they are.
+    """
+    written = json.dumps(schema)
+    combined = any(f'"{word}":' in written for word in COMBINATORS)
+    return {**(schema if combined else _closed(schema)), "x-guidance": BLANKS}
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inner = {key: _inner(key, value) for key, value in schema.items()}
+    lists = isinstance(schema.get("properties"), Mapping) and schema.get("type", "object") == "object"
+    stated = {"additionalProperties", "patternProperties"} & schema.keys()
+    return {**inner, "additionalProperties": False} if lists and not stated else inner
+
+
+def _inner(key: str, value: Any) -> Any:
+    if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+        return {name: _closed(one) for name, one in value.items()}
+    return value if key in _VALUES else _closed(value)

@@ -11,9 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.model.device import to_device, waits_are_dear
-from agentspec.backends.torch.sampling.constraints import Limits
-from agentspec.backends.torch.sampling.top_k_top_p import truncated, truncates
+from agentspec.backends.torch.model.device import is_async_device, to_device
+from agentspec.backends.torch.sampling.constraints import Constraints
+from agentspec.backends.torch.sampling.top_k_top_p import apply_top_k_top_p, has_top_k_top_p
 from agentspec.types import SamplingParams
 
 GREEDY_BELOW: Final = 1e-5  # colder than this, scaling would overflow before it changed anything
@@ -59,14 +59,14 @@ def gumbel_noise(key: int | Tensor, token_ids: Tensor) -> Tensor:
 class Sampler:
     """Chooses the tokens of one answer. Its history is the prompt and every token it was told to `observe`.
 
-    Processors run in the documented order of vLLM: what `limits` bars; logit_bias; repetition (prompt and answer),
+    Processors run in the documented order of vLLM: what `constraints` bar; logit_bias; repetition (prompt and answer),
     frequency and presence penalties (answer); temperature; min_p; top_k; top_p. A choice depends on the logits, the
     history, the seed, the index of the answer and the absolute position, and on nothing else, so that it is the same
     however the logits came about.
 
-    Where waiting for the device is dear (`ahead`; None: on any but the CPU) the tokens of all rows are drawn when the
-    round begins and come to the host together; else a row is processed when a token is drawn from it. The best tokens
-    of plain logits cost so little that they are always drawn ahead.
+    With `ahead` (None: on asynchronous devices, where a wait is costly) the tokens of all rows are drawn when the step
+    begins and come to the host together; else a row is processed when a token is drawn from it. The best tokens of
+    unprocessed logits cost so little that they are always drawn ahead.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Sampler:
         device: torch.device,
         *,
         choice: int = 0,
-        limits: Limits | None = None,
+        constraints: Constraints | None = None,
         ahead: bool | None = None,
     ) -> None:
-        self.limits = limits or Limits()
+        self.constraints = constraints or Constraints()
         self._choice = choice
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.greedy = params.temperature < GREEDY_BELOW
         self._params = params
-        self._ahead = waits_are_dear(device) if ahead is None else ahead
-        self._truncates = not self.greedy and truncates(params, vocab_size)
+        self._ahead = is_async_device(device) if ahead is None else ahead
+        self._filters = not self.greedy and has_top_k_top_p(params, vocab_size)
         self._ids = torch.arange(vocab_size, device=device)
         self._bias = _bias_vector(params, vocab_size, device)
         self._penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
@@ -102,55 +102,57 @@ class Sampler:
     @property
     def plain(self) -> bool:
         """Whether the next choice is the best score as it is."""
-        return self._raw and self.limits.idle
+        return self._raw and self.constraints.idle
 
     @property
     def _raw(self) -> bool:
         return self.greedy and not self._penalised and self._bias is None
 
     def begin(self, logits: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> None:
-        """Take the raw float32 logits [rows, vocab] of a round: row 0 follows the history, row i + 1 node i of a tree.
+        """Take the raw float32 logits [rows, vocab] of a step: row 0 follows the history, row i + 1 node i of a tree.
 
         What can be drawn ahead is, without waiting for it; `fetch` brings the tokens of several answers at once.
         """
         self._logits, self._drawn, self._pending = logits, None, None
-        if (self._ahead or self._raw) and (self.limits.idle or not self._truncates):
-            self._pending = self._draw(logits, lineages(tokens, parents))
+        if (self._ahead or self._raw) and (self.constraints.idle or not self._filters):
+            self._pending = self._draw(logits, ancestor_tokens(tokens, parents))
 
     def choose(self, row: int) -> int:
         """The token that follows the history, drawn from row `row`; the lowest id where scores are equal."""
         fetch([self])
-        if self._drawn is not None and (self.limits.idle or self._foresees(self._drawn[row])):
+        if self._drawn is not None and (self.constraints.idle or self._holds(self._drawn[row])):
             return self._drawn[row]
-        return int(self._draw(self.limits.apply(self._logits[row])[None], [()]))
+        return int(self._draw(self.constraints.apply(self._logits[row])[None], [()]))
 
     def observe(self, token: int) -> None:
         """The answer now ends in `token`."""
         self._position += 1
-        self.limits.observe(token)
+        self.constraints.observe(token)
         if self._penalised:
             self._counts[token] += 1
 
-    def _foresees(self, token: int) -> bool:
-        """Whether `token`, drawn as if there were no limits, is what is drawn under them: the best of all scores is
-        the best of those that are allowed if it is one of them, but a truncation depends on what is allowed.
+    def _holds(self, token: int) -> bool:
+        """Whether `token`, drawn without the constraints, is what is drawn under them: the best of all scores is the
+        best of those that are allowed if it is one of them, but top_k and top_p depend on what is allowed.
         """
-        return not self._truncates and self.limits.allow(token)
+        return not self._filters and self.constraints.allow(token)
 
     def _draw(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """One id [rows] for each row of logits, which follows the history and then its path."""
         scores = self._penalties(rows, paths)
         if self.greedy:
             return scores.argmax(-1)
-        scores = truncated(scores / self._params.temperature, self._params, patient=not self._ahead)
+        scores = apply_top_k_top_p(scores / self._params.temperature, self._params, may_sync=not self._ahead)
         keys = [position_key(self.seed, self._choice, self._position + len(path)) for path in paths]
-        if self._truncates and not self._ahead:
+        if self._filters and not self._ahead:
             return self._best_survivor(scores[0], keys[0])
+        # The next token is drawn here: the argmax of logits plus Gumbel noise is a draw from their softmax, and noise
+        # that depends on position and token alone gives each position the draw it would have without a draft.
         column = to_device(torch.tensor([[_signed(key)] for key in keys]), scores.device)
         return (scores + gumbel_noise(column, self._ids)).argmax(-1)
 
     def _best_survivor(self, scores: Tensor, key: int) -> Tensor:
-        """The draw [1] from one truncated row [vocab]: noise is made for what survived alone."""
+        """The draw [1] from one truncated row [vocab]: noise is made for the survivors alone."""
         ids = self._ids[scores > -math.inf]
         return ids[(scores[ids] + gumbel_noise(key, ids)).argmax(0, keepdim=True)]
 
@@ -186,7 +188,7 @@ def fetch(samplers: Sequence[Sampler]) -> None:
         sampler._pending, sampler._drawn = None, list(islice(tokens, len(pending)))
 
 
-def lineages(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+def ancestor_tokens(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
     """For each row of a tree's logits the drafted tokens that lead there: none to the root, then those of each node."""
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens, parents, strict=True):

@@ -12,15 +12,15 @@ from agentspec.types import SamplingParams
 NUCLEUS_HEAD: Final = 1024  # candidates sorted before falling back to sorting them all
 
 
-def truncates(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether `truncated` may leave anything out."""
+def has_top_k_top_p(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether `apply_top_k_top_p` may leave anything out."""
     return params.min_p > 0 or 0 < params.top_k < vocab_size or params.top_p < 1
 
 
-def truncated(scores: Tensor, params: SamplingParams, *, patient: bool) -> Tensor:
+def apply_top_k_top_p(scores: Tensor, params: SamplingParams, *, may_sync: bool) -> Tensor:
     """`scores` [rows, vocab] with what does not survive at minus infinity; equal ones at a boundary survive together.
 
-    The host waits for the device only if it is `patient`, which saves sorting whole rows where a few tokens are enough.
+    The host waits for the device only if it `may_sync`, which saves sorting whole rows where a few tokens are enough.
     """
     if params.min_p > 0:
         scores = _at_least(scores, scores.amax(-1, keepdim=True) + math.log(params.min_p))
@@ -30,7 +30,7 @@ def truncated(scores: Tensor, params: SamplingParams, *, patient: bool) -> Tenso
         return _at_least(scores, _nucleus_bound(best, _total(scores, best), params.top_p) if nucleus else best[:, -1:])
     if params.top_p < 1:
         total = scores.logsumexp(-1, keepdim=True)
-        return _at_least(scores, _nucleus_bound(_best(scores, total, params.top_p, patient), total, params.top_p))
+        return _at_least(scores, _nucleus_bound(_best(scores, total, params.top_p, may_sync), total, params.top_p))
     return scores
 
 
@@ -45,9 +45,9 @@ def _total(scores: Tensor, best: Tensor) -> Tensor:
     return best.logsumexp(-1, keepdim=True).logaddexp(last + tied.log())
 
 
-def _best(scores: Tensor, total: Tensor, top_p: float, patient: bool) -> Tensor:
+def _best(scores: Tensor, total: Tensor, top_p: float, may_sync: bool) -> Tensor:
     """As many of the best scores of each row, best first, as the nucleus needs."""
-    if patient and scores.shape[-1] > NUCLEUS_HEAD:
+    if may_sync and scores.shape[-1] > NUCLEUS_HEAD:
         head = scores.topk(NUCLEUS_HEAD).values
         if bool((_reached(head, total)[:, -1] >= top_p).all()):
             return head

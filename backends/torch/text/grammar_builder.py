@@ -1,4 +1,4 @@
-"""From what a request wants its answer to look like to one grammar: thoughts, then calls or a form, or both."""
+"""One grammar for what a request wants its answer to look like: reasoning, then calls or a form, or both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import llguidance
 
-from agentspec.backends.torch.sampling.grammar import lark_string
-from agentspec.backends.torch.sampling.json_schema import guided
+from agentspec.backends.torch.sampling.grammar import closed_schema, lark_string
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation
 from agentspec.backends.torch.text.tool_parser import ToolFormat
 from agentspec.errors import InvalidRequestError
@@ -25,8 +24,8 @@ def grammar_of(
     """llguidance's notation of what `request` allows its answer to be; None where it may be anything.
 
     Calls are enforced for `tool_choice` "required" and for a named tool; with "auto" they stand beside the form that
-    the request asks for, if it asks for one, or in text, where tools are `strict`. Thoughts that the model may begin
-    with are free.
+    the request asks for, if it asks for one, or in text, where tools are `strict`. Reasoning that the model may begin
+    with is free.
     """
     form = request.sampling.structured_outputs
     must_call = request.tool_choice not in ("auto", "none")
@@ -83,10 +82,10 @@ def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
 def _form(form: StructuredOutputs) -> dict[str, Any]:
     """One grammar in llguidance's list of them. Raises `InvalidRequestError`."""
     if form.json_object:
-        return {"json_schema": guided({"type": "object"})}
+        return {"json_schema": closed_schema({"type": "object"})}
     if form.json is not None:
         schema = form.json if isinstance(form.json, Mapping) else ({} if form.json else {"not": {}})
-        return {"json_schema": guided(schema)}
+        return {"json_schema": closed_schema(schema)}
     if form.regex is not None:
         return {"lark_grammar": f"start: /{_slashed(form.regex)}/"}
     if form.choice is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class ObjectReader:
+class JsonObjectParser:
     """Follows one object character by character and knows where the values of its own keys begin and end.
 
     It does not judge what is inside the values. `broken` is an object whose braces cannot become one.

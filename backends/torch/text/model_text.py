@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from agentspec.backends.torch.loader import hashes, read_tokenizer
 from agentspec.backends.torch.model.lora import with_adapter
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
 from agentspec.errors import InvalidRequestError, ModelUnavailableError
 from agentspec.types import Message, Namespace
 
@@ -19,7 +18,7 @@ from agentspec.types import Message, Namespace
 class ModelText:
     """Tokenizer, chat template and the ids that end an answer, with the hashes that a namespace is made of."""
 
-    codec: Codec
+    tokenizer: TokenizerAdapter
     fingerprint: str
     tokenizer_hash: str
     template_hash: str
@@ -35,7 +34,7 @@ class ModelText:
         tokenizer_hash, template_hash = hashes(tokenizer)
         ends = ids_of_end(_generation_config(files.folder), tokenizer)
         fingerprint = with_adapter(files.fingerprint, adapter)
-        return cls(Codec(tokenizer), fingerprint, tokenizer_hash, template_hash, ends)
+        return cls(TokenizerAdapter(tokenizer), fingerprint, tokenizer_hash, template_hash, ends)
 
     def namespace(self, tenant: str) -> Namespace:
         """Where the engine keeps this model's tokens for a tenant."""
@@ -50,13 +49,13 @@ class ModelText:
         Raises `InvalidRequestError` for messages that the template refuses and for an answer without tokens.
         """
         if prompt is not None or not messages:
-            before, said = [] if prompt is None else self.codec.encode(prompt, special=True), _content(answer)
+            before, answered = [] if prompt is None else self.tokenizer.encode(prompt, special=True), _content(answer)
         else:
-            text = self.codec.render(messages, start=True)
-            whole = self.codec.render([*messages, answer], start=False)
-            before = self.codec.encode(text)
-            said = whole.removeprefix(text) if whole.startswith(text) else _content(answer)
-        if not (ids := self._ended(self.codec.encode(said), finished)):
+            text = self.tokenizer.render(messages, start=True)
+            whole = self.tokenizer.render([*messages, answer], start=False)
+            before = self.tokenizer.encode(text)
+            answered = whole.removeprefix(text) if whole.startswith(text) else _content(answer)
+        if not (ids := self._ended(self.tokenizer.encode(answered), finished)):
             raise InvalidRequestError("the answer holds no tokens", param="messages")
         return before, ids
 
@@ -65,7 +64,7 @@ class ModelText:
         end = next((at for at, token in enumerate(ids) if token in self.end_ids), len(ids))
         if not finished:
             return ids[:end]
-        own = getattr(self.codec.tokenizer, "eos_token_id", None)
+        own = getattr(self.tokenizer.tokenizer, "eos_token_id", None)
         return ids[: end + 1] if end < len(ids) or own is None else [*ids, int(own)]
 
 

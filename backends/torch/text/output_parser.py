@@ -1,18 +1,18 @@
-"""An answer as its reader wants it: thoughts and tool calls taken out of the text as it arrives."""
+"""An answer as its client wants it: reasoning and tool calls taken out of the text as it arrives."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentspec.backends.torch.text.reasoning_parser import Expectation, ReasoningSplitter
-from agentspec.backends.torch.text.tool_parser import CallReader, Piece, ToolFormat
+from agentspec.backends.torch.text.reasoning_parser import Expectation, ReasoningParser
+from agentspec.backends.torch.text.tool_parser import OutputPiece, ToolCallParser, ToolFormat
 from agentspec.types import Delta, GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How to read the answers to one request."""
+class OutputParserSpec:
+    """How to parse the answers to one request."""
 
     expected: Expectation = "never"
     format: ToolFormat | None = None
@@ -21,7 +21,7 @@ class Reading:
     named: bool = False
 
     @classmethod
-    def of(cls, request: GenerateRequest, format: ToolFormat | None, expected: Expectation) -> Reading:
+    def of(cls, request: GenerateRequest, format: ToolFormat | None, expected: Expectation) -> OutputParserSpec:
         called = format if request.tool_choice != "none" else None
         return cls(
             expected=expected if request.split_reasoning else "never",
@@ -31,37 +31,39 @@ class Reading:
             named=request.tool_choice not in ("auto", "none", "required"),
         )
 
-    def reader(self) -> AnswerReader:
-        """A reader of one answer."""
-        calls = None if self.format is None else CallReader(self.format, self.names, self.parallel and not self.named)
-        return AnswerReader(self, ReasoningSplitter(self.expected), calls)
+    def parser(self) -> OutputParser:
+        """A parser of one answer."""
+        calls = (
+            None if self.format is None else ToolCallParser(self.format, self.names, self.parallel and not self.named)
+        )
+        return OutputParser(self, ReasoningParser(self.expected), calls)
 
 
 @dataclass(slots=True)
-class AnswerReader:
-    """Turns the engine's deltas into the reader's; nothing of the text is lost or repeated."""
+class OutputParser:
+    """Turns the engine's deltas into the client's; nothing of the text is lost or repeated."""
 
-    reading: Reading
-    _splitter: ReasoningSplitter
-    _calls: CallReader | None
+    spec: OutputParserSpec
+    _reasoning: ReasoningParser
+    _calls: ToolCallParser | None
     _called: bool = field(default=False)
 
-    def read(self, delta: Delta) -> Delta:
-        """The same delta with its text sorted into text, thoughts and calls."""
-        thoughts, text = self._splitter.feed(delta.text)
+    def parse(self, delta: Delta) -> Delta:
+        """The same delta with its text sorted into text, reasoning and calls."""
+        reasoning, text = self._reasoning.feed(delta.text)
         if delta.finish_reason is not None:
-            rest = self._splitter.finish()
-            thoughts, text = thoughts + rest[0], text + rest[1]
-        pieces: list[Piece] = [text] if self._calls is None else self._calls.feed(text)
+            rest = self._reasoning.finish()
+            reasoning, text = reasoning + rest[0], text + rest[1]
+        pieces: list[OutputPiece] = [text] if self._calls is None else self._calls.feed(text)
         if self._calls is not None and delta.finish_reason is not None:
             pieces += self._calls.finish()
         calls = [piece for piece in pieces if isinstance(piece, dict)]
         self._called = self._called or bool(calls)
-        extra: dict[str, Any] = {"reasoning": thoughts, "reasoning_content": thoughts} if thoughts else {}
+        extra: dict[str, Any] = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
         if calls:
             extra["tool_calls"] = calls
-        said = "".join(piece for piece in pieces if isinstance(piece, str))
+        answer = "".join(piece for piece in pieces if isinstance(piece, str))
         finish = delta.finish_reason
-        if finish == "stop" and self._called and not self.reading.named:
+        if finish == "stop" and self._called and not self.spec.named:
             finish = "tool_calls"  # OpenAI keeps "stop" for a call of the tool that was named
-        return replace(delta, text=said, extra={**delta.extra, **extra}, finish_reason=finish)
+        return replace(delta, text=answer, extra={**delta.extra, **extra}, finish_reason=finish)

@@ -1,4 +1,4 @@
-"""What a model thinks before it speaks: where it stands in an answer, and splitting it off as it arrives."""
+"""Reasoning before the answer: whether an answer begins with it, and splitting it off as it arrives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Expectation = Literal["never", "maybe", "begun"]
 
 
 def expectation(prompt: str, *, thinks: bool) -> Expectation:
-    """Whether the answer to `prompt`, rendered for a model that `thinks` at all, begins with thoughts."""
+    """Whether the answer to `prompt`, rendered for a model that `thinks` at all, begins with reasoning."""
     end = prompt.rstrip()
     if not thinks or end.endswith(END):
         return "never"
@@ -20,31 +20,31 @@ def expectation(prompt: str, *, thinks: bool) -> Expectation:
 
 
 @dataclass(slots=True)
-class ReasoningSplitter:
-    """Splits thoughts from the answer. Joined, the parts do not depend on how the text was cut.
+class ReasoningParser:
+    """Splits reasoning from the answer. Joined, the parts do not depend on how the text was cut.
 
-    Thoughts begin with the answer, or with a `<think>` that nothing but blanks precedes, and end with `</think>`.
+    Reasoning begins with the answer, or with a `<think>` that nothing but blanks precedes, and ends with `</think>`.
     """
 
     expected: Expectation
     _held: str = ""
     _thinking: bool = False
     _over: bool = False
-    _strip: bool = True  # blanks at the beginning of the thoughts, and of what follows them, say nothing
+    _strip: bool = True  # leave out blanks at the beginning of the reasoning, and of what follows it
 
     def __post_init__(self) -> None:
         self._thinking, self._over = self.expected == "begun", self.expected == "never"
         self._strip = not self._over
 
     def feed(self, piece: str) -> tuple[str, str]:
-        """The thoughts and the text that `piece` adds."""
+        """The reasoning and the text that `piece` adds."""
         self._held += piece
-        thoughts = ""
+        reasoning = ""
         if not self._thinking and not self._over:
             self._begin()
         if self._thinking:
-            thoughts = self._think()
-        return thoughts, self._taken(len(self._held)) if self._over else ""
+            reasoning = self._think()
+        return reasoning, self._taken(len(self._held)) if self._over else ""
 
     def finish(self) -> tuple[str, str]:
         """What was held back, when no more text will come."""
@@ -52,10 +52,10 @@ class ReasoningSplitter:
         return (held.rstrip(), "") if self._thinking else ("", held)
 
     def _begin(self) -> None:
-        said = self._held.lstrip()
-        if said.startswith(BEGIN):
-            self._held, self._thinking = said.removeprefix(BEGIN), True
-        elif not BEGIN.startswith(said):
+        begun = self._held.lstrip()
+        if begun.startswith(BEGIN):
+            self._held, self._thinking = begun.removeprefix(BEGIN), True
+        elif not BEGIN.startswith(begun):
             self._over, self._strip = True, False
 
     def _think(self) -> str:
@@ -64,10 +64,10 @@ class ReasoningSplitter:
             kept = partial_end(self._held, END)
             body = self._held[: len(self._held) - kept].rstrip()  # the blanks before the end belong to it
             return self._taken(len(body))
-        thoughts = self._taken(at).rstrip()
+        reasoning = self._taken(at).rstrip()
         self._held = self._held.lstrip().removeprefix(END)
         self._thinking, self._over, self._strip = False, True, True
-        return thoughts
+        return reasoning
 
     def _taken(self, count: int) -> str:
         """The first `count` characters, less blanks that begin a part."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
 
 from agentspec.backends.base import NONE
 from agentspec.backends.torch.text.chat_template import render
+from agentspec.errors import ModelUnavailableError
 from agentspec.text.detokenizer import Decode
 from agentspec.types import GenerateRequest, Message
 
 
-class Codec:
+class TokenizerAdapter:
     """A tokenizer's two directions, with special tokens skipped when decoding. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -101,3 +106,33 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     marks = (token for token, added_token in added.items() if getattr(added_token, "special", False))
     return frozenset([*getattr(tokenizer, "all_special_ids", ()), *marks])
+
+
+def load_tokenizer(model: str) -> tuple[Any, str]:
+    """The tokenizer of a model and the hash that its namespaces carry. Raises `ModelUnavailableError`."""
+    from agentspec.backends.model_store import resolve
+
+    tokenizer = read_tokenizer(resolve(model).folder)
+    return tokenizer, hashes(tokenizer)[0]
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a model's folder. Raises `ModelUnavailableError`."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelUnavailableError(f"cannot read the tokenizer in {str(folder)!r}: {error}") from error
+
+
+def hashes(tokenizer: Any) -> tuple[str, str]:
+    """Of the tokenizer and of its chat template, as namespaces carry them."""
+    return _hash(_tokenizer_text(tokenizer)), _hash(str(getattr(tokenizer, "chat_template", None) or ""))
+
+
+def _tokenizer_text(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

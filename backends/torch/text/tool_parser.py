@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agentspec.backends.torch.sampling.grammar import lark_string
-from agentspec.backends.torch.sampling.json_schema import guided
-from agentspec.backends.torch.text.json_reader import ObjectReader
+from agentspec.backends.torch.sampling.grammar import closed_schema, lark_string
+from agentspec.backends.torch.text.json_reader import JsonObjectParser
 from agentspec.text.stop_strings import partial_end
 
 Tool = Mapping[str, Any]
@@ -93,7 +92,7 @@ def format_of(template: str) -> ToolFormat | None:
 
 def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
     """What a function's arguments must look like; a function without parameters takes none."""
-    return guided(function.get("parameters") or NO_PARAMETERS)
+    return closed_schema(function.get("parameters") or NO_PARAMETERS)
 
 
 def call_id(format: ToolFormat) -> str:
@@ -104,16 +103,16 @@ def call_id(format: ToolFormat) -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-Piece = str | dict[str, Any]  # text, or an entry of OpenAI's `tool_calls` in a delta
+OutputPiece = str | dict[str, Any]  # text, or an entry of OpenAI's `tool_calls` in a delta
 _NAME = re.compile(r"[\w.-]+")
 _CALL_KEYS = frozenset({"name", "type", "id"})
 
 
-State = Literal["text", "between", "object", "closing"]
+ParserState = Literal["text", "between", "object", "closing"]
 
 
 @dataclass(slots=True)
-class CallReader:
+class ToolCallParser:
     """Splits an answer into text and tool calls as it arrives: a call's name first, then its arguments in pieces.
 
     What only looked like a call becomes text again. The result joined does not depend on how the text was cut. Without
@@ -124,24 +123,24 @@ class CallReader:
     names: frozenset[str]
     parallel: bool = True
     calls: int = 0
-    _state: State = "text"
+    _state: ParserState = "text"
     _held: str = ""  # text not judged yet
     _raw: str = ""  # the call under way as it was written, for as long as it may turn out to be none
     _fresh: bool = True  # whether nothing but blanks came since the beginning, or since a call
-    _object: ObjectReader = field(default_factory=ObjectReader)
+    _object: JsonObjectParser = field(default_factory=JsonObjectParser)
     _name: str | None = None  # where it stands in front of the arguments
     _sent: int | None = None  # characters of the arguments passed on; None before the name was
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[OutputPiece]:
         """What `text` adds."""
         self._held += text
-        pieces: list[Piece] = []
+        pieces: list[OutputPiece] = []
         steps = {"text": self._text, "between": self._between, "object": self._inside, "closing": self._closing}
         while self._held and steps[self._state](pieces):
             pass
         return joined(pieces)
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[OutputPiece]:
         """What is left once nothing more will come: a call that has no name by now is text."""
         rest, state = self._raw + self._held, self._state
         self._raw = self._held = ""
@@ -155,13 +154,13 @@ class CallReader:
     def _separators(self) -> str:
         return " \n\t[];," if self.format.listed else " \n\t;,"
 
-    def _enter(self, state: State, eaten: str) -> bool:
+    def _enter(self, state: ParserState, eaten: str) -> bool:
         self._raw += eaten
         self._held = self._held[len(eaten) :]
         self._state = state
         return True
 
-    def _text(self, pieces: list[Piece]) -> bool:
+    def _text(self, pieces: list[OutputPiece]) -> bool:
         """Up to an opening, or to what may be the beginning of one."""
         opening, body = self.format.opening, self._held.lstrip()
         if self._fresh:
@@ -179,7 +178,7 @@ class CallReader:
             self._held = self._held[end:]
         return self._enter("between", opening) if at >= 0 else False
 
-    def _between(self, pieces: list[Piece]) -> bool:
+    def _between(self, pieces: list[OutputPiece]) -> bool:
         """Behind an opening or a call: blanks and separators, a name, an object, or no call after all."""
         rest = self._held.lstrip(self._separators)
         if len(rest) < len(self._held):
@@ -190,7 +189,7 @@ class CallReader:
             if marker.startswith(rest):
                 return False
         if rest[0] == "{":
-            self._object, self._sent, self._state = ObjectReader(), None, "object"
+            self._object, self._sent, self._state = JsonObjectParser(), None, "object"
             return True
         name = _NAME.match(rest)
         if self.format.name != "mistral" or name is None or self._name is not None:
@@ -200,7 +199,7 @@ class CallReader:
         self._name = name.group()
         return self._enter("between", self._name)
 
-    def _inside(self, pieces: list[Piece]) -> bool:
+    def _inside(self, pieces: list[OutputPiece]) -> bool:
         """Inside a call's object, which may still turn out to be something else."""
         used = self._object.feed(self._held)
         self._enter("object", self._held[:used])
@@ -212,7 +211,7 @@ class CallReader:
             self._state = "closing" if self.format.closing else "between"
         return self._object.complete
 
-    def _report(self, pieces: list[Piece]) -> None:
+    def _report(self, pieces: list[OutputPiece]) -> None:
         """Pass on what is known of the call by now."""
         name, arguments = self._call()
         if not name or not arguments or self._foreign:
@@ -250,8 +249,8 @@ class CallReader:
             arguments = self._object.string(key) or ""
         return self._object.string("name"), arguments
 
-    def _give_up(self, pieces: list[Piece]) -> bool:
-        """It was no call: what was kept is text, and the answer goes on behind its first character."""
+    def _give_up(self, pieces: list[OutputPiece]) -> bool:
+        """It was no call: what was kept is text, and the answer continues behind its first character."""
         raw, self._raw, self._name = self._raw, "", None
         if self.calls and not raw.strip(self._separators):
             raw = ""
@@ -260,7 +259,7 @@ class CallReader:
         self._held, self._fresh, self._state = whole[1:], False, "text"
         return True
 
-    def _closing(self, pieces: list[Piece]) -> bool:
+    def _closing(self, pieces: list[OutputPiece]) -> bool:
         """Behind an object that has to be closed; an answer that leaves the closing out is taken as it is."""
         rest = self._held.lstrip()
         if len(rest) < len(self.format.closing) and self.format.closing.startswith(rest):
@@ -269,16 +268,16 @@ class CallReader:
         return True
 
 
-def joined(pieces: Sequence[Piece]) -> list[Piece]:
+def joined(pieces: Sequence[OutputPiece]) -> list[OutputPiece]:
     """The same pieces, texts that follow each other and arguments of one call put together."""
-    result: list[Piece] = []
+    result: list[OutputPiece] = []
     for piece in pieces:
         last = result[-1] if result else None
         if isinstance(piece, str) and isinstance(last, str):
             result[-1] = last + piece
         elif isinstance(piece, dict) and isinstance(last, dict) and piece["index"] == last["index"]:
-            said = last["function"]["arguments"] + piece["function"]["arguments"]
-            result[-1] = {**last, "function": {**last["function"], "arguments": said}}
+            arguments = last["function"]["arguments"] + piece["function"]["arguments"]
+            result[-1] = {**last, "function": {**last["function"], "arguments": arguments}}
         else:
             result.append(piece)
     return result

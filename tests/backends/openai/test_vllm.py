@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.backends.openai import Acceptance, Drafter, OpenAIBackend, ServerMetrics, VllmReport, vllm
+from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, ServerMetrics, VllmReport, vllm
 from agentspec.backends.openai.vllm import label_fields, token_id_fields
 from agentspec.backends.openai.vllm_metrics import parse_metrics
 from agentspec.backends.settings import OpenAISettings
+from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import Delta, GenerateRequest, Labels
 
 pytestmark = pytest.mark.anyio
@@ -135,7 +136,7 @@ async def test_a_server_that_wants_a_key_for_its_models_is_known_by_its_metrics(
 
 async def test_the_operators_key_reaches_the_paths_beside_v1() -> None:
     server = VllmServer(key="secret")
-    assert await backend(server, api_key="secret").acceptance() is not None
+    assert await backend(server, api_key="secret").metrics("up") is not None
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer secret"}
 
 
@@ -158,7 +159,7 @@ async def test_a_server_that_never_answered_is_told_nothing() -> None:
     server.down = True
     upstream = backend(server)
     assert await upstream.label_fields(LABELS, {}) == {}
-    assert await upstream.acceptance() is None
+    assert await upstream.metrics("up") is None
     assert server.paths == ["/v1/models"]
 
 
@@ -185,7 +186,7 @@ def test_token_ids_are_not_asked_for_where_the_caller_decided_or_the_text_would_
 
 
 def test_counters_are_summed_over_engines_and_models() -> None:
-    expected = ServerMetrics(True, Acceptance(7, 120, 90), Drafter("agentspec", "suffix", "0.1.0"))
+    expected = ServerMetrics(True, DraftCounts(7, 120, 90), DrafterInfo("agentspec", "suffix", "0.1.0"))
     assert parse_metrics(COUNTERS + DRAFTER) == expected
 
 
@@ -196,7 +197,7 @@ def test_counters_are_summed_over_engines_and_models() -> None:
         ("python_info 1.0\nvllm\n", ServerMetrics()),
         ('vllm:num_requests_running{engine="0"} 0.0\n', ServerMetrics(True)),
         ("vllm:spec_decode_num_drafts_total NaN\nvllm:spec_decode_num_drafts_total +Inf\n", ServerMetrics()),
-        ("vllm:spec_decode_num_drafts_total 2 1700000000\n", ServerMetrics(True, Acceptance(2))),
+        ("vllm:spec_decode_num_drafts_total 2 1700000000\n", ServerMetrics(True, DraftCounts(2))),
         ("<html>vllm:spec_decode_num_drafts_total 2</html>", ServerMetrics()),
     ],
 )
@@ -205,9 +206,9 @@ def test_metrics_of_all_sorts(text: str, expected: ServerMetrics) -> None:
 
 
 async def test_counters_of_servers_with_and_without_drafts() -> None:
-    assert await backend(VllmServer()).acceptance() == Acceptance(7, 120, 90)
-    assert await backend(VllmServer(metrics="vllm:x 1\n")).acceptance() is None
-    assert await backend(VllmServer("somebody")).acceptance() is None
+    assert await backend(VllmServer()).metrics("up") == UpstreamSample("up", 7, 120, 90)
+    assert await backend(VllmServer(metrics="vllm:x 1\n")).metrics("up") is None
+    assert await backend(VllmServer("somebody")).metrics("up") is None
 
 
 async def test_the_probe_tells_what_the_server_tells() -> None:

@@ -6,16 +6,20 @@ written out once more in plain numpy and integers. It shares no code with the en
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
+import importlib
+import inspect
 import math
-import sys
-from collections import Counter
+import pkgutil
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AttentionInterface,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -42,15 +45,17 @@ from transformers import (
     Qwen3Config,
 )
 
-from agentspec.backends.torch.drafters import Drafting, make_draft
-from agentspec.backends.torch.engine.cache_session import Memory
-from agentspec.backends.torch.engine.sequence import Generation, Job, Shared
-from agentspec.backends.torch.engine.step import play
-from agentspec.backends.torch.loader import Loaded, prepare
-from agentspec.backends.torch.model.attention import ATTENTION_NAME, packed_attention
-from agentspec.backends.torch.model.kv_cache import Rows
-from agentspec.backends.torch.sampling.constraints import Rules
-from agentspec.backends.torch.text.tokenizer import Codec
+import agentspec.backends.torch
+from agentspec.backends.torch.drafters import DrafterFactory, make_draft
+from agentspec.backends.torch.engine.cache_session import CacheSession
+from agentspec.backends.torch.engine.scheduler import Schedule
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
+from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
+from agentspec.backends.torch.engine.step import run_step
+from agentspec.backends.torch.loader import LoadedModel, prepare
+from agentspec.backends.torch.model.kv_cache import KVCache
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor, RequestStats
 from agentspec.types import Delta, Draft, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
 
@@ -102,6 +107,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
+# These meet every test of families; the others, which are slow together, fewer.
+MAIN_FAMILIES = ("gemma3", "gpt2", "llama")
+OTHER_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(CONFIGS) if name not in MAIN_FAMILIES]
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' + m['role']) }}{% endif %}"
@@ -137,7 +146,7 @@ class EagerGovernor(Governor):
     def choose(self, worths: Sequence[Sequence[float]], **step: Any) -> list[list[int]]:
         return [list(range(len(worth))) for worth in worths]
 
-    def pace(self, step: str | None = None) -> RequestStats:
+    def request_stats(self, step: str | None = None) -> RequestStats:
         return AlwaysAsk()
 
 
@@ -146,7 +155,7 @@ class AlwaysAsk(RequestStats):
         return True
 
 
-class ScriptedMemory(Memory):
+class ScriptedSession(CacheSession):
     """A place in a cache whose drafts come from a function of the text so far and the budget."""
 
     def __init__(self, script: Callable[[list[int], int], Draft | None], prompt: Sequence[int]) -> None:
@@ -165,7 +174,7 @@ class ScriptedMemory(Memory):
 
 @dataclass
 class Outcome:
-    """What one generation produced."""
+    """What one sequence produced."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -174,7 +183,7 @@ class Outcome:
     usage: Usage = field(default_factory=Usage)
     speculation: Speculation | None = None
     deltas: list[Delta] = field(default_factory=list)
-    generation: Generation | None = None
+    sequence: EngineSequence | None = None
 
     @property
     def rounds(self) -> int:
@@ -203,21 +212,27 @@ class Ask:
     stop_ids: Sequence[int] = (EOS,)
     prediction: Sequence[int] | None = None
     speculates: bool = False  # without a script too
-    rules: Rules = field(default_factory=Rules)
+    constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
     request: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, shared: Shared, rows: Rows | None) -> Generation:
+    def begin(self, context: EngineContext, kv_cache: KVCache | None) -> EngineSequence:
         prompt = list(self.prompt)
         speculation = self.speculates or self.script is not None or self.prediction is not None
         request = GenerateRequest(
             "tiny", token_ids=prompt, sampling=self.sampling, speculation=speculation, **self.request
         )
         predicted = None if self.prediction is None else list(self.prediction)
-        job = Job(
-            request, prompt, self.max_tokens, frozenset(self.stop_ids), predicted, lambda item: None, rules=self.rules
+        engine_request = EngineRequest(
+            request,
+            prompt,
+            self.max_tokens,
+            frozenset(self.stop_ids),
+            predicted,
+            lambda item: None,
+            constraints=self.constraints,
         )
-        memory = ScriptedMemory(self.script or (lambda text, budget: None), prompt)
-        return Generation(job, shared, rows or shared.target.new_rows(1), memory)
+        session = ScriptedSession(self.script or (lambda text, budget: None), prompt)
+        return EngineSequence(engine_request, context, kv_cache or context.target.new_cache(1), session)
 
 
 def no_forward_fails() -> None:
@@ -225,12 +240,12 @@ def no_forward_fails() -> None:
     raise AssertionError("a forward failed")
 
 
-def check_invariants(generation: Generation, outcome: Outcome) -> None:
+def check_invariants(sequence: EngineSequence, outcome: Outcome) -> None:
     """I1 and I2 of batched speculation: the tokens are those told, and rows cover all of them but the last."""
-    memory = generation._memory
-    assert isinstance(memory, ScriptedMemory)
-    assert generation.tokens == [*generation.job.prompt, *outcome.tokens] == memory.text
-    assert generation.rows.length == len(generation.tokens) - 1
+    session = sequence._session
+    assert isinstance(session, ScriptedSession)
+    assert sequence.tokens == [*sequence.request.prompt, *outcome.tokens] == session.text
+    assert sequence.kv_cache.length == len(sequence.tokens) - 1
 
 
 class Lab:
@@ -238,11 +253,12 @@ class Lab:
 
     def __init__(self, module: Any, tokenizer: Any = None) -> None:
         self.reference = copy.deepcopy(module)
-        self.loaded: Loaded = prepare(module, tokenizer or byte_tokenizer(), name="tiny", fingerprint="f")
+        self.loaded: LoadedModel = prepare(module, tokenizer or byte_tokenizer(), name="tiny", fingerprint="f")
         self.target = self.loaded.target
-        self.codec = Codec(self.loaded.tokenizer)
+        self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self.divergences: list[str] = []
         self.draws_ahead: bool | None = None
+        self._answers: dict[Any, list[int]] = defaultdict(list)  # as long as any test asked for, whatever ends them
 
     def run(
         self,
@@ -250,15 +266,15 @@ class Lab:
         sampling: SamplingParams,
         script: Script | None = None,
         *,
-        rows: Rows | None = None,
+        kv_cache: KVCache | None = None,
         governor: Governor | None = None,
         max_draft: int = 48,
-        drafting: Drafting | None = None,
+        drafters: DrafterFactory | None = None,
         **options: Any,
     ) -> Outcome:
         """Generate one answer; `options` as `Ask` has them."""
-        ask = Ask(prompt, sampling, script, speculates=drafting is not None, **options)
-        return self.run_batch([ask], governor=governor, max_draft=max_draft, rows=rows, drafting=drafting)[0]
+        ask = Ask(prompt, sampling, script, speculates=drafters is not None, **options)
+        return self.run_batch([ask], governor=governor, max_draft=max_draft, kv_cache=kv_cache, drafters=drafters)[0]
 
     def run_batch(
         self,
@@ -266,38 +282,38 @@ class Lab:
         *,
         governor: Governor | None = None,
         max_draft: int = 48,
-        rows: Rows | None = None,
-        drafting: Drafting | None = None,
-        between: Callable[[list[Generation]], None] = lambda generations: None,
+        kv_cache: KVCache | None = None,
+        drafters: DrafterFactory | None = None,
+        between: Callable[[list[EngineSequence]], None] = lambda sequences: None,
     ) -> list[Outcome]:
         """Generate all answers through the engine's own steps, verifying every draft of their scripts.
 
-        `between` is called before each step with the generations that take part in it, and may take some out or
-        change their rows.
+        `between` is called before each step with the sequences that take part in it, and may take some out or
+        change their caches.
         """
-        shared = Shared(
+        context = EngineContext(
             self.target,
-            self.codec,
+            self.tokenizer,
             governor=governor or EagerGovernor(),
             max_draft_tokens=max_draft,
-            relieve=no_forward_fails,
-            drafting=drafting or Drafting(),
+            free_memory=no_forward_fails,
+            drafters=drafters or DrafterFactory(),
             draws_ahead=self.draws_ahead,
         )
-        generations = [ask.begin(shared, rows if len(asks) == 1 else None) for ask in asks]
-        outcomes = {generation: Outcome(generation=generation) for generation in generations}
-        active = list(generations)
+        sequences = [ask.begin(context, kv_cache if len(asks) == 1 else None) for ask in asks]
+        outcomes = {sequence: Outcome(sequence=sequence) for sequence in sequences}
+        active = list(sequences)
         with torch.inference_mode():
             while active:
                 between(active)
-                for generation, outcome in play(active, shared):
+                for sequence, outcome in run_step(Schedule.of(active, context), context):
                     if isinstance(outcome, Exception):
                         raise outcome
                     if outcome is not None:
-                        outcomes[generation].add(outcome)
-                        check_invariants(generation, outcomes[generation])
-                active = [generation for generation in active if generation.finish is None]
-        return [outcomes[generation] for generation in generations]
+                        outcomes[sequence].add(outcome)
+                        check_invariants(sequence, outcomes[sequence])
+                active = [sequence for sequence in active if sequence.finish is None]
+        return [outcomes[sequence] for sequence in sequences]
 
     def oracle(
         self,
@@ -309,10 +325,15 @@ class Lab:
         allowed: Allowed | None = None,
         choice: int = 0,
     ) -> list[int]:
-        answer: list[int] = []
-        while len(answer) < max_tokens and (not answer or answer[-1] not in stop_ids):
-            answer.append(int(np.argmax(self.scores(prompt, answer, sampling, allowed, choice))))
-        return answer
+        """What the untouched model alone answers. It reads the whole text for each token, so answers are kept."""
+        key = (tuple(prompt), repr(sampling), choice)
+        answer = self._answers[key] if allowed is None else []
+        for place in range(max_tokens):
+            if place == len(answer):
+                answer.append(int(np.argmax(self.scores(prompt, answer, sampling, allowed, choice))))
+            if answer[place] in stop_ids:
+                return answer[: place + 1]
+        return answer[:max_tokens]
 
     def scores(
         self,
@@ -397,15 +418,30 @@ def plain_gumbel(seed: int, position: int, token: int, choice: int = 0) -> float
     return -math.log(-math.log1p(-min((bits + 0.5) / 2**32, 1 - 2**-25)))
 
 
-@pytest.fixture(scope="session", params=sorted(CONFIGS))
+@functools.cache
+def laboratory(name: str) -> Lab:
+    return Lab(tiny(name))
+
+
+@pytest.fixture(scope="session", params=[*MAIN_FAMILIES, *OTHER_FAMILIES])
 def family(request: pytest.FixtureRequest) -> Lab:
     """Each model family in turn."""
-    return Lab(tiny(request.param))
+    return laboratory(request.param)
+
+
+@pytest.fixture(scope="session", params=MAIN_FAMILIES)
+def main_family(request: pytest.FixtureRequest) -> Lab:
+    return laboratory(request.param)
+
+
+@pytest.fixture(scope="session", params=OTHER_FAMILIES)
+def other_family(request: pytest.FixtureRequest) -> Lab:
+    return laboratory(request.param)
 
 
 @pytest.fixture(scope="session")
 def lab() -> Lab:
-    return Lab(tiny("llama"))
+    return laboratory("llama")
 
 
 class Trees:
@@ -440,7 +476,7 @@ def tree_of() -> Trees:
 @pytest.fixture(scope="session")
 def lab_of() -> Callable[[str], Lab]:
     """The laboratory of a family by name, made once."""
-    return functools.cache(lambda name: Lab(tiny(name)))
+    return laboratory
 
 
 @pytest.fixture(scope="session")
@@ -491,25 +527,46 @@ def ask_of() -> type[Ask]:
     return Ask
 
 
-Mutate = Callable[[ModuleType, str, str, Any, str], None]
+Mutate = Callable[[str, str, str], None]
+
+
+@functools.cache
+def functions() -> dict[str, list[FunctionType]]:
+    """The engine's functions and methods by their qualified names, each a list of one where the name is unique."""
+    found = defaultdict[str, dict[FunctionType, None]](dict)
+    for module in pkgutil.walk_packages(agentspec.backends.torch.__path__, "agentspec.backends.torch."):
+        names = vars(importlib.import_module(module.name))
+        classes = [thing for thing in names.values() if isinstance(thing, type)]
+        for thing in [*names.values(), *(member for owner in classes for member in vars(owner).values())]:
+            function = inspect.unwrap(getattr(thing, "fget", thing))
+            if isinstance(function, FunctionType) and function.__module__ == module.name:
+                found[function.__qualname__][function] = None
+    return {name: list(alike) for name, alike in found.items()}
+
+
+def mutant_of(function: FunctionType, old: str, new: str) -> CodeType:
+    """The code of a function with one expression or statement changed, both written as `ast.unparse` writes them."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    definition.decorator_list = []  # type: ignore[attr-defined]
+    source = ast.unparse(definition)
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {function.__qualname__}:\n{source}"
+    free = function.__code__.co_freevars  # such as the class that super() looks for
+    outer = f"def outer({', '.join(free)}):\n" + textwrap.indent(source.replace(old, new), "    ")
+    code = compile(outer, inspect.getfile(function), "exec")
+    for _ in range(2):
+        (code,) = [part for part in code.co_consts if isinstance(part, CodeType)]
+    assert code.co_freevars == free
+    return code
 
 
 @pytest.fixture
 def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
-    """Gives `owner` its attribute `name` from a copy of `module` that is compiled from its source with one change."""
+    """Changes a function or method, found by its qualified name wherever it lives, for the duration of a test."""
 
-    def change(module: ModuleType, old: str, new: str, owner: Any, name: str) -> None:
-        path = Path(str(module.__file__))
-        source = path.read_text()
-        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {path.name}"
-        twin = ModuleType(module.__name__ + "_mutated")
-        twin.__file__ = str(path)
-        monkeypatch.setitem(sys.modules, twin.__name__, twin)
-        # A twin of the attention module registers itself where the models look: put back what was there afterwards.
-        monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION_NAME, packed_attention)
-        exec(compile(source.replace(old, new), str(path), "exec"), twin.__dict__)
-        source_of = twin if isinstance(owner, ModuleType) else getattr(twin, owner.__name__)
-        monkeypatch.setattr(owner, name, getattr(source_of, name))
+    def change(symbol: str, old: str, new: str) -> None:
+        found = functions().get(symbol, [])
+        assert len(found) == 1, f"{len(found)} functions are called {symbol}: {found}"
+        monkeypatch.setattr(found[0], "__code__", mutant_of(found[0], old, new))
 
     return change
 

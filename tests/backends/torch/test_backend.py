@@ -87,11 +87,11 @@ async def test_the_cache_learns_beside_the_forwards_of_a_device_that_computes_by
     with SuffixCache.open() as cache:
         backend = backend_of(cache)
         monkeypatch.setattr(lab.target, "device", torch.device(device))
-        memory = backend._open_memory(backend.prepare(ask()))
+        memory = backend._open_session(backend.prepare(ask()))
         memory.draft(3)
         memory.extend([5, 6])
         assert cache.stats().steps == (device == "cpu")
-        memory.learn()
+        memory.flush_to_cache()
         assert cache.stats().steps == 1
         memory.close(clean=False)
 
@@ -211,7 +211,7 @@ async def test_a_cancelled_task_frees_the_place(backend_of: Any) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while backend.stats().active:
             await asyncio.sleep(0.005)
 
@@ -235,7 +235,7 @@ async def drained(stream: AsyncIterator[Delta]) -> list[int]:
 async def test_the_event_loop_is_never_blocked(backend_of: Any) -> None:
     backend = backend_of()
     task = asyncio.create_task(answer(backend, ask(SamplingParams(temperature=0, max_tokens=300))))
-    turns, end = 0, time.monotonic() + 20
+    turns, end = 0, time.monotonic() + 60
     while not task.done() and time.monotonic() < end:
         await asyncio.sleep(0)
         turns += 1

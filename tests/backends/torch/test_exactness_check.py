@@ -11,7 +11,7 @@ import torch
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine import sequence
-from agentspec.backends.torch.exactness import COLD, TOGETHER, WARM, Divergence, Question, verify
+from agentspec.backends.torch.exactness import COLD, TOGETHER, WARM, ExactnessCase, TokenDivergence, check_exactness
 from agentspec.cache import SuffixCache
 from agentspec.types import SamplingParams
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 7, 7, 7], [5, 6, 5, 6, 5]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SAMPLED = SamplingParams(temperature=0.7, max_tokens=24, seed=3)
-QUESTIONS = [Question(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
+QUESTIONS = [ExactnessCase(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def backend(lab: Any) -> AsyncIterator[TorchBackend]:
 
 async def test_an_exact_engine_passes(backend: TorchBackend) -> None:
     said: list[str] = []
-    found = await verify(backend, QUESTIONS, said.append)
+    found = await check_exactness(backend, QUESTIONS, said.append)
     assert found.exact and not found.divergences
     assert [found.identical(way) for way in (COLD, WARM, TOGETHER)] == [len(QUESTIONS)] * 3
     assert len(said) == 4
@@ -54,8 +54,8 @@ async def test_drafts_taken_on_trust_are_found(backend: TorchBackend, monkeypatc
         emit(choose(len(path)), len(path))
         return path
 
-    monkeypatch.setattr(sequence, "walk", trust)
-    found = await verify(backend, QUESTIONS, lambda line: None)
+    monkeypatch.setattr(sequence, "accept_path", trust)
+    found = await check_exactness(backend, QUESTIONS, lambda line: None)
     assert not found.exact
     worst = next(each for each in found.divergences if not each.is_tie)
     off, on = found.answers["off"][worst.question], found.answers[worst.way][worst.question]
@@ -71,9 +71,10 @@ async def test_drafts_taken_on_trust_are_found(backend: TorchBackend, monkeypatc
     [(2e-4, -3e-4, True), (0.1, 0.1, False), (0.1, 5e-4, True), (float("inf"), 0.2, False)],
 )
 def test_what_a_near_tie_is(apart: float, together: float, tie: bool) -> None:
-    assert Divergence(COLD, 0, 3, 1, 2, apart, together, 1e-3).is_tie == tie
+    assert TokenDivergence(COLD, 0, 3, 1, 2, apart, together, 1e-3).is_tie == tie
 
 
+@pytest.mark.slow
 @pytest.mark.model
 async def test_twenty_prompts_of_the_default_model() -> None:
     from agentspec.recordings.prompt_sets import load_prompts
@@ -83,8 +84,8 @@ async def test_twenty_prompts_of_the_default_model() -> None:
         prompts = [*load_prompts("edit_short")[:12], *load_prompts("control")[:8]]
         encoded = [backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         ways = (SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temperature=0.8, max_tokens=12, seed=1))
-        questions = [Question(prompt, ways[number % 2]) for number, prompt in enumerate(encoded)]
-        found = await verify(backend, questions, lambda line: None)
+        questions = [ExactnessCase(prompt, ways[number % 2]) for number, prompt in enumerate(encoded)]
+        found = await check_exactness(backend, questions, lambda line: None)
         await backend.aclose()
     print(f"{len(found.divergences)} divergences:", *found.divergences, sep="\n")
     assert backend.target.dtype == torch.float32

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import loader
-from agentspec.backends.torch.loader import Check, load, load_draft, prepare
+from agentspec.backends.torch.loader import SelfCheck, load, load_draft, prepare
 from agentspec.backends.torch.model.attention import ATTENTION_NAME
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import ConfigurationError, ModelUnavailableError
@@ -22,7 +22,7 @@ from agentspec.errors import ConfigurationError, ModelUnavailableError
 def test_a_wrong_tree_forward_is_not_used(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mask that hides nothing from siblings the check fails and the model's own decoding is used."""
     module = tiny_model("llama")
-    check = Check.of(module)
+    check = SelfCheck.of(module)
     module.set_attn_implementation(ATTENTION_NAME)
     target = TargetModel(module, rewindable=True)
     assert check.passes(target) and check.difference(target) < 1e-4
@@ -48,7 +48,7 @@ def test_a_model_that_differs_from_itself_is_refused(tiny_model: Any, byte_token
 
 def test_low_precision_has_its_head_in_float32(tiny_model: Any, byte_tokens: Any) -> None:
     loaded = prepare(tiny_model("llama").to(torch.bfloat16), byte_tokens, name="m", fingerprint="f")
-    logits = loaded.target.forward(loaded.target.new_rows(1), [1, 2, 3])
+    logits = loaded.target.forward(loaded.target.new_cache(1), [1, 2, 3])
     assert loaded.target.dtype == torch.bfloat16 and loaded.packed == 0
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.to(torch.bfloat16).float())

@@ -1,23 +1,18 @@
 """Every guard of exactness is needed: with any one of them broken, the comparison with the oracle fails.
 
-A mutation changes one line of the source, compiles the changed module beside the real one, and puts the changed
-function or method in the real one's place for the duration of a test.
+A mutation names a function or method and one expression or statement of it, both of which have to be there.
+`make mutants` breaks one after the other; the batteries themselves run every time.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
-from agentspec.backends.torch.engine import sequence, speculator, step
-from agentspec.backends.torch.model import attention, batch, kv_cache, target, tree_mask
-from agentspec.backends.torch.sampling import acceptance, constraints, grammar, sampler
+from agentspec.backends.torch.sampling import constraints, grammar
 from agentspec.errors import EngineError
 from agentspec.types import SamplingParams
 
@@ -30,179 +25,137 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, top_p=0.9, frequency_penalty=1.5, repetition_penalty=1.4, seed=4),
 )
 
-# module, line to change, changed line, where the changed thing goes: (owner, name)
-MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
-    "siblings see each other": (tree_mask, "sees[row] = sees[above]", "pass", (batch, "tree_layout")),
-    "positions are columns": (
-        tree_mask,
-        "depths[row] = depths[above] + 1",
-        "depths[row] = row",
-        (batch, "tree_layout"),
-    ),
-    "window one wider": (
-        tree_mask,
-        "<= positions[:, None] - window",
-        "< positions[:, None] - window",
-        (batch, "attention_mask"),
-    ),
+# function or method, what to change, changed
+Mutations = dict[str, tuple[str, str, str]]
+MUTATIONS: Mutations = {
+    "siblings see each other": ("tree_layout", "sees[row] = sees[above]", "pass"),
+    "positions are columns": ("tree_layout", "depths[row] = depths[above] + 1", "depths[row] = row"),
+    "window one wider": ("attention_mask", "<= positions[:, None] - window", "< positions[:, None] - window"),
     "window between columns": (
-        tree_mask,
+        "attention_mask",
         "torch.arange(first, past, device=device), positions]",
         "torch.arange(past + size, device=device)[first:]]",
-        (batch, "attention_mask"),
     ),
-    "no compaction": (kv_cache, "self._gather(", "(", (kv_cache.SequenceCache, "commit")),
-    "rejected rows kept": (kv_cache, "start + len(path)", "start + len(path) + 1", (kv_cache.SequenceCache, "commit")),
-    "accepted rows forgotten": (kv_cache, "start + len(path)", "start", (kv_cache.SequenceCache, "commit")),
-    "noise by call, not by position": (sampler, "self._position += 1", "pass", (sampler.Sampler, "observe")),
-    "history not kept": (sampler, "self._counts[token] += 1", "pass", (sampler.Sampler, "observe")),
-    "noise by path alone": (
-        sampler,
-        "self._position + len(path)) for",
-        "len(path)) for",
-        (sampler.Sampler, "_draw"),
-    ),
-    "seed ignored": (
-        sampler,
-        "position_key(self.seed, self._choice,",
-        "position_key(0, self._choice,",
-        (sampler.Sampler, "_draw"),
-    ),
+    "no compaction": ("SequenceCache.commit", "self._gather(", "("),
+    "rejected rows kept": ("SequenceCache.commit", "start + len(path)", "start + len(path) + 1"),
+    "accepted rows forgotten": ("SequenceCache.commit", "start + len(path)", "start"),
+    "noise by call, not by position": ("Sampler.observe", "self._position += 1", "pass"),
+    "history not kept": ("Sampler.observe", "self._counts[token] += 1", "pass"),
+    "noise by path alone": ("Sampler._draw", "self._position + len(path)) for", "len(path)) for"),
+    "seed ignored": ("Sampler._draw", "position_key(self.seed, self._choice,", "position_key(0, self._choice,"),
     "child of any parent": (
-        acceptance,
+        "accept_path",
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if t == token), None)",
-        (sequence, "walk"),
     ),
     "first child always": (
-        acceptance,
+        "accept_path",
         "children.get((node, token))",
         "next((n for (p, t), n in children.items() if p == node), None)",
-        (sequence, "walk"),
     ),
-    "goes on past the end": (
-        acceptance,
-        "if emit(token, node + 1):",
-        "if emit(token, node + 1) and False:",
-        (sequence, "walk"),
-    ),
-    "row of the parent": (acceptance, "token = choose(node + 1)", "token = choose(max(node, 0))", (sequence, "walk")),
-    "illegal ids pass": (speculator, "0 <= token < vocab_size", "True", (speculator, "usable")),
+    "goes on past the end": ("accept_path", "if emit(token, node + 1):", "if emit(token, node + 1) and False:"),
+    "row of the parent": ("accept_path", "token = choose(node + 1)", "token = choose(max(node, 0))"),
+    "illegal ids pass": ("usable", "0 <= token < vocab_size", "True"),
 }
-
-BATCH_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
+BATCH_MUTATIONS: Mutations = {
     "positions of the first sequence": (
-        batch,
-        "past + layout.depths for",
-        "pasts[0] + layout.depths for",
-        (target, "PackedCache"),
+        "PackedCache.__init__",
+        "past + layout.depths",
+        "pasts[0] + layout.depths",
     ),
     "one sequence's window for all": (
-        batch,
+        "_view",
         "firsts = [first_visible(past, window) for past in pasts]",
         "firsts = [first_visible(min(pasts), window) for past in pasts]",
-        (batch, "_view"),
     ),
-    "a window's last row is cut off": (tree_mask, "past - window + 1", "past - window + 2", (batch, "first_visible")),
-    "two tokens without a mask": (batch, "len(layout) == 1", "len(layout) <= 2", (batch, "_view")),
+    "a window's last row is cut off": ("first_visible", "past - window + 1", "past - window + 2"),
+    "two tokens without a mask": ("_view", "len(layout) == 1", "len(layout) <= 2"),
     "logits of the row before": (
-        batch,
-        "np.arange(end - piece.outputs, end)",
-        "np.arange(end - piece.outputs, end) - 1",
-        (target, "wanted_rows"),
+        "logit_rows",
+        "np.arange(end - item.outputs, end)",
+        "np.arange(end - item.outputs, end) - 1",
     ),
     "all rows in the first sequence": (
-        batch,
+        "PackedCache.update",
         "all_keys, all_values = cache.update(",
         "all_keys, all_values = self._caches[0].update(",
-        (batch.PackedCache, "update"),
     ),
     "one sequence's values for all": (
-        attention,
+        "Ragged.attend",
         "zip(queries, self.keys, self.values,",
         "zip(queries, self.keys, [self.values[0]] * len(self.keys),",
-        (attention.Ragged, "attend"),
     ),
-    "queries out of order": (
-        attention,
-        "torch.cat(parts, dim=1)",
-        "torch.cat(parts[::-1], dim=1)",
-        (attention.Ragged, "attend"),
-    ),
-    "rows lost in growing": (kv_cache, "room[:, :, :length] = rows[:, :, :length]", "pass", (kv_cache, "_room")),
-    "a prompt's chunk draws": (step, "draws=read == sequence.unread", "draws=True", (step, "schedule")),
+    "queries out of order": ("Ragged.attend", "torch.cat(parts, dim=1)", "torch.cat(parts[::-1], dim=1)"),
+    "rows lost in growing": ("_room", "room[:, :, :length] = rows[:, :, :length]", "pass"),
+    "a prompt's chunk draws": ("Schedule.of", "draws=tokens == uncomputed", "draws=True"),
     "logits of another sequence": (
-        step,
-        "for turn, logits in zip(turns, outputs, strict=True)",
-        "for turn, logits in zip(turns, outputs[::-1], strict=True)",
-        (step, "run_together"),
+        "run_together",
+        "for each, logits in zip(scheduled, outputs, strict=True)",
+        "for each, logits in zip(scheduled, outputs[::-1], strict=True)",
     ),
     "rows of a chunk kept twice": (
-        sequence,
-        "self.rows.commit(count, ())",
-        "self.rows.commit(count + 1, ())",
-        (sequence.Generation, "read"),
+        "Sequence.commit_chunk",
+        "self.kv_cache.commit(count, ())",
+        "self.kv_cache.commit(count + 1, ())",
     ),
-}  # fmt: skip
+}
 # The same for what a request's rules bar.
-RULE_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
-    "grammar not advanced": (
-        grammar,
-        "self._matcher.consume_token(token)",
-        "pass",
-        (grammar.Constraint, "advance"),
-    ),
+RULE_MUTATIONS: Mutations = {
+    "grammar not advanced": ("GrammarMatcher.advance", "self._matcher.consume_token(token)", "pass"),
     "mask not applied": (
-        sampler,
-        "self.limits.apply(self._logits[row])[None]",
+        "Sampler.choose",
+        "self.constraints.apply(self._logits[row])[None]",
         "self._logits[row][None]",
-        (sampler.Sampler, "choose"),
     ),
     "best token taken unasked": (
-        sampler,
-        " and (self.limits.idle or self._foresees(self._drawn[row]))",
+        "Sampler.choose",
+        " and (self.constraints.idle or self._holds(self._drawn[row]))",
         "",
-        (sampler.Sampler, "choose"),
     ),
-    "rules do not hear of tokens": (sampler, "self.limits.observe(token)", "pass", (sampler.Sampler, "observe")),
+    "rules do not hear of tokens": ("Sampler.observe", "self.constraints.observe(token)", "pass"),
     "end allowed one token early": (
-        constraints,
+        "Constraints._barred",
         "self._count < self._early",
         "self._count + 1 < self._early",
-        (constraints.Limits, "_barred"),
     ),
     "history of bad words not kept": (
-        constraints,
-        "self._said = [*self._said, token][-self._longest :]",
+        "Constraints.observe",
+        "self._recent = [*self._recent, token][-self._longest:]",
         "pass",
-        (constraints.Limits, "observe"),
     ),
     "choices share their noise": (
-        sampler,
+        "Sampler._draw",
         "position_key(self.seed, self._choice,",
         "position_key(self.seed, 0,",
-        (sampler.Sampler, "_draw"),
     ),
 }
 # The same where the tokens of all rows are drawn before one is asked for.
-AHEAD_MUTATIONS: dict[str, tuple[ModuleType, str, str, tuple[Any, str]]] = {
-    "one noise for all rows": (sampler, "_position + len(path)) for", "_position) for", (sampler.Sampler, "_draw")),
+AHEAD_MUTATIONS: Mutations = {
+    "one noise for all rows": ("Sampler._draw", "_position + len(path)) for", "_position) for"),
     "drafted ancestors not counted": (
-        sampler,
+        "Sampler._counts_along",
         "places = [row * size + token for row, path in enumerate(paths) for token in path]",
         "places = []",
-        (sampler.Sampler, "_counts_along"),
     ),
     "ancestors counted in another row": (
-        sampler,
+        "Sampler._counts_along",
         "row * size + token",
         "(len(paths) - 1 - row) * size + token",
-        (sampler.Sampler, "_counts_along"),
     ),
-    "paths end at the parent": (sampler, "(*paths[parent + 1], token)", "paths[parent + 1]", (sampler, "lineages")),
-    "paths from the node before": (sampler, "paths[parent + 1]", "paths[-1]", (sampler, "lineages")),
-    "tokens of another answer": (sampler, "list(islice(tokens, len(pending)))", "list(tokens)", (step, "fetch")),
+    "paths end at the parent": ("ancestor_tokens", "(*paths[parent + 1], token)", "paths[parent + 1]"),
+    "paths from the node before": ("ancestor_tokens", "paths[parent + 1]", "paths[-1]"),
+    "tokens of another answer": ("fetch", "list(islice(tokens, len(pending)))", "list(tokens)"),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutation",
+    [*MUTATIONS.values(), *BATCH_MUTATIONS.values(), *RULE_MUTATIONS.values(), *AHEAD_MUTATIONS.values()],
+    ids="-".join,
+)
+def test_every_mutation_finds_its_place(mutation: tuple[str, str, str], mutate: Any) -> None:
+    mutate(*mutation)
 
 
 @pytest.fixture(scope="module")
@@ -273,10 +226,10 @@ def test_the_battery_passes_without_a_mutation(labs: list[Any], tree_of: Any) ->
     battery(labs, tree_of)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_guard_is_caught(labs: list[Any], tree_of: Any, name: str, mutate: Any) -> None:
-    module, old, new, (owner, attribute) = MUTATIONS[name]
-    mutate(module, old, new, owner, attribute)
+    mutate(*MUTATIONS[name])
     with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
         battery(labs, tree_of)
 
@@ -294,12 +247,12 @@ def test_the_batteries_pass_drawing_ahead(labs: list[Any], ask_of: Any, tree_of:
 
 
 @pytest.mark.usefixtures("ahead")
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", AHEAD_MUTATIONS)
 def test_a_broken_guard_of_drawing_ahead_is_caught(
     labs: list[Any], ask_of: Any, tree_of: Any, governor: Any, name: str, mutate: Any
 ) -> None:
-    module, old, new, (owner, attribute) = AHEAD_MUTATIONS[name]
-    mutate(module, old, new, owner, attribute)
+    mutate(*AHEAD_MUTATIONS[name])
     with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
         battery(labs, tree_of)
         batch_battery(labs, ask_of, tree_of, governor)
@@ -317,12 +270,12 @@ def test_the_batch_battery_passes_without_a_mutation(labs: list[Any], ask_of: An
     batch_battery(labs, ask_of, tree_of, governor)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", BATCH_MUTATIONS)
 def test_a_broken_guard_of_batching_is_caught(
     labs: list[Any], ask_of: Any, tree_of: Any, governor: Any, name: str, mutate: Any
 ) -> None:
-    module, old, new, (owner, attribute) = BATCH_MUTATIONS[name]
-    mutate(module, old, new, owner, attribute)
+    mutate(*BATCH_MUTATIONS[name])
     with pytest.raises((AssertionError, IndexError, RuntimeError, TypeError)):
         batch_battery(labs, ask_of, tree_of, governor)
 
@@ -341,8 +294,8 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
         shortest = replace(sampling, min_tokens=15)
         want = lab.oracle(PROMPT, shortest, max_tokens=20, allowed=allowed, choice=1)
         for script in scripts(want, tree_of)[:2]:
-            rules = constraints.Rules(words, (bad,), choice=1)
-            got = lab.run(PROMPT, shortest, script, max_tokens=20, rules=rules)
+            rules = constraints.ConstraintSpec(words, (bad,), choice=1)
+            got = lab.run(PROMPT, shortest, script, max_tokens=20, constraints=rules)
             assert got.tokens == want
         eager = replace(sampling, min_tokens=5, logit_bias={END: 100.0})
         assert len(lab.run(PROMPT, eager, scripts(want, tree_of)[0], max_tokens=20).tokens) == 6
@@ -350,21 +303,16 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
 
 @pytest.fixture(scope="module")
 def grammars(byte_tokens: Any) -> Any:
-    return grammar.Grammars(byte_tokens, 259, [END])
+    return grammar.GrammarCompiler(byte_tokens, 259, [END])
 
 
 def test_the_battery_of_rules_passes_without_a_mutation(lab: Any, tree_of: Any, grammars: Any) -> None:
     rule_battery(lab, tree_of, grammars)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", RULE_MUTATIONS)
 def test_a_broken_rule_is_caught(lab: Any, tree_of: Any, grammars: Any, name: str, mutate: Any) -> None:
-    module, old, new, (owner, attribute) = RULE_MUTATIONS[name]
-    mutate(module, old, new, owner, attribute)
+    mutate(*RULE_MUTATIONS[name])
     with pytest.raises((AssertionError, EngineError)):
         rule_battery(lab, tree_of, grammars)
-
-
-def test_modules_are_whole_again() -> None:
-    assert importlib.import_module("agentspec.backends.torch.sampling.acceptance").walk is sequence.walk
-    assert np.array_equal(target.tree_layout(1, [-1, -1]).sees, [[1, 0, 0], [1, 1, 0], [1, 0, 1]])

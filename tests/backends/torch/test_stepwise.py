@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.base import HiddenStates, State, StepByStep, Steps
+from agentspec.backends.base import HiddenStates, StepByStep, StepOutput, StepwiseDecoding
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.model.batch import Piece
-from agentspec.backends.torch.model.head_input import HeadInput
+from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.target import HeadInput
 from agentspec.errors import ContextLengthError, EngineError, InvalidRequestError, ShuttingDownError
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -41,11 +41,11 @@ def asked(**sampling: Any) -> GenerateRequest:
 @torch.inference_mode()
 def test_states_are_what_the_head_turns_into_logits(family: Any) -> None:
     target = family.target
-    states = target.states_batch([Piece(target.new_rows(1), text) for text in TEXTS])
+    states = target.states_batch([BatchItem(target.new_cache(1), text) for text in TEXTS])
     for text, rows in zip(TEXTS, states, strict=True):
         assert rows.shape[0] == len(text) and rows.dtype == torch.float32
         with HeadInput(target.module) as head:
-            logits = target.forward(target.new_rows(1), text)
+            logits = target.forward(target.new_cache(1), text)
         assert torch.allclose(head.states[-1], rows[-1], atol=TOLERANCE)
         again = target.module.get_output_embeddings()(rows[-1:].to(target.dtype))
         if getattr(target.module.config, "final_logit_softcapping", None) is None:
@@ -71,7 +71,7 @@ async def test_texts_that_do_not_fit_are_refused(backend: TorchBackend) -> None:
         await backend.hidden_states([[10**6]])
 
 
-def drawn(steps: Steps) -> tuple[int, bool, State]:
+def drawn(steps: StepwiseDecoding) -> tuple[int, bool, StepOutput]:
     state = steps.advance()
     token = steps.draw(state.logits)
     return token, steps.add(token), state
@@ -97,7 +97,7 @@ async def test_what_is_rewound_comes_again_bit_for_bit(backend: TorchBackend) ->
     begun = await session.run(lambda steps: len(steps.tokens))
     first = [await session.run(drawn) for _ in range(10)]
 
-    def astray(steps: Steps) -> None:
+    def astray(steps: StepwiseDecoding) -> None:
         steps.rewind(begun + 3)
         for token in (7, 9):
             steps.add(token)
@@ -120,10 +120,10 @@ async def test_tokens_added_again_are_not_computed_again(
     forwards = list[int]()
     run = backend.target._run
     monkeypatch.setattr(
-        backend.target, "_run", lambda pieces, wanted: (forwards.append(len(pieces[0])), run(pieces, wanted))[1]
+        backend.target, "_run", lambda items, wanted: (forwards.append(len(items[0])), run(items, wanted))[1]
     )
 
-    def verify(steps: Steps) -> None:
+    def verify(steps: StepwiseDecoding) -> None:
         steps.rewind(begun)
         for token in tokens:
             steps.add(token)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import generate_latest
 
-from agentspec.backends.openai.vllm_metrics import DRAFTER_METRIC, Drafter, parse_metrics
+from agentspec.backends.openai.vllm_metrics import DRAFTER_METRIC, DrafterInfo, parse_metrics
 from agentspec.backends.vllm.metrics import NAME, drafter_of, publish
 
 
@@ -22,7 +22,6 @@ def speculative(method: str, model: str | None = None) -> SimpleNamespace:
         (None, True, "none"),
         (speculative("suffix"), True, "agentspec"),
         (speculative("suffix"), False, "arctic"),
-        (speculative("custom_class", "agentspec.backends.vllm.SuffixProposer"), False, "agentspec"),
         (speculative("custom_class", "theirs.Proposer"), True, "custom_class"),
         (speculative("ngram"), True, "ngram"),
         (speculative("eagle3", "some/model"), True, "eagle3"),
@@ -37,4 +36,4 @@ def test_what_is_published_is_what_the_upstream_backend_reads() -> None:
         publish(speculative("suffix"), took_over=True)
     assert NAME == DRAFTER_METRIC
     found = parse_metrics(generate_latest().decode())
-    assert found.drafter == Drafter("agentspec", "suffix", version("agentspec"))
+    assert found.drafter == DrafterInfo("agentspec", "suffix", version("agentspec"))

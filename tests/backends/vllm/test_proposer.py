@@ -1,4 +1,4 @@
-"""Both of vLLM's interfaces, driven as its model runner drives them, without the server."""
+"""The proposer, driven as vLLM's model runner drives it, without the server."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.vllm import custom_class, proposer
-from agentspec.backends.vllm.cache_router import Memories
-from agentspec.backends.vllm.custom_class import SuffixProposer
+from agentspec.backends.vllm import proposer
+from agentspec.backends.vllm.cache_router import CacheRouter
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
-from agentspec.backends.vllm.request_state import Conversation, Memory
+from agentspec.backends.vllm.request_state import RequestCache, RequestState
 from agentspec.backends.vllm.settings import DrafterSettings
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import ConfigurationError
 from agentspec.types import Namespace
 
 MOST, MAX_LENGTH, EOS = 6, 200, 999
@@ -77,30 +75,28 @@ class Bench:
 
     cache: SuffixCache
     drafter: ServerDrafter
-    opened: list[Memory]
+    opened: list[RequestCache]
     server: Server = field(default_factory=Server)
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     with SuffixCache.open() as cache:
-        memories = Memories(cache, DrafterSettings(salts={"pepper": "acme"}), Namespace.of, None)
-        opened: list[Memory] = []
+        memories = CacheRouter(cache, DrafterSettings(salts={"pepper": "acme"}), Namespace.of, None)
+        opened: list[RequestCache] = []
 
-        def open_memory(conversation: Conversation, prompt: Tokens) -> Memory:
-            opened.append(memories.open(conversation, prompt))
+        def open_cache(state: RequestState, prompt: Tokens) -> RequestCache:
+            opened.append(memories.open(state, prompt))
             return opened[-1]
 
-        def open_drafter(config: Any, idle: Any = lambda: None) -> ServerDrafter:
-            bench.drafter = ServerDrafter(open_memory, 1000, idle=idle)
+        def open_drafter(config: Any) -> ServerDrafter:
+            bench.drafter = ServerDrafter(open_cache, 1000)
             return bench.drafter
 
-        bench = Bench(cache, ServerDrafter(open_memory, 1000), opened)
-        for module in (proposer, custom_class):
-            monkeypatch.setattr(module, "open_drafter", open_drafter)
-            monkeypatch.setattr(module, "drafts_here", lambda config: True)
+        bench = Bench(cache, ServerDrafter(open_cache, 1000), opened)
+        monkeypatch.setattr(proposer, "open_drafter", open_drafter)
+        monkeypatch.setattr(proposer, "drafts_here", lambda config: True)
         monkeypatch.setattr(proposer, "listen_to_scheduler", lambda: None)
-        monkeypatch.setattr(custom_class, "require_supported", lambda: None)
         yield bench
         bench.drafter.close()
 
@@ -121,8 +117,8 @@ def scheduled(*begun: Any, finished: tuple[str, ...] = ()) -> Any:
     return SimpleNamespace(scheduled_new_reqs=list(begun), finished_req_ids=set(finished))
 
 
-class ById:
-    """The suffix method: told of requests that come and go."""
+class Runner:
+    """Drives the proposer as vLLM's model runner does."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.proposer = bench, SuffixDecodingProposer(config())
@@ -144,33 +140,9 @@ class ById:
         self.bench.drafter.flush()
 
 
-class ByTokens:
-    """The custom class: sees rows only."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench, self.proposer = bench, SuffixProposer(config())
-
-    def begin(self, name: str, prompt: Tokens) -> None:
-        self.bench.server.add(name, prompt)
-
-    def step(self, **tokens: list[int]) -> dict[str, list[int]]:
-        server = self.bench.server
-        sampled = server.sample(tokens)
-        drafts = self.proposer.propose(sampled, server.num_tokens_no_spec, server.token_ids_cpu, slot_mappings=None)
-        self.bench.drafter.flush()
-        return dict(zip(server.req_ids, drafts, strict=True))
-
-    def finish(self, name: str) -> None:
-        self.bench.server.remove(name)
-
-
-Runner = ById | ByTokens
-
-
-@pytest.fixture(params=[ById, ByTokens])
-def runner(request: pytest.FixtureRequest, bench: Bench) -> Runner:
-    made: Runner = request.param(bench)
-    return made
+@pytest.fixture
+def runner(bench: Bench) -> Runner:
+    return Runner(bench)
 
 
 def outputs(bench: Bench) -> list[list[int]]:
@@ -221,7 +193,7 @@ def test_a_preempted_request_goes_on(runner: Runner, bench: Bench) -> None:
 
 
 def test_a_finished_request_of_the_same_name_is_another_one(bench: Bench) -> None:
-    runner = ById(bench)
+    runner = Runner(bench)
     runner.begin("a", TEXT)
     runner.step(a=[1, 2, 3])
     runner.finish("a")
@@ -231,18 +203,8 @@ def test_a_finished_request_of_the_same_name_is_another_one(bench: Bench) -> Non
     assert bench.cache.stats().sequences == 2
 
 
-def test_a_row_without_steps_ends_by_itself(bench: Bench) -> None:
-    runner = ByTokens(bench)
-    runner.begin("a", TEXT)
-    runner.step(a=[1, 2, 3])
-    runner.proposer._idle()
-    bench.drafter.flush()
-    assert bench.cache.stats().sequences == 1
-    assert runner.step(a=[4])["a"] is not None
-
-
 def test_salted_requests_are_kept_apart(bench: Bench) -> None:
-    runner = ById(bench)
+    runner = Runner(bench)
     runner.begin("plain", TEXT[:5])
     runner.step(plain=TEXT[5:].tolist())
     runner.finish("plain")
@@ -259,7 +221,7 @@ def test_salted_requests_are_kept_apart(bench: Bench) -> None:
 
 
 def test_what_is_sampled_behind_the_end_is_no_output(bench: Bench) -> None:
-    runner = ById(bench)
+    runner = Runner(bench)
     runner.begin("a", TEXT)
     assert runner.step(a=[100, 101, EOS, 102, 103]) == {"a": []}
     runner.finish("a")
@@ -271,7 +233,7 @@ def test_what_is_sampled_behind_the_end_is_no_output(bench: Bench) -> None:
 
 
 def test_what_was_said_in_steps_without_drafts_is_kept(bench: Bench) -> None:
-    runner = ById(bench)
+    runner = Runner(bench)
     runner.begin("a", TEXT)
     runner.step(a=[1, 2, 3])
     bench.server.sample({"a": [4, 5]})
@@ -280,7 +242,7 @@ def test_what_was_said_in_steps_without_drafts_is_kept(bench: Bench) -> None:
 
 
 def test_what_replaces_tokens_that_the_server_took_back_is_said(bench: Bench) -> None:
-    runner = ById(bench)
+    runner = Runner(bench)
     runner.begin("a", TEXT)
     runner.step(a=[1, 2, 3])
     bench.server.num_tokens_no_spec[0] -= 2
@@ -290,7 +252,7 @@ def test_what_replaces_tokens_that_the_server_took_back_is_said(bench: Bench) ->
 
 
 def test_adapters_are_kept_apart(bench: Bench) -> None:
-    runner = ById(bench)
+    runner = Runner(bench)
     for name, path in (("a", "/one"), ("b", "/two")):
         bench.server.add(name, TEXT[:5])
         request = new(name, TEXT[:5])
@@ -303,33 +265,23 @@ def test_adapters_are_kept_apart(bench: Bench) -> None:
     assert bench.cache.stats().namespaces == 2
 
 
-def test_prompts_without_tokens_are_not_for_the_custom_class(bench: Bench) -> None:
-    embeds = config()
-    embeds.model_config.enable_prompt_embeds = True
-    with pytest.raises(ConfigurationError, match="use the suffix method"):
-        SuffixProposer(embeds)
-
-
 def test_labels_of_a_request(bench: Bench) -> None:
-    runner = ById(bench)
+    runner = Runner(bench)
     runner.begin("a", TEXT, agentspec_session="s", agentspec_workflow="w", agentspec_step="plan")
     labels = bench.opened[0].labels  # type: ignore[attr-defined]
     assert (labels.session, labels.workflow, labels.step) == ("s", "w", "plan")
 
 
 def test_other_ranks_propose_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (proposer, custom_class):
-        monkeypatch.setattr(module, "drafts_here", lambda config: False)
-    for kind in (ById, ByTokens):
-        bench.server = Server()
-        runner = kind(bench)
-        runner.begin("a", TEXT)
-        assert runner.step(a=TEXT[:4].tolist()) == {"a": []}
+    monkeypatch.setattr(proposer, "drafts_here", lambda config: False)
+    runner = Runner(bench)
+    runner.begin("a", TEXT)
+    assert runner.step(a=TEXT[:4].tolist()) == {"a": []}
     assert bench.cache.stats().requests == 0
 
 
 def test_requests_without_tokens_to_go_by(bench: Bench) -> None:
-    runner = ById(bench)
+    runner = Runner(bench)
     bench.server.add("a", TEXT)
     embedded = new("a", TEXT)
     embedded.prompt_embeds = object()

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache.storage.batch_writer import BatchWriter
@@ -13,7 +13,7 @@ from agentspec.errors import CacheError
 
 
 class Disk:
-    """Takes what it is given, or fails as it is told: with what passes (`OSError`), or with what does not."""
+    """Takes what it is given, or fails as it is told: with what is_transient (`OSError`), or with what does not."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -30,8 +30,8 @@ class Disk:
         self.written += jobs
 
     def writer(self, room: int = 1000) -> BatchWriter[int]:
-        passes = lambda error: isinstance(error, OSError)  # noqa: E731
-        return BatchWriter(self.commit, name="test", passes=passes, room=room)
+        is_transient = lambda error: isinstance(error, OSError)  # noqa: E731
+        return BatchWriter(self.commit, name="test", is_transient=is_transient, room=room)
 
 
 def test_flush_waits_and_what_gathers_is_committed_together() -> None:
@@ -80,7 +80,7 @@ def test_what_passes_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
         freed = time.monotonic()
         while writer.error is not None:
             time.sleep(0.01)
-            assert time.monotonic() - freed < 5
+            assert time.monotonic() - freed < 60
         writer.put(5)
         writer.flush()
     assert disk.written == [0, 1, 2, 3, 4, 5]
@@ -89,7 +89,6 @@ def test_what_passes_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     writer.close()
 
 
-@settings(max_examples=10, deadline=None)
 @given(room=st.integers(1, 8), count=st.integers(1, 20))
 def test_the_oldest_make_room_and_are_counted(room: int, count: int) -> None:
     disk = Disk()

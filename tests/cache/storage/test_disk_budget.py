@@ -9,25 +9,25 @@ from pathlib import Path
 import numpy as np
 import sqlalchemy as sa
 
-from agentspec.cache.storage.record import Row
-from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.record import SequenceRecord
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Labels, Namespace
 
 
-def row(number: int, tokens: object, context: object = ()) -> Row:
+def row(number: int, tokens: object, context: object = ()) -> SequenceRecord:
     labels = Labels("s", "w", None)
     arrays = [np.asarray(part, dtype=np.int32) for part in (tokens, context)]
-    return Row(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
+    return SequenceRecord(number, Namespace("t", "m", "k", "c"), labels, arrays[0], arrays[1], 12.5)
 
 
 def text(seed: int, length: int) -> Tokens:
     return np.random.default_rng(seed).integers(0, 2**31 - 1, length).astype(np.int32)
 
 
-def opened(location: str | Path, disk_bytes: int | None = None, tenant_disk_bytes: int | None = None) -> Store:
-    return Store.open(location, disk_bytes=disk_bytes, tenant_disk_bytes=tenant_disk_bytes, mode="auto")
+def opened(location: str | Path, disk_bytes: int | None = None, tenant_disk_bytes: int | None = None) -> SequenceStore:
+    return SequenceStore.open(location, disk_bytes=disk_bytes, tenant_disk_bytes=tenant_disk_bytes, mode="auto")
 
 
 def execute(location: str | Path, *statements: str) -> list[tuple[object, ...]]:
@@ -49,7 +49,7 @@ def test_the_database_stays_within_its_budget(location: str | Path) -> None:
             store.flush()
     store.flush()
     assert store.disk_bytes() <= limit
-    kept = [r.sequence for r in store.newest(most=1 << 30)]
+    kept = [r.sequence for r in store.newest(limit=1 << 30)]
     store.close()
     assert kept == list(range(kept[0], 300))  # the oldest went
     assert len(kept) > 20
@@ -70,7 +70,7 @@ def test_a_tenant_over_its_share_loses_its_own_oldest(location: str | Path) -> N
 
     def over() -> bool:
         nonlocal taken
-        store.make_room()
+        store.enforce_budget()
         query = "SELECT tenant, sum(length(tokens)), count(*), min(number), max(number) FROM sequences GROUP BY tenant"
         sums = {str(tenant): tuple(rest) for tenant, *rest in execute(location, query)}
         assert sums["quiet"][1:] == (20, 1000, 1019)
@@ -78,7 +78,7 @@ def test_a_tenant_over_its_share_loses_its_own_oldest(location: str | Path) -> N
         assert (last, last - first + 1) == (199, count)  # the oldest went
         return int(taken) > limit
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while over():
         assert time.monotonic() < deadline
     assert taken > limit // 2
@@ -92,7 +92,7 @@ def test_the_largest_tenant_makes_room_for_all(location: str | Path) -> None:
         store.put(replace(row(number, text(number, 2000)), namespace=Namespace(tenant)))
         if number % 10 == 9:
             store.flush()
-    kept = [r.sequence for r in store.newest(most=1 << 30)]
+    kept = [r.sequence for r in store.newest(limit=1 << 30)]
     store.close()
     assert kept[:10] == list(range(10))
     assert 20 < len(kept) < 150
@@ -102,7 +102,7 @@ def test_a_tiny_budget_keeps_nothing_and_goes_on(location: str | Path) -> None:
     store = opened(location, disk_bytes=1)
     store.put(row(1, text(1, 2000)))
     store.flush()
-    assert store.newest(most=1 << 30) == []
+    assert store.newest(limit=1 << 30) == []
     store.close()
 
 
@@ -117,7 +117,7 @@ def test_nothing_is_deleted_while_a_reader_keeps_its_room_from_being_returned(tm
             store.put(row(number, text(number, 2000)))
         store.flush()
         assert execute(tmp_path, "SELECT count(*) FROM sequences") == [(60,)]
-    store.make_room()
+    store.enforce_budget()
     assert store.disk_bytes() <= 200_000
     assert execute(tmp_path, "SELECT count(*) > 10 FROM sequences") == [(1,)]
     store.close()
@@ -130,9 +130,9 @@ def test_a_follower_leaves_it_to_the_writer(location: str | Path) -> None:
         follower.put(row(number, text(number, 4000)))
     follower.flush()
     assert follower.disk_bytes() > 400_000
-    assert len(follower.newest(most=1 << 30)) == 60
-    writer.make_room()
+    assert len(follower.newest(limit=1 << 30)) == 60
+    writer.enforce_budget()
     assert writer.disk_bytes() <= 400_000
-    assert 5 < len(follower.newest(most=1 << 30)) < 60
+    assert 5 < len(follower.newest(limit=1 << 30)) < 60
     follower.close()
     writer.close()

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.export import add, identity, parse, write
-from agentspec.cache.storage.record import Row
-from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import ConfigurationError
 from agentspec.types import Labels, Namespace
 
 NAMES = st.none() | st.text(max_size=5)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=64).map(lambda ids: np.array(ids, dtype=np.int32))
 ROWS = st.builds(
-    Row,
+    SequenceRecord,
     sequence=st.just(0),
     namespace=st.builds(Namespace, *[st.text(max_size=5)] * 4),
     labels=st.builds(Labels, NAMES, NAMES, NAMES),
@@ -32,45 +32,47 @@ ROWS = st.builds(
 )
 
 
-def row(*tokens: int, session: str | None = "s", tenant: str = "t") -> Row:
-    return Row(0, Namespace(tenant), Labels(session), np.array(tokens, np.int32), np.array([1], np.int32), 5.0)
+def row(*tokens: int, session: str | None = "s", tenant: str = "t") -> SequenceRecord:
+    return SequenceRecord(
+        0, Namespace(tenant), Labels(session), np.array(tokens, np.int32), np.array([1], np.int32), 5.0
+    )
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[SequenceRecord]:
     rows = [parse(line, f"{path}:{number}") for number, line in enumerate(path.read_bytes().splitlines(), 1)]
     return [row for row in rows if row is not None]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path / "cache", disk_bytes=None, mode="follower")
+def store(tmp_path: Path) -> Iterator[SequenceStore]:
+    store = SequenceStore.open(tmp_path / "cache", disk_bytes=None, mode="follower")
     yield store
     store.close()
 
 
-def told(rows: list[Row]) -> list[tuple[bytes, float]]:
+def told(rows: list[SequenceRecord]) -> list[tuple[bytes, float]]:
     return sorted((identity(row), row.created_at) for row in rows)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(st.lists(ROWS, max_size=5))
-def test_what_is_written_is_read(tmp_path: Path, rows: list[Row]) -> None:
+def test_what_is_written_is_read(tmp_path: Path, rows: list[SequenceRecord]) -> None:
     assert write(tmp_path / "f.jsonl", rows) == len(rows)
     assert told(read(tmp_path / "f.jsonl")) == told(rows)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
 @given(st.lists(ROWS, max_size=4), st.lists(ROWS, max_size=3))
-def test_adding_again_adds_nothing(tmp_path_factory: pytest.TempPathFactory, rows: list[Row], more: list[Row]) -> None:
+def test_adding_again_adds_nothing(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[SequenceRecord], more: list[SequenceRecord]
+) -> None:
     rows = [*rows, *rows[:1]]  # what was said twice
-    store = Store.open(tmp_path_factory.mktemp("cache"), disk_bytes=None, mode="follower")
+    store = SequenceStore.open(tmp_path_factory.mktemp("cache"), disk_bytes=None, mode="follower")
     try:
         assert add(store, rows) == (len(rows), 0)
         assert add(store, rows[::-1]) == (0, len(rows))
         new = [other for other in more if identity(other) not in {identity(known) for known in rows}]
         assert add(store, [*new, *rows]) == (len(new), len(rows))
-        assert told(list(store.rows())) == told([*rows, *new])
-        assert len({row.sequence for row in store.rows()}) == len(rows) + len(new)
+        assert told(list(store.records())) == told([*rows, *new])
+        assert len({row.sequence for row in store.records()}) == len(rows) + len(new)
     finally:
         store.close()
 
@@ -90,7 +92,7 @@ def test_everything_that_tells_sequences_apart_does() -> None:
     assert identity(replace(one, sequence=7, created_at=1.0)) == identity(one)
 
 
-def test_added_sequences_are_drafted(store: Store, tmp_path: Path) -> None:
+def test_added_sequences_are_drafted(store: SequenceStore, tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path / "cache", namespace="t") as cache:
         add(store, [row(10, 11, 12, 13)])
         until = time.monotonic() + 30
@@ -104,7 +106,7 @@ def test_an_export_is_its_owners_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
     path.write_text("before")
 
-    def breaks() -> Iterator[Row]:
+    def breaks() -> Iterator[SequenceRecord]:
         yield row(1)
         raise RuntimeError
 

@@ -62,7 +62,7 @@ CREATE TABLE deletions (
 
 def connected(location: str | Path) -> Database:
     database: Database = PostgresDatabase(location) if isinstance(location, str) else SqliteDatabase(location)
-    database.reach()
+    database.connect()
     return database
 
 

@@ -29,13 +29,11 @@ def record(cache: SuffixCache, prompt: list[int], output: list[int], **labels: s
         request.extend(output)
 
 
-def wait(condition: Any, seconds: float = 10.0) -> float:
-    """Seconds until the condition held."""
-    begun = time.monotonic()
+def wait(condition: Any, seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() - begun < seconds
+        assert time.monotonic() < limit, "waited in vain"
         time.sleep(0.02)
-    return time.monotonic() - begun
 
 
 # Addresses.
@@ -160,8 +158,7 @@ def test_who_has_seen_an_id_has_seen_all_smaller_ones(postgres: str) -> None:
         thread.start()
     seen: list[int] = []
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        end = time.monotonic() + 2
-        while time.monotonic() < end:
+        while len(seen) < 200:
             query = sa.select(sequences.c.id).where(sequences.c.id > max(seen, default=0)).order_by(sequences.c.id)
             seen += connection.execute(query).scalars()
     stop.set()
@@ -170,7 +167,6 @@ def test_who_has_seen_an_id_has_seen_all_smaller_ones(postgres: str) -> None:
     with database.engine.connect() as connection:
         query = sa.select(sequences.c.id).where(sequences.c.id <= seen[-1]).order_by(sequences.c.id)
         assert connection.execute(query).scalars().all() == seen
-    assert len(seen) > 100
     database.close()
 
 
@@ -200,10 +196,10 @@ def test_drafting_goes_on_without_the_server_and_writing_when_it_is_back(
             wait(lambda: writer.stats().mode == "follower")  # the server holds no lock for it any more
         finally:
             server.start()
-        wait(lambda: writer.stats().store_error is None, seconds=5)
+        wait(lambda: writer.stats().store_error is None)
         wait(lambda: writer.stats().mode == "writer")
         for cache in (writer, follower):
-            wait(lambda cache=cache: cache.stats().store_error is None, seconds=5)
+            wait(lambda cache=cache: cache.stats().store_error is None)
             cache.flush()
             wait(lambda cache=cache: cache.stats().sequences == 7)
             assert cache.stats().unwritten == 0
@@ -220,7 +216,7 @@ def test_what_was_forgotten_while_it_waited_to_be_written_is_not_written(server:
         with pytest.raises(CacheError, match="tried again"):
             one.flush()
         server.start()
-        assert wait(lambda: forgotten(other), seconds=5) < 5
+        wait(lambda: forgotten(other))
         wait(lambda: one.stats().store_error is None)
         wait(lambda: one.stats().sequences == 0)
         one.flush()

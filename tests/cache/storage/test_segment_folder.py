@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import subprocess
 import sys
 import threading
@@ -13,17 +15,16 @@ import pytest
 
 from agentspec.cache.deletion import select
 from agentspec.cache.index import SuffixIndex
-from agentspec.cache.sequence_meta import Origin
-from agentspec.cache.storage.files import Folder
+from agentspec.cache.record import SequenceMeta
 from agentspec.cache.storage.segment_file import Coverage, segment_of
-from agentspec.cache.storage.segment_folder import Segments
+from agentspec.cache.storage.segment_folder import LocalFiles, SegmentFolder
 from agentspec.errors import CacheError
 from agentspec.types import Namespace
 
 SPACE, OTHER = Namespace("a", "m", "k"), Namespace("b", "m", "k")
 
 
-class FailingFolder(Folder):
+class FailingFiles(LocalFiles):
     """Fails at the n-th operation that may."""
 
     def __init__(self, path: Path, *, fail_at: int) -> None:
@@ -68,21 +69,21 @@ class FailingFolder(Folder):
         super().unlink(name)
 
 
-def save(segments: Segments, token: int = 1, space: Namespace = SPACE) -> None:
-    index, origins = SuffixIndex(), {5: Origin("s", 10.0, token)}
+def save(segments: SegmentFolder, token: int = 1, space: Namespace = SPACE) -> None:
+    index, origins = SuffixIndex(), {5: SequenceMeta("s", 10.0, token)}
     index.append(5, np.full(300, token, dtype=np.int32))
     frozen = index.freeze([5])
     segments.save(segment_of(space, Coverage(1, 1, 5, 0), frozen, origins), frozen)
 
 
-def read(segments: Segments, space: Namespace = SPACE) -> int | None:
+def read(segments: SegmentFolder, space: Namespace = SPACE) -> int | None:
     """The token that a segment is full of."""
     loaded = segments.load(space.key, lambda _: True)
     return None if loaded is None else int(loaded.index.tokens(5)[0])
 
 
 def test_the_last_saved_is_loaded(tmp_path: Path) -> None:
-    segments = Segments(tmp_path)
+    segments = SegmentFolder(tmp_path)
     assert segments.namespaces() == [] and read(segments) is None and segments.size(SPACE.key) == 0
     save(segments, 1)
     save(segments, 2)
@@ -99,7 +100,7 @@ def test_the_last_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_a_segment_in_use_outlives_its_file(tmp_path: Path) -> None:
-    segments = Segments(tmp_path)
+    segments = SegmentFolder(tmp_path)
     save(segments, 1)
     loaded = segments.load(SPACE.key, lambda _: True)
     save(segments, 2)
@@ -107,15 +108,17 @@ def test_a_segment_in_use_outlives_its_file(tmp_path: Path) -> None:
     assert loaded is not None and loaded.index.tokens(5).tolist() == [1] * 300
 
 
-def every_failure(folder: Path, act: Callable[[Segments], None], check: Callable[[Segments, bool], None]) -> int:
+def every_failure(
+    folder: Path, act: Callable[[SegmentFolder], None], check: Callable[[SegmentFolder, bool], None]
+) -> int:
     """Let each operation of `act` fail once; returns how many there were."""
     for fail_at in range(1, 100):
         place = folder / str(fail_at)
         place.mkdir()
-        save(Segments(place), 1)
-        failing = FailingFolder(place, fail_at=fail_at)
-        act(Segments(place, failing))
-        check(Segments(place), failing.left > 0)
+        save(SegmentFolder(place), 1)
+        failing = FailingFiles(place, fail_at=fail_at)
+        act(SegmentFolder(place, failing))
+        check(SegmentFolder(place), failing.left > 0)
         if failing.left > 0:
             return fail_at - 1
     raise AssertionError("it never ends")
@@ -124,13 +127,13 @@ def every_failure(folder: Path, act: Callable[[Segments], None], check: Callable
 def test_whatever_fails_while_saving_one_of_both_is_there(tmp_path: Path) -> None:
     raised = []
 
-    def act(segments: Segments) -> None:
+    def act(segments: SegmentFolder) -> None:
         try:
             save(segments, 2)
         except OSError as error:
             raised.append(error)
 
-    def check(segments: Segments, done: bool) -> None:
+    def check(segments: SegmentFolder, done: bool) -> None:
         assert read(segments) == (2 if done else 1)
         assert not list(segments._folder.glob("*.new")) and not list(segments._folder.glob("*.corrupt"))
 
@@ -139,14 +142,14 @@ def test_whatever_fails_while_saving_one_of_both_is_there(tmp_path: Path) -> Non
 
 
 def test_whatever_fails_while_loading_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def act(segments: Segments) -> None:
+    def act(segments: SegmentFolder) -> None:
         for _ in range(3):
             if segments.namespaces():
                 read(segments)
             segments.total_bytes()
             segments.size(SPACE.key)
 
-    def check(segments: Segments, done: bool) -> None:
+    def check(segments: SegmentFolder, done: bool) -> None:
         assert read(segments) == 1
 
     assert every_failure(tmp_path, act, check) == 3 * 5
@@ -154,7 +157,7 @@ def test_whatever_fails_while_loading_is_told_once(tmp_path: Path, caplog: pytes
 
 
 def test_damage_is_set_aside_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    segments = Segments(tmp_path)
+    segments = SegmentFolder(tmp_path)
     save(segments)
     file = tmp_path / f"{SPACE.key}.segment"
     data = bytearray(file.read_bytes())
@@ -172,7 +175,7 @@ def test_damage_is_set_aside_and_told_once(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_foreign_one_is_set_aside_and_another_version_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    segments = Segments(tmp_path)
+    segments = SegmentFolder(tmp_path)
     save(segments)
     mine, others = (tmp_path / f"{space.key}.segment" for space in (SPACE, OTHER))
     others.write_bytes(mine.read_bytes())
@@ -184,48 +187,48 @@ def test_a_foreign_one_is_set_aside_and_another_version_left(tmp_path: Path, cap
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([mine.name, others.name + ".corrupt"])
 
 
-def test_withdrawing(tmp_path: Path) -> None:
-    segments = Segments(tmp_path)
+def test_invalidating(tmp_path: Path) -> None:
+    segments = SegmentFolder(tmp_path)
     save(segments, 1)
     save(segments, 1, OTHER)
-    segments.withdraw(select(session="another").scope)
-    segments.withdraw(select(tenant="c").scope)
+    segments.invalidate(select(session="another").scope)
+    segments.invalidate(select(tenant="c").scope)
     assert len(segments.namespaces()) == 2
-    segments.withdraw(select(tenant="a").scope)
+    segments.invalidate(select(tenant="a").scope)
     assert segments.namespaces() == [OTHER.key]
     for name in (f"{SPACE.key}.segment.corrupt", f"{SPACE.key}.segment.new", "0.segment"):
         (tmp_path / name).write_bytes(b"who knows")
-    segments.withdraw(select(tenant="c").scope)  # nobody can tell whether they hold any of it
+    segments.invalidate(select(tenant="c").scope)  # nobody can tell whether they hold any of it
     assert [path.name for path in tmp_path.iterdir()] == [f"{OTHER.key}.segment"]
-    segments.withdraw(select(session="s").scope)
+    segments.invalidate(select(session="s").scope)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_withdrawn_is_told(tmp_path: Path) -> None:
-    save(Segments(tmp_path))
+def test_what_cannot_be_invalidated_is_told(tmp_path: Path) -> None:
+    save(SegmentFolder(tmp_path))
     for fail_at in (1, 3):
         with pytest.raises(CacheError, match="still in"):
-            Segments(tmp_path, FailingFolder(tmp_path, fail_at=fail_at)).withdraw(select(session="s").scope)
-    Segments(tmp_path, FailingFolder(tmp_path, fail_at=2)).withdraw(select(tenant="c").scope)
+            SegmentFolder(tmp_path, FailingFiles(tmp_path, fail_at=fail_at)).invalidate(select(session="s").scope)
+    SegmentFolder(tmp_path, FailingFiles(tmp_path, fail_at=2)).invalidate(select(tenant="c").scope)
     assert list(tmp_path.iterdir()) == []  # it could not be read, so it might have held it
 
 
 def test_what_a_killed_writer_left_is_swept(tmp_path: Path) -> None:
     (tmp_path / f"{SPACE.key}.segment.new").write_bytes(b"half")
-    save(Segments(tmp_path), 1, OTHER)
-    Segments(tmp_path).sweep()
-    assert Segments(tmp_path).namespaces() == [OTHER.key]
+    save(SegmentFolder(tmp_path), 1, OTHER)
+    SegmentFolder(tmp_path).sweep()
+    assert SegmentFolder(tmp_path).namespaces() == [OTHER.key]
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     """Threads and processes take turns."""
-    code = "import sys; from pathlib import Path; from agentspec.cache.storage.segment_folder import Segments\n"
-    code += "with Segments(Path(sys.argv[1])).writing(): print('in', flush=True); sys.stdin.readline()\n"
+    code = "import sys; from pathlib import Path; from agentspec.cache.storage.segment_folder import SegmentFolder\n"
+    code += "with SegmentFolder(Path(sys.argv[1])).writing(): print('in', flush=True); sys.stdin.readline()\n"
     order: list[str] = []
 
     def enter(name: str) -> None:
-        with Segments(tmp_path).writing():
+        with SegmentFolder(tmp_path).writing():
             order.append(name)
 
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -242,3 +245,28 @@ def test_one_at_a_time(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert sorted(order) == ["0", "1"]
+
+
+def test_what_is_written_is_there_under_its_new_name(tmp_path: Path) -> None:
+    folder = LocalFiles(tmp_path)
+    with folder.create("new") as file:
+        folder.write(file, b"ab")
+        folder.write(file, np.array([1, 2], dtype=np.int32).data)
+        folder.sync(file)
+        assert folder.size("new") == 10
+    folder.rename("new", "name")
+    assert folder.names() == ["name"]
+    assert stat.S_IMODE((tmp_path / "name").stat().st_mode) == 0o600
+    with folder.open("name") as file:
+        assert file.read() == b"ab" + np.array([1, 2], dtype="<i4").tobytes()
+    folder.unlink("name")
+    folder.unlink("name")
+    assert folder.names() == []
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("kept")
+    os.symlink(tmp_path / "target", tmp_path / "new")
+    with pytest.raises(OSError):
+        LocalFiles(tmp_path).create("new")
+    assert (tmp_path / "target").read_text() == "kept"

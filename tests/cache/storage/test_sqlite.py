@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 import sqlite3
 import stat
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -9,13 +12,13 @@ import pytest
 from sqlalchemy import exc
 
 from agentspec.cache.storage.migration import prepare
-from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase
-from agentspec.errors import CacheFormatError
+from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase, WriterLock
+from agentspec.errors import CacheFormatError, CacheLockedError
 
 
 def made(folder: Path) -> SqliteDatabase:
     database = SqliteDatabase(folder)
-    database.reach()
+    database.connect()
     prepare(database)
     return database
 
@@ -48,14 +51,14 @@ def test_a_reader_is_in_the_way_of_shrinking_and_nothing_else(tmp_path: Path) ->
             connection.exec_driver_sql("PRAGMA busy_timeout = 10")
             connection.exec_driver_sql("INSERT INTO learned VALUES ('n', x'00')")
         assert not database.shrink()
-        assert not database.scrub(rewrite=True)
+        assert not database.secure_erase(rewrite=True)
     assert database.shrink()
-    assert database.scrub(rewrite=True)
+    assert database.secure_erase(rewrite=True)
     database.close()
 
 
 @pytest.mark.parametrize(
-    ("code", "passes"),
+    ("code", "is_transient"),
     [
         (sqlite3.SQLITE_FULL, True),
         (sqlite3.SQLITE_BUSY, True),
@@ -69,10 +72,32 @@ def test_a_reader_is_in_the_way_of_shrinking_and_nothing_else(tmp_path: Path) ->
         (sqlite3.SQLITE_CONSTRAINT_TRIGGER, False),
     ],
 )
-def test_which_failures_pass(tmp_path: Path, code: int, passes: bool) -> None:
+def test_which_failures_pass(tmp_path: Path, code: int, is_transient: bool) -> None:
     database = SqliteDatabase(tmp_path)
     error = sqlite3.OperationalError("...")
     error.sqlite_errorcode = code  # type: ignore[misc]
-    assert database.passes(exc.OperationalError("INSERT", {}, error)) is passes
-    assert not database.passes(ValueError())
+    assert database.is_transient(exc.OperationalError("INSERT", {}, error)) is is_transient
+    assert not database.is_transient(ValueError())
     database.close()
+
+
+def test_the_holder_is_named_and_release_frees(tmp_path: Path) -> None:
+    lock = WriterLock(tmp_path)
+    with pytest.raises(CacheLockedError, match=str(os.getpid())):
+        WriterLock(tmp_path)
+    lock.release()
+    lock.release()
+    WriterLock(tmp_path).release()
+
+
+def test_a_killed_holder_does_not_block(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path\nfrom agentspec.cache.storage.sqlite import WriterLock\n"
+        "lock = WriterLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(CacheLockedError, match=str(holder.pid)):
+            WriterLock(tmp_path)
+        holder.kill()
+    WriterLock(tmp_path).release()

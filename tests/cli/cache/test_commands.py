@@ -90,8 +90,7 @@ def test_forgetting_what_cannot_be(program, conversations, options, message):
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["smollm2-135m", "mine"])
 def test_forgetting_a_text_however_it_was_tokenised(program, tmp_path, default_model, name):
-    from agentspec.backends.torch.loader import load_tokenizer
-    from agentspec.backends.torch.text.tokenizer import Codec
+    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, load_tokenizer
     from agentspec.types import Namespace
 
     Path("agentspec.toml").write_text(
@@ -99,7 +98,7 @@ def test_forgetting_a_text_however_it_was_tokenised(program, tmp_path, default_m
         '[models.mine]\nbackend = "local"\n'
     )
     tokenizer, key = load_tokenizer(str(default_model.folder))
-    codec = Codec(tokenizer)
+    codec = TokenizerAdapter(tokenizer)
     outputs = [
         codec.encode("The password is hunter2, of course."),
         [token for letter in "The password is hunter2" for token in codec.encode(letter)],

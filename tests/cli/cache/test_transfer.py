@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.export import write
-from agentspec.cache.storage.record import Row
-from agentspec.cache.storage.sequence_store import Store
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import as_tokens
 from agentspec.types import Labels, Namespace
 
 MESSAGES = [{"role": "user", "content": "Count to five, in words."}]
 
 
-def row(*tokens: int, session: str = "s") -> Row:
-    return Row(0, Namespace("t", "m"), Labels(session, "w", "p"), as_tokens(tokens), as_tokens([1]), 5.0)
+def row(*tokens: int, session: str = "s") -> SequenceRecord:
+    return SequenceRecord(0, Namespace("t", "m"), Labels(session, "w", "p"), as_tokens(tokens), as_tokens([1]), 5.0)
 
 
-def stored(folder: Path) -> list[Row]:
-    store = Store.open(folder, disk_bytes=None, mode="follower")
+def stored(folder: Path) -> list[SequenceRecord]:
+    store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
     try:
-        return list(store.rows())
+        return list(store.records())
     finally:
         store.close()
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,15 +120,19 @@ async def test_the_base_model_down_ends_the_answer() -> None:
 async def test_the_base_models_steps_run_side_by_side_and_a_mismatch_cancels_the_rest() -> None:
     def slow(*steps: str) -> Callable[[str], Script]:
         """Behind the draft that is not kept it would write for long."""
-        return lambda thinking: Answer(telling(*steps)(thinking), first_latency=5.0 if "other" in thinking else 0.15)
+
+        def answer(thinking: str) -> Script:
+            active.append(base.active)
+            return Answer(telling(*steps)(thinking), first_latency=3600.0 if "other" in thinking else 0.15)
+
+        return answer
 
     small = ThinkingModel(telling("s1", "other", "s3", "s4 Answer: 4"))
     base = ThinkingModel(slow("s1", "s2", "s3", "s4 Answer: 4"))
-    began = asyncio.get_running_loop().time()
+    active: list[int] = []
     events = await run(small, base, knobs(compare="equal", depth=4))
     assert [author for author, _ in authors(events)] == ["small", "base", "small", "small"]
-    assert asyncio.get_running_loop().time() - began < 0.6  # two rounds, not four steps one after another
-    assert base.cancelled
+    assert base.cancelled and max(active) >= 3
 
 
 @given(

@@ -17,7 +17,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
 
-pytestmark = [pytest.mark.anyio, pytest.mark.model]
+pytestmark = [pytest.mark.anyio, pytest.mark.model, pytest.mark.slow]
 pytest.importorskip("torch")
 
 COMMON = {"think_start": "", "think_end": "", "budget_tokens": 96, "step_tokens": 32}

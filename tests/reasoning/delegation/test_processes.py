@@ -23,7 +23,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import GenerateRequest, SamplingParams, StepSpeculation
 
-pytestmark = [pytest.mark.anyio, pytest.mark.model]
+pytestmark = [pytest.mark.anyio, pytest.mark.model, pytest.mark.slow]
 pytest.importorskip("torch")
 
 COMMON: dict[str, Any] = {
@@ -49,7 +49,7 @@ def serving(model: str, log: Path) -> Iterator[OpenAISettings]:
     program = "import sys; from agentspec.cli import app; sys.argv[0] = 'agentspec'; app()"
     command = [sys.executable, "-c", program, "serve", "--model", model, "--port", "0", "--no-store"]
     with log.open("w") as stream, subprocess.Popen(command, stderr=stream) as process:
-        limit = time.monotonic() + 150
+        limit = time.monotonic() + 240
 
         def wait_for(found: Callable[[], bool]) -> None:
             while not found():

@@ -15,7 +15,6 @@ from typing import Literal
 
 import anyio
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from agentspec.reasoning.delegation.backend import StrategyBackend
@@ -111,7 +110,6 @@ def ours(
     return anyio.run(run)
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
 @given(
     drafts=LISTED,
     own=LISTED,

@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
@@ -134,7 +133,6 @@ def models(draw: st.DrawFn) -> Callable[[str], str]:
     return step
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
 @given(small=models(), base=models(), pipelined=st.booleans(), ids=st.booleans())
 def test_above_nine_is_the_base_model_alone_and_zero_the_small_one(
     small: Callable[[str], str], base: Callable[[str], str], pipelined: bool, ids: bool
@@ -234,8 +232,8 @@ async def test_the_base_model_down_ends_the_answer() -> None:
 
 
 async def test_a_model_that_takes_too_long_is_given_up() -> None:
-    small = ThinkingModel(lambda thinking: Answer("slow one\n\n", first_latency=5.0))
-    backend = StrategyBackend.of(knobs(call_timeout=0.05), base=ThinkingModel(numbered("base")), small=small)
+    small = ThinkingModel(lambda thinking: Answer("slow one\n\n", first_latency=3600.0))
+    backend = StrategyBackend.of(knobs(call_timeout=1.0), base=ThinkingModel(numbered("base")), small=small)
     events = await events_of(backend)
     assert {step.author for step in kept(events)} == {"base"}
     assert next(event for event in events if isinstance(event, Failed)).reason.startswith("the small model took more")
@@ -246,38 +244,38 @@ async def test_a_slow_client_costs_no_model_its_patience() -> None:
     """The time limit of a call counts the backend's time; what is read slowly was written long ago."""
     base = ThinkingModel(lambda thinking: "one two three four Answer: 4\n\n", score=lambda step: "1")
     small = ThinkingModel(numbered("small"))
-    backend = StrategyBackend.of(knobs(call_timeout=0.1), base=base, small=small)
+    backend = StrategyBackend.of(knobs(call_timeout=1.0), base=base, small=small)
     events = []
     async for event in backend.think(Thinking(ask(), backend.settings, backend.writers)):
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(0.3)
         events.append(event)
-    assert [step.author for step in kept(events)] == ["base"] and kept(events)[0].seconds < 0.1
+    assert [step.author for step in kept(events)] == ["base"] and kept(events)[0].seconds < 1.0
     assert not [event for event in events if isinstance(event, Failed)]
 
 
 async def test_a_judge_that_takes_too_long_is_given_up() -> None:
-    base = ThinkingModel(numbered("base"), score=lambda step: Answer("9", first_latency=5.0))
-    backend = StrategyBackend.of(knobs(score_timeout=0.05), base=base, small=ThinkingModel(numbered("small")))
+    base = ThinkingModel(numbered("base"), score=lambda step: Answer("9", first_latency=3600.0))
+    backend = StrategyBackend.of(knobs(score_timeout=1.0), base=base, small=ThinkingModel(numbered("small")))
     events = await events_of(backend)
     assert {step.author for step in kept(events)} == {"base"} and base.active == 0
     assert [event.role for event in events if isinstance(event, Failed)] == ["judge"]
 
 
-@pytest.mark.parametrize(("seconds", "saves"), [(0.005, True), (0.4, False)])
+@pytest.mark.parametrize(("seconds", "saves"), [(0.005, True), (1.0, False)])
 async def test_what_is_saved_is_told_at_the_base_models_own_pace(seconds: float, saves: bool) -> None:
-    """Three steps of three tokens each by the small model; the base model takes 0.1 s for the first word of any."""
+    """Three steps of three tokens each by the small model; the base model takes 0.3 s for the first word of any."""
 
     def slow(thinking: str) -> Script:
         return Answer(numbered("small")(thinking), first_latency=seconds)
 
-    answer = Answer("so four", first_latency=0.1)
+    answer = Answer("so four", first_latency=0.3)
     backend = StrategyBackend.of(
         knobs(pipelined=False), base=ThinkingModel(numbered("base"), answer=answer), small=ThinkingModel(slow)
     )
     told = (await deltas_of(backend.generate(ask())))[-1].speculation
     assert told is not None and (told.estimated_seconds_saved > 0) is saves
     pace = backend.pace
-    assert pace.tokens == 2 and pace.seconds >= 0.1
+    assert pace.tokens == 2 and pace.seconds >= 0.3
     alone = (await deltas_of(backend.generate(replace(ask(), speculation=False))))[-1].speculation
     assert alone is not None and alone.estimated_seconds_saved == 0
 
@@ -350,17 +348,15 @@ async def test_pipelining_drafts_while_it_scores_and_cancels_what_is_rejected() 
 
 async def test_a_client_that_goes_away_cancels_all_models() -> None:
     def slow(thinking: str) -> Script:
-        return Answer(f"step {len(thinking)}\n\n", first_latency=3.0 if thinking else 0.0)
+        return Answer(f"step {len(thinking)}\n\n", first_latency=3600.0 if thinking else 0.0)
 
-    small, base = ThinkingModel(slow), ThinkingModel(slow, score=lambda step: Answer("9", first_latency=3.0))
+    small, base = ThinkingModel(slow), ThinkingModel(slow, score=lambda step: Answer("9", first_latency=3600.0))
     answer = StrategyBackend.of(knobs(), base=base, small=small).generate(ask())
     task = asyncio.create_task(deltas_of(answer))
     while not (base.active and small.active == 1 and len(small.requests) == 2):
         await asyncio.sleep(0.005)
-    began = asyncio.get_running_loop().time()
     task.cancel()
     await asyncio.wait([task])
-    assert asyncio.get_running_loop().time() - began < 1.0
     assert small.active == base.active == 0 and len(small.cancelled) == len(base.cancelled) == 1
 
 

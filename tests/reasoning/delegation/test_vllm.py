@@ -17,11 +17,12 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StepSpeculation
 
-ENVIRONMENT = find_environment(Path(__file__).parents[2])
+ENVIRONMENT = find_environment(Path(__file__).parents[3])
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.vllm,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(ENVIRONMENT is None, reason="no vLLM: run .ci/vllm-env, or set AGENTSPEC_VLLM_ENV"),
 ]

@@ -70,6 +70,7 @@ def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
     assert account.guesses and account.rounds
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_twenty_questions_to_a_real_model(default_model: object) -> None:
     settings = {"document_tokens": 24, "stride": 2, "prefetch": 4}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -192,7 +192,6 @@ async def test_says_what_sequential_retrieval_says(knobs: RetrievalSettings) -> 
     assert wrong > 20 or knobs.stride == "os3"
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -> None:
     """Documents with one text, ties everywhere, answers in another order each time, fewer documents than asked for."""
@@ -261,14 +260,20 @@ async def test_a_batch_asks_for_a_whole_stride() -> None:
 
 
 async def test_verification_runs_beside_the_rounds_that_follow() -> None:
-    one, seconds = [Document("only", " ran lot")], {}
+    one, beside = [Document("only", " ran lot")], {}
     for asynchronous in (False, True):
         knobs = RetrievalSettings(stride=1, asynchronous=asynchronous)
         model, knowledge = HashedModel(latency=0.02, ends=10**9), FakeKnowledge(one, latency=0.06)
-        began = asyncio.get_running_loop().time()
+        searching, generate = list[int](), model.generate
+
+        def watched(request: GenerateRequest) -> AsyncGenerator[Delta]:
+            searching.append(knowledge.active)  # noqa: B023
+            return generate(request)  # noqa: B023
+
+        model.generate = watched  # type: ignore[method-assign]
         await outcome(ralmspec, asking(max_tokens=40), backend=model, knowledge=knowledge, settings=knobs)
-        seconds[asynchronous] = asyncio.get_running_loop().time() - began
-    assert seconds[True] < 0.7 * seconds[False]
+        beside[asynchronous] = sum(searching)
+    assert beside[True] > 3 and beside[False] == 0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -314,9 +319,9 @@ async def test_a_knowledge_base_that_fails_ends_the_answer(nth: int, error: Exce
 
 
 async def test_a_search_that_hangs_is_given_up() -> None:
-    knobs = RetrievalSettings(search_timeout=0.05)
-    with pytest.raises(KnowledgeBaseError, match=r"0\.05 seconds"):
-        await outcome(ralmspec, asking(), backend=HashedModel(), knowledge=FakeKnowledge([], 60.0), settings=knobs)
+    knobs = RetrievalSettings(search_timeout=0.5)
+    with pytest.raises(KnowledgeBaseError, match=r"0\.5 seconds"):
+        await outcome(ralmspec, asking(), backend=HashedModel(), knowledge=FakeKnowledge([], 3600.0), settings=knobs)
 
 
 async def test_leaving_cancels_what_is_generated_and_asked() -> None:
@@ -324,13 +329,12 @@ async def test_leaving_cancels_what_is_generated_and_asked() -> None:
     knobs = RetrievalSettings(stride=1, asynchronous=True)
     run = asyncio.create_task(outcome(ralmspec, asking(), backend=model, knowledge=knowledge, settings=knobs))
     await asyncio.sleep(0.01)
-    knowledge.latency, model.latency = 60.0, 60.0
-    await asyncio.sleep(0.1)
-    assert model.active == 1 and knowledge.active == 1
-    left = asyncio.get_running_loop().time()
+    knowledge.latency, model.latency = 3600.0, 3600.0
+    while not model.active == knowledge.active == 1:
+        await asyncio.sleep(0.01)
     run.cancel()
     await asyncio.wait([run])
-    assert model.active == knowledge.active == 0 and asyncio.get_running_loop().time() - left < 0.5
+    assert model.active == knowledge.active == 0
 
 
 async def test_one_answer_leaves_nothing_for_the_next() -> None:

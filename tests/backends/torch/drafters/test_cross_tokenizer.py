@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from agentspec.backends.torch.drafters import chain_draft
-from agentspec.backends.torch.drafters.cross_tokenizer import OPEN, BridgeDrafter, Transcript
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.drafters.cross_tokenizer import OPEN, CrossTokenizerDrafter, TokenTranslation
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import Draft, Source
 
 TEXT = (
@@ -23,7 +23,7 @@ TEXT = (
 )
 
 
-def trained(vocab: int) -> Codec:
+def trained(vocab: int) -> TokenizerAdapter:
     """A byte-level BPE tokenizer of its own, with an end and a role marker."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -33,7 +33,7 @@ def trained(vocab: int) -> Codec:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator([TEXT] * 50, trainer)
-    return Codec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>"))
+    return TokenizerAdapter(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>"))
 
 
 OWN, OTHER = trained(300), trained(330)
@@ -54,8 +54,8 @@ class Knowing:
         self.closed = True
 
 
-def bridge(text: str, **options: Any) -> BridgeDrafter:
-    return BridgeDrafter(Knowing(text, **options), OWN, OTHER)  # type: ignore[arg-type]
+def bridge(text: str, **options: Any) -> CrossTokenizerDrafter:
+    return CrossTokenizerDrafter(Knowing(text, **options), OWN, OTHER)  # type: ignore[arg-type]
 
 
 def test_the_two_tokenizers_differ() -> None:
@@ -93,14 +93,13 @@ def test_no_special_token_is_drafted() -> None:
     assert draft is None or not OWN.special_ids.intersection(draft.tokens.tolist())
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 299), min_size=1, max_size=40), st.lists(st.integers(0, 329), max_size=8))
 def test_any_ids_on_either_side_are_survived(context: list[int], drafted: list[int]) -> None:
     class Any_(Knowing):
         def propose(self, context: Sequence[int], budget: int) -> Draft:
             return chain_draft(drafted[:budget], 0.8, Source.MODEL)
 
-    draft = BridgeDrafter(Any_(""), OWN, OTHER).propose(context, 6)  # type: ignore[arg-type]
+    draft = CrossTokenizerDrafter(Any_(""), OWN, OTHER).propose(context, 6)  # type: ignore[arg-type]
     if draft is not None:
         assert len(draft) <= 6 and not OWN.special_ids.intersection(draft.tokens.tolist())
         assert all(a >= b for a, b in zip(draft.probabilities, draft.probabilities[1:], strict=False))
@@ -124,7 +123,7 @@ def test_a_transcript_says_the_same_text(seed: int) -> None:
     """Translated piece by piece, as the context grows, the other ids still decode to the whole text."""
     rng = random.Random(seed)
     text = random_text(rng, 3 * OPEN)
-    ids, transcript, end = OWN.encode(text), Transcript(OWN, OTHER), 0
+    ids, transcript, end = OWN.encode(text), TokenTranslation(OWN, OTHER), 0
     while end < len(ids):
         end = min(len(ids), end + rng.randrange(1, 90))
         translated = transcript.follow(ids[:end])
@@ -135,5 +134,5 @@ def test_a_transcript_says_the_same_text(seed: int) -> None:
 
 def test_closing_closes_the_model() -> None:
     inner = Knowing("")
-    BridgeDrafter(inner, OWN, OTHER).close()  # type: ignore[arg-type]
+    CrossTokenizerDrafter(inner, OWN, OTHER).close()  # type: ignore[arg-type]
     assert inner.closed

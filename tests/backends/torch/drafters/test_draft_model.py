@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from agentspec.backends.torch.drafters.draft_model import BEHIND, CHUNK, ModelDrafter
-from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
+from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.types import SamplingParams, Source
 
-GREEDY = CoupledSampler(SamplingParams(temperature=0), 0)
+GREEDY = SharedNoiseSampler(SamplingParams(temperature=0), 0)
 PROMPT = [72, 101, 108, 108, 111]
 
 
@@ -30,7 +30,7 @@ def trunk(draft: Any) -> list[int]:
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=3)])
 def test_the_trunk_is_what_the_model_alone_would_say(lab: Any, sampling: SamplingParams) -> None:
-    drafter = ModelDrafter(lab.target, CoupledSampler(sampling, 3), never)
+    drafter = ModelDrafter(lab.target, SharedNoiseSampler(sampling, 3), never)
     draft = drafter.propose(PROMPT, 12)
     said = trunk(draft)
     assert len(said) >= 2 and said == lab.oracle(PROMPT, sampling, max_tokens=len(said), stop_ids=())
@@ -49,7 +49,7 @@ def test_rows_are_rewound_to_what_was_committed(lab: Any) -> None:
         fresh = ModelDrafter(lab.target, GREEDY, never).propose(text, 8)
         again = drafter.propose(text, 8)
         assert again.tokens.tolist() == fresh.tokens.tolist() and again.parents.tolist() == fresh.parents.tolist()
-        assert drafter._rows.length == len(drafter._known)
+        assert drafter._cache.length == len(drafter._known)
 
 
 def test_another_text_is_read_anew(lab: Any) -> None:
@@ -82,8 +82,8 @@ def test_a_draft_keeps_to_its_budget(lab: Any, budget: int) -> None:
 def test_a_long_prompt_is_read_in_chunks_without_a_draft(lab: Any) -> None:
     text = [i % 200 for i in range(CHUNK + BEHIND + 1)]
     drafter = ModelDrafter(lab.target, GREEDY, never)
-    assert drafter.propose(text, 4) is None and drafter._rows.length == CHUNK
-    assert drafter.propose(text, 4) is None and drafter._rows.length == len(text)
+    assert drafter.propose(text, 4) is None and drafter._cache.length == CHUNK
+    assert drafter.propose(text, 4) is None and drafter._cache.length == len(text)
     draft = drafter.propose([*text, 7], 4)
     want = ModelDrafter(lab.target, GREEDY, never)
     while (fresh := want.propose([*text, 7], 4)) is None:
@@ -109,14 +109,14 @@ def test_a_token_behind_its_own_table_ends_its_drafts(lab: Any, monkeypatch: pyt
 def test_closing_frees_the_rows(lab: Any) -> None:
     drafter = ModelDrafter(lab.target, GREEDY, never)
     drafter.propose(PROMPT, 4)
-    assert drafter._rows.nbytes > 0
+    assert drafter._cache.nbytes > 0
     drafter.close()
     drafter.close()
-    assert drafter._rows.nbytes == 0
+    assert drafter._cache.nbytes == 0
 
 
 def test_logits_that_are_no_numbers_end(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = ModelDrafter(lab.target, GREEDY, never)
     monkeypatch.setattr(lab.target, "forward", lambda rows, chain: torch.full((1, 259), float("nan")))
-    monkeypatch.setattr(drafter._rows, "commit", lambda chain, path: None)
+    monkeypatch.setattr(drafter._cache, "commit", lambda chain, path: None)
     assert len(drafter.propose(PROMPT, 6)) <= 6

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from agentspec.backends.torch.drafters import Drafter, chain_draft
-from agentspec.backends.torch.drafters.gated import LONGEST_WAIT, HybridDrafter, followed
+from agentspec.backends.torch.drafters.gated import LONGEST_WAIT, GatedDrafter, followed
 from agentspec.types import Draft, Source
 
 
@@ -33,7 +33,7 @@ def wrong(context: Sequence[int]) -> Draft:
     return chain_draft([10**6] * 3, 0.9, Source.MODEL)
 
 
-def play(drafter: HybridDrafter, rounds: int) -> None:
+def play(drafter: GatedDrafter, rounds: int) -> None:
     """Commit what a target that counts up would."""
     context = list(range(5))
     for _ in range(rounds):
@@ -44,7 +44,7 @@ def play(drafter: HybridDrafter, rounds: int) -> None:
 
 def test_a_model_that_pays_is_asked_every_round_and_weighs_its_own_time() -> None:
     costly = Scripted(right)
-    drafter = HybridDrafter(Scripted(lambda context: None), costly, lambda rows: 1.0)
+    drafter = GatedDrafter(Scripted(lambda context: None), costly, lambda rows: 1.0)
     play(drafter, 50)
     assert costly.asked == 50 and drafter.seconds_weighed > 0
 
@@ -54,7 +54,7 @@ def test_a_model_that_does_not_pay_is_asked_ever_less(
     script: Callable[[Sequence[int]], Draft], step_seconds: float
 ) -> None:
     costly = Scripted(script)
-    play(HybridDrafter(Scripted(lambda context: None), costly, lambda rows: step_seconds), 4 * LONGEST_WAIT)
+    play(GatedDrafter(Scripted(lambda context: None), costly, lambda rows: step_seconds), 4 * LONGEST_WAIT)
     assert costly.asked < 40
     before = costly.asked
     assert before >= 6, "it is tried again"
@@ -62,22 +62,22 @@ def test_a_model_that_does_not_pay_is_asked_ever_less(
 
 def test_a_model_is_not_asked_where_the_others_expect_more() -> None:
     costly = Scripted(right)
-    rich = HybridDrafter(Scripted(lambda context: chain_draft([1] * 9, 0.99, Source.SHARED)), costly, lambda rows: 1.0)
+    rich = GatedDrafter(Scripted(lambda context: chain_draft([1] * 9, 0.99, Source.SHARED)), costly, lambda rows: 1.0)
     play(rich, 20)
     assert costly.asked == 0 and rich.seconds_weighed == 0
 
 
 def test_trees_are_merged_and_silence_is_passed_on() -> None:
     poor = Scripted(lambda context: chain_draft([7], 0.1, Source.SHARED))
-    both = HybridDrafter(poor, Scripted(right), lambda rows: 1.0).propose([0, 1], 8)
+    both = GatedDrafter(poor, Scripted(right), lambda rows: 1.0).propose([0, 1], 8)
     assert both is not None and both.tokens.tolist() == [7, 2, 3, 4]
-    silent = HybridDrafter(Scripted(lambda context: None), Scripted(lambda context: None), lambda rows: 1.0)
+    silent = GatedDrafter(Scripted(lambda context: None), Scripted(lambda context: None), lambda rows: 1.0)
     assert silent.propose([0], 8) is None
 
 
 def test_a_model_that_reads_the_prompt_is_not_judged_by_it() -> None:
     reading = Scripted(lambda context: None)
-    play(HybridDrafter(Scripted(lambda context: None), reading, lambda rows: 1e-9), 30)
+    play(GatedDrafter(Scripted(lambda context: None), reading, lambda rows: 1e-9), 30)
     assert reading.asked == 30
 
 
@@ -86,7 +86,7 @@ def test_a_model_that_fails_is_dropped_with_a_word(caplog: pytest.LogCaptureFixt
         raise MemoryError("no room")
 
     cheap, costly = Scripted(lambda context: chain_draft([1], 0.1, Source.SHARED)), Scripted(fail)
-    drafter = HybridDrafter(cheap, costly, lambda rows: 1.0)
+    drafter = GatedDrafter(cheap, costly, lambda rows: 1.0)
     with caplog.at_level(logging.WARNING):
         drafts = [drafter.propose([0, 1], 4) for _ in range(3)]
     assert all(draft is not None and draft.tokens.tolist() == [1] for draft in drafts)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.drafters.shared_noise import CoupledSampler
+from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.types import SamplingParams
 
@@ -29,14 +29,14 @@ def test_equal_logits_give_the_targets_own_draw(sampling: SamplingParams) -> Non
         known = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         target = Sampler(SamplingParams(**known, logit_bias=legal, seed=9), 60, [0] * position, torch.device("cpu"))
         target.begin(logits[None])
-        tokens, shares = CoupledSampler(sampling, 9).rank(logits, position, 3)
+        tokens, shares = SharedNoiseSampler(sampling, 9).rank(logits, position, 3)
         assert tokens[0] == target.choose(0)
         assert shares == sorted(shares, reverse=True) and len(set(tokens)) == len(tokens) <= 3
 
 
 def test_greedy_chances_are_the_models_own() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0])
-    tokens, shares = CoupledSampler(SamplingParams(temperature=0), 0).rank(logits, 5, 2)
+    tokens, shares = SharedNoiseSampler(SamplingParams(temperature=0), 0).rank(logits, 5, 2)
     assert tokens == [1, 2] and shares == pytest.approx(logits.softmax(0)[[1, 2]].tolist())
 
 
@@ -51,5 +51,5 @@ def test_the_same_noise_recovers_acceptance_that_other_noise_loses() -> None:
         target.begin(logits[None])
         token = target.choose(0)
         for other, seed in enumerate((4, 5)):
-            agreed[other] += CoupledSampler(sampling, seed).rank(close, position, 1)[0] == [token]
+            agreed[other] += SharedNoiseSampler(sampling, seed).rank(close, position, 1)[0] == [token]
     assert agreed[0] > 0.85 * 299 and agreed[1] < 0.4 * 299

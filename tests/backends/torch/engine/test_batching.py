@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.engine import step
-from agentspec.backends.torch.engine.sequence import Generation
-from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.engine.scheduler import Schedule
+from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
+from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.speculation.governor import CHUNKS, Governor
@@ -45,17 +46,16 @@ def sequences(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[in
     return before, chain, tokens if wanted else [], parents if wanted else [], wanted
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_packed_logits_are_those_of_each_path_alone(family: Any, data: st.DataObject) -> None:
     parts = data.draw(st.lists(sequences(), min_size=1, max_size=5))
-    pieces = []
+    items = []
     for before, chain, tokens, parents, wanted in parts:
-        rows = family.target.new_rows(data.draw(st.integers(1, 40)))
+        rows = family.target.new_cache(data.draw(st.integers(1, 40)))
         if before:
             family.target.prefill(rows, before)
-        pieces.append(Piece(rows, chain, tokens, parents, wanted))
-    outputs = family.target.forward_batch(pieces)
+        items.append(BatchItem(rows, chain, tokens, parents, wanted))
+    outputs = family.target.forward_batch(items)
     for (before, chain, tokens, parents, wanted), logits in zip(parts, outputs, strict=True):
         assert logits.shape == ((1 + len(tokens)) * wanted, 259) and logits.dtype == torch.float32
         for row, got in enumerate(logits):
@@ -99,9 +99,9 @@ def test_forwards_are_shared(lab: Any, ask_of: Any, tree_of: Any, monkeypatch: p
     sizes: list[int] = []
     forward = TargetModel.forward_batch
 
-    def counted(target: TargetModel, pieces: Sequence[Piece]) -> Any:
-        sizes.append(len(pieces))
-        return forward(target, pieces)
+    def counted(target: TargetModel, items: Sequence[BatchItem]) -> Any:
+        sizes.append(len(items))
+        return forward(target, items)
 
     monkeypatch.setattr(TargetModel, "forward_batch", counted)
     asks, _ = asks_of(lab, ask_of, tree_of, 8)
@@ -109,7 +109,6 @@ def test_forwards_are_shared(lab: Any, ask_of: Any, tree_of: Any, monkeypatch: p
     assert sizes[0] == 8 and len(sizes) == max(outcome.rounds for outcome in outcomes)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(
     lab: Any, ask_of: Any, tree_of: Any, data: st.DataObject
@@ -117,23 +116,23 @@ def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(
     """Before any step some answers rest, some are cancelled, and some give up all or some of their rows."""
     asks, wants = asks_of(lab, ask_of, tree_of, data.draw(st.integers(2, 6)))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    cancelled: list[Generation] = []
+    cancelled: list[EngineSequence] = []
 
-    def between(active: list[Generation]) -> None:
-        for generation in list(active):
+    def between(active: list[EngineSequence]) -> None:
+        for sequence in list(active):
             chance = rng.random()
-            if chance < 0.1 and isinstance(generation.rows, SequenceCache):
-                generation.rows.truncate(int(rng.integers(0, generation.rows.length + 1)))
+            if chance < 0.1 and isinstance(sequence.kv_cache, SequenceCache):
+                sequence.kv_cache.truncate(int(rng.integers(0, sequence.kv_cache.length + 1)))
             elif chance < 0.2:
-                generation.rows = lab.target.new_rows(1)
+                sequence.kv_cache = lab.target.new_cache(1)
             elif chance < 0.23 and len(active) > 1:
-                active.remove(generation)
-                cancelled.append(generation)
+                active.remove(sequence)
+                cancelled.append(sequence)
         rng.shuffle(active)  # type: ignore[arg-type]
 
     outcomes = lab.run_batch(asks, between=between)
     for ask, outcome, want in zip(asks, outcomes, wants, strict=True):
-        whole = outcome.generation not in cancelled
+        whole = outcome.sequence not in cancelled
         lab.require_same(ask.prompt, ask.sampling, outcome.tokens, want if whole else want[: len(outcome.tokens)])
 
 
@@ -147,18 +146,18 @@ def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> 
     governor = Governor()
     governor.cost.calibrate([(1, 0, 0.01), (48, 0, 0.48)])
     governor.cost.observe = lambda *args: None  # type: ignore[method-assign]
-    shared = step.Shared(lab.target, lab.codec, governor=governor)
+    shared = step.EngineContext(lab.target, lab.tokenizer, governor=governor)
     asks = [ask_of(PROMPT, SAMPLINGS[1], max_tokens=20, stop_ids=()), ask_of(PROMPT * 20, SAMPLINGS[1], max_tokens=1)]
     short, long = (ask.begin(shared, None) for ask in asks)
     with torch.inference_mode():
-        step.play([short], shared)
+        step.run_step(Schedule.of([short], shared), shared)
         for chunk in range(1, 10):
-            step.play([short, long], shared)
-            assert (len(short.tokens), long.rows.length) == (len(PROMPT) + 1 + chunk, CHUNKS[-1] * chunk)
-        step.play([short, long], shared)
+            step.run_step(Schedule.of([short, long], shared), shared)
+            assert (len(short.tokens), long.kv_cache.length) == (len(PROMPT) + 1 + chunk, CHUNKS[-1] * chunk)
+        step.run_step(Schedule.of([short, long], shared), shared)
     assert long.finish == "length"
-    for ask, generation in zip(asks, (short, long), strict=True):
-        answer = generation.tokens[len(ask.prompt) :]
+    for ask, sequence in zip(asks, (short, long), strict=True):
+        answer = sequence.tokens[len(ask.prompt) :]
         want = lab.oracle(ask.prompt, ask.sampling, max_tokens=len(answer), stop_ids=())
         lab.require_same(ask.prompt, ask.sampling, answer, want)
 
@@ -172,30 +171,30 @@ def test_a_forward_that_fails_is_the_fault_of_whoever_fails_alone(
     asks, wants = asks_of(lab, ask_of, tree_of, 4)
     forward, freed, computed = TargetModel.forward_batch, list[bool](), list[weakref.ref[torch.Tensor]]()
     forgotten = lambda: all(tensor() is None for tensor in computed)  # noqa: E731
-    shared = step.Shared(lab.target, lab.codec, relieve=lambda: freed.append(forgotten()))
-    generations = [ask.begin(shared, None) for ask in asks]
+    shared = step.EngineContext(lab.target, lab.tokenizer, free_memory=lambda: freed.append(forgotten()))
+    sequences = [ask.begin(shared, None) for ask in asks]
 
-    def breaking(target: TargetModel, pieces: Sequence[Piece]) -> Any:
+    def breaking(target: TargetModel, items: Sequence[BatchItem]) -> Any:
         assert forgotten()
-        if any(piece.rows is generations[2].rows for piece in pieces):
-            held = forward(target, pieces)[0]  # rows are written all the same
+        if any(item.kv_cache is sequences[2].kv_cache for item in items):
+            held = forward(target, items)[0]  # rows are written all the same
             computed.append(weakref.ref(held))
             raise RuntimeError("out of something")
-        return forward(target, pieces)
+        return forward(target, items)
 
     monkeypatch.setattr(TargetModel, "forward_batch", breaking)
-    outcomes: dict[Generation, list[int]] = {generation: [] for generation in generations}
-    failed: list[Generation] = []
+    outcomes: dict[EngineSequence, list[int]] = {sequence: [] for sequence in sequences}
+    failed: list[EngineSequence] = []
     with torch.inference_mode():
-        while active := [g for g in generations if g.finish is None and g not in failed]:
-            for generation, outcome in step.play(active, shared):
+        while active := [g for g in sequences if g.finish is None and g not in failed]:
+            for sequence, outcome in step.run_step(Schedule.of(active, shared), shared):
                 if isinstance(outcome, Exception):
-                    failed.append(generation)
+                    failed.append(sequence)
                 elif outcome is not None:
-                    outcomes[generation] += outcome.token_ids
-    assert failed == [generations[2]] and freed == [True]
+                    outcomes[sequence] += outcome.token_ids
+    assert failed == [sequences[2]] and freed == [True]
     for index in (0, 1, 3):
-        lab.require_same(asks[index].prompt, asks[index].sampling, outcomes[generations[index]], wants[index])
+        lab.require_same(asks[index].prompt, asks[index].sampling, outcomes[sequences[index]], wants[index])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -223,12 +222,14 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model:
 @pytest.mark.parametrize(
     ("sampling", "count"),
     [
-        (SamplingParams(temperature=0), 1000),
-        (SamplingParams(temperature=0.3, top_p=0.9, seed=1), 300),
-        (SamplingParams(temperature=1.0, top_p=0.9, seed=2), 300),
+        (SamplingParams(temperature=0), 64),
+        (SamplingParams(temperature=1.0, top_p=0.9, seed=2), 32),
+        pytest.param(SamplingParams(temperature=0), 1000, marks=pytest.mark.slow),
+        pytest.param(SamplingParams(temperature=0.3, top_p=0.9, seed=1), 300, marks=pytest.mark.slow),
+        pytest.param(SamplingParams(temperature=1.0, top_p=0.9, seed=2), 300, marks=pytest.mark.slow),
     ],
 )
-def test_a_thousand_prompts(lab: Any, ask_of: Any, tree_of: Any, sampling: SamplingParams, count: int) -> None:
+def test_many_prompts(lab: Any, ask_of: Any, tree_of: Any, sampling: SamplingParams, count: int) -> None:
     """All of them identical to the oracle, in batches of 16, end tokens and padding tokens in the prompts included."""
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 259, size=int(rng.integers(1, 20))).tolist() for _ in range(count)]

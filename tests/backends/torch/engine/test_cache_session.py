@@ -1,4 +1,4 @@
-"""A generation's place in the token cache: recorded, kept back, or lost without harm."""
+"""A sequence's place in the token cache: recorded, kept back, or lost without harm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.torch.engine.cache_session import HELD, Memory
+from agentspec.backends.torch.engine.cache_session import HELD, CacheSession
 from agentspec.cache import SuffixCache
 from agentspec.types import GenerateRequest, Labels, Namespace
 
@@ -23,12 +23,12 @@ def cache() -> Iterator[SuffixCache]:
         yield cache
 
 
-def opened(cache: SuffixCache | None, prompt: list[int] = PROMPT, *, store: bool = True, **labels: Any) -> Memory:
+def opened(cache: SuffixCache | None, prompt: list[int] = PROMPT, *, store: bool = True, **labels: Any) -> CacheSession:
     request = GenerateRequest("m", token_ids=prompt, labels=Labels(**labels), store=store)
-    return Memory.open(cache, request, prompt, SPACE)
+    return CacheSession.open(cache, request, prompt, SPACE)
 
 
-def drafted(memory: Memory, start: list[int]) -> list[int]:
+def drafted(memory: CacheSession, start: list[int]) -> list[int]:
     memory.extend(start)
     draft = memory.draft(8)
     memory.close(clean=False)
@@ -90,9 +90,9 @@ class Failing:
 @pytest.mark.parametrize("clean", [True, False])
 def test_an_error_of_any_kind_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture, clean: bool) -> None:
     closing, extending, drafting = Failing(), Failing(), Failing()
-    Memory(closing).close(clean=clean)
-    Memory(extending).extend([1] * HELD)
-    assert Memory(drafting).draft(3) is None
+    CacheSession(closing).close(clean=clean)
+    CacheSession(extending).extend([1] * HELD)
+    assert CacheSession(drafting).draft(3) is None
     assert closing.calls == ["close" if clean else "abandon"]
     assert (extending.calls, drafting.calls) == (["extend", "abandon"], ["draft", "abandon"])
     assert caplog.text.count("the disk is gone") == 5
@@ -100,10 +100,10 @@ def test_an_error_of_any_kind_is_logged_and_not_raised(caplog: pytest.LogCapture
 
 def test_an_error_of_learning_late_is_logged_once_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     request = Failing()
-    memory = Memory(request, late=True)  # type: ignore[arg-type]
+    memory = CacheSession(request, late=True)  # type: ignore[arg-type]
     for _ in range(3):
         memory.extend([1])
-        memory.learn()
+        memory.flush_to_cache()
         assert memory.draft(3) is None
     assert request.calls == ["extend", "abandon"] and caplog.text.count("going on without the token cache") == 1
 
@@ -126,7 +126,7 @@ class Recording:
 
 def test_rounds_without_a_draft_are_learned_together() -> None:
     request = Recording()
-    memory = Memory(request)
+    memory = CacheSession(request)
     memory.extend([1])
     memory.extend([2, 3])
     memory.draft(4)
@@ -144,7 +144,7 @@ def test_rounds_without_a_draft_are_learned_together() -> None:
 
 def test_no_more_than_a_few_tokens_wait() -> None:
     request = Recording()
-    memory = Memory(request)
+    memory = CacheSession(request)
     for token in range(2 * HELD):
         memory.extend([token])
     assert [len(tokens) for _, tokens in request.calls] == [HELD, HELD]
@@ -152,12 +152,12 @@ def test_no_more_than_a_few_tokens_wait() -> None:
 
 def test_what_is_learned_late_is_drafted_behind_until_then() -> None:
     request = Recording()
-    memory = Memory(request, late=True)
+    memory = CacheSession(request, late=True)
     memory.draft(4)
-    memory.learn()
+    memory.flush_to_cache()
     memory.extend([1])
     memory.draft(4)
-    memory.learn()
+    memory.flush_to_cache()
     memory.extend([2])
     memory.extend([3, 4] * HELD)
     memory.draft(4)
@@ -174,9 +174,9 @@ def test_what_is_learned_late_is_drafted_behind_until_then() -> None:
 
 def test_what_is_learned_at_once_waits_for_no_forward() -> None:
     request = Recording()
-    memory = Memory(request)
+    memory = CacheSession(request)
     memory.extend([1])
-    memory.learn()
+    memory.flush_to_cache()
     assert request.calls == []
     memory.draft(4)
     memory.extend([2])
@@ -191,11 +191,11 @@ def test_late_or_not_the_cache_ends_with_the_same(clean: bool) -> None:
         with SuffixCache.open() as cache:
             for _ in range(2):
                 request = GenerateRequest("m", token_ids=PROMPT)
-                memory, drafts = Memory.open(cache, request, PROMPT, SPACE, late=late), list[list[int]]()
+                memory, drafts = CacheSession.open(cache, request, PROMPT, SPACE, late=late), list[list[int]]()
                 for start in range(0, len(ANSWER), 4):
                     draft = memory.draft(3)
                     drafts.append([] if draft is None else draft.tokens.tolist())
-                    memory.learn()
+                    memory.flush_to_cache()
                     memory.extend(ANSWER[start : start + 4])
                 memory.close(clean=clean)
             seen.append((drafts, replace(cache.stats(), memory_bytes=0)))

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine.cache_session import Memory
+from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine, is_out_of_memory
-from agentspec.backends.torch.engine.kv_budget import RowBudget
-from agentspec.backends.torch.engine.prefix_cache import PrefixStore
-from agentspec.backends.torch.engine.sequence import Job, Shared
+from agentspec.backends.torch.engine.kv_budget import KVBudget
+from agentspec.backends.torch.engine.prefix_cache import PrefixCache
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.cache import SuffixCache
 from agentspec.errors import ContextLengthError, EngineError, OverloadedError, ShuttingDownError
 from agentspec.speculation.governor import CHUNKS
@@ -37,7 +37,7 @@ class Client:
         self.engine = engine
         sampling = SamplingParams(temperature=1.0, seed=seed)
         request = GenerateRequest("m", token_ids=prompt, sampling=sampling, **params)
-        self.job = Job(request, prompt, max_tokens, frozenset(), None, self.items.put)
+        self.job = EngineRequest(request, prompt, max_tokens, frozenset(), None, self.items.put)
 
     def submit(self) -> Client:
         self.engine.submit(self.job)
@@ -58,8 +58,10 @@ class Client:
 def engine_of(lab: Any) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def make(memory: Callable[[Job], Memory] = lambda job: Memory(None), **settings: Any) -> Engine:
-        engines.append(Engine(Shared(lab.target, lab.codec), TorchSettings(**settings), memory))
+    def make(
+        memory: Callable[[EngineRequest], CacheSession] = lambda job: CacheSession(None), **settings: Any
+    ) -> Engine:
+        engines.append(Engine(EngineContext(lab.target, lab.tokenizer), TorchSettings(**settings), memory))
         return engines[-1]
 
     yield make
@@ -74,7 +76,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-class Gate(Memory):
+class Gate(CacheSession):
     """A place in a cache that holds the engine's thread until it is opened."""
 
     def __init__(self) -> None:
@@ -86,7 +88,7 @@ class Gate(Memory):
         assert self.opened.wait(WAIT)
 
 
-class Broken(Memory):
+class Broken(CacheSession):
     def __init__(self, error: BaseException) -> None:
         super().__init__(None)
         self.error = error
@@ -102,7 +104,7 @@ def test_twenty_requests_at_once_get_their_own_answers(lab: Any, engine_of: Any)
     for n, client in enumerate(clients):
         want = lab.oracle(prompts[n], SamplingParams(temperature=1.0, seed=n), max_tokens=8, stop_ids=())
         assert client.result()[0] == want
-    assert (engine.shared.counters.requests, engine.active, engine.queued) == (20, 0, 0)
+    assert (engine.context.counters.requests, len(engine.scheduler.active), engine.scheduler.num_waiting) == (20, 0, 0)
 
 
 def test_active_requests_take_turns(engine_of: Any) -> None:
@@ -110,7 +112,7 @@ def test_active_requests_take_turns(engine_of: Any) -> None:
     engine = engine_of(lambda job: gate, max_active=2)
     first, second = Client(engine, max_tokens=20).submit(), Client(engine, max_tokens=20).submit()
     assert gate.reached.wait(WAIT)
-    wait_until(lambda: engine.queued <= 1)
+    wait_until(lambda: engine.scheduler.num_waiting <= 1)
     gate.opened.set()
     first.result()
     assert second.items.qsize() >= 15
@@ -142,7 +144,7 @@ def test_cancelling_frees_a_waiting_and_an_active_place_at_once(engine_of: Any) 
     gate.opened.set()
     assert len(next_one.result()[0]) == len(after_next.result()[0]) == 8
     assert waiting.items.empty()
-    assert engine.shared.counters.cancelled == 2
+    assert engine.context.counters.cancelled == 2
 
 
 def test_cancelling_in_the_middle_of_a_prompt_or_an_answer_stops_the_work(lab: Any, engine_of: Any) -> None:
@@ -153,9 +155,9 @@ def test_cancelling_in_the_middle_of_a_prompt_or_an_answer_stops_the_work(lab: A
     answering.items.get(timeout=WAIT)
     engine.cancel(answering.job)
     engine.cancel(answering.job)
-    wait_until(lambda: engine.active == 0)
-    assert engine.shared.counters.tokens < 300
-    assert len(engine.prefixes) == 0  # what was cut is not kept
+    wait_until(lambda: len(engine.scheduler.active) == 0)
+    assert engine.context.counters.tokens < 300
+    assert len(engine.scheduler.prefix_cache) == 0  # what was cut is not kept
     want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=8, stop_ids=())
     assert Client(engine).submit().result()[0] == want
 
@@ -164,7 +166,7 @@ def test_cancelling_in_the_middle_of_a_prompt_or_an_answer_stops_the_work(lab: A
 def test_an_error_in_one_request_is_that_requests_alone(
     engine_of: Any, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memories = iter([Memory(None), Broken(error), Memory(None)])
+    memories = iter([CacheSession(None), Broken(error), CacheSession(None)])
     engine = engine_of(lambda job: next(memories), max_active=3)
     clients = [Client(engine, max_tokens=12).submit() for _ in range(3)]
     with pytest.raises(EngineError) as caught:
@@ -174,14 +176,14 @@ def test_an_error_in_one_request_is_that_requests_alone(
     told = str(caught.value) + caplog.text
     assert "broken" not in told and f"{type(error).__name__} at " in told and "test_engine.py" in told
     assert len(clients[0].result()[0]) == len(clients[2].result()[0]) == 12
-    assert engine.shared.counters.failed == 1
+    assert engine.context.counters.failed == 1
 
 
 @pytest.mark.parametrize("error", [SystemExit(), torch.AcceleratorError("a device-side assert")])
 def test_the_end_of_the_thread_or_its_device_leaves_nobody_waiting(engine_of: Any, error: BaseException) -> None:
     engine = engine_of(lambda job: Broken(error), max_active=1)
     clients = [Client(engine) for _ in range(2)]
-    with engine._lock:  # both are there before the first turn
+    with engine.scheduler._lock:  # both are there before the first turn
         for client in clients:
             client.submit()
     for client in clients:
@@ -192,13 +194,13 @@ def test_the_end_of_the_thread_or_its_device_leaves_nobody_waiting(engine_of: An
 
 
 def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:
-    calls: list[Job] = []
+    calls: list[EngineRequest] = []
 
-    def open_memory(job: Job) -> Memory:
+    def open_memory(job: EngineRequest) -> CacheSession:
         calls.append(job)
         if len(calls) == 1:
             raise OSError("disk")
-        return Memory(None)
+        return CacheSession(None)
 
     engine = engine_of(open_memory)
     with pytest.raises(EngineError, match=r"failed on this request$"):
@@ -223,8 +225,8 @@ def test_answers_are_the_same_where_the_cache_learns_beside_the_forwards(lab: An
         assert cache.stats().accepted > 100 and cache.stats().tokens == 3 * 4 * 40
 
 
-def late_memory(cache: SuffixCache, job: Job) -> Memory:
-    return Memory.open(cache, job.request, job.prompt, Namespace("t", "model"), late=True)
+def late_memory(cache: SuffixCache, job: EngineRequest) -> CacheSession:
+    return CacheSession.open(cache, job.request, job.prompt, Namespace("t", "model"), late=True)
 
 
 def test_what_a_cancelled_answer_said_stays_partial_where_the_cache_learns_late(engine_of: Any) -> None:
@@ -233,7 +235,7 @@ def test_what_a_cancelled_answer_said_stays_partial_where_the_cache_learns_late(
         client = Client(engine, max_tokens=400).submit()
         said = [token for _ in range(5) for token in client.items.get(timeout=WAIT).token_ids]
         engine.cancel(client.job)
-        wait_until(lambda: engine.active == 0)
+        wait_until(lambda: len(engine.scheduler.active) == 0)
         assert (cache.stats().partial, cache.stats().tokens) == (1, 0) and len(said) >= 5
 
 
@@ -243,7 +245,7 @@ def test_a_cache_that_breaks_beside_a_forward_costs_only_speed(
     want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=30, stop_ids=())
     with SuffixCache.open() as cache:
         broken = Breaking(cache.request(PROMPT))
-        engine = engine_of(lambda job: Memory(broken, late=True))  # type: ignore[arg-type]
+        engine = engine_of(lambda job: CacheSession(broken, late=True))  # type: ignore[arg-type]
         assert Client(engine, max_tokens=30).submit().result()[0] == want
         assert broken.told == 3 and caplog.text.count("the disk is gone") == 1
 
@@ -292,13 +294,13 @@ def test_the_next_prompt_of_a_conversation_is_not_computed_again(lab: Any, engin
     assert second == lab.oracle(prompt, SamplingParams(temperature=1.0, seed=0), max_tokens=10, stop_ids=())
     _, last = Client(engine, prompt, tenant="other").submit().result()
     assert last.usage.cached_tokens == 0
-    assert engine.shared.counters.reused_tokens == len(PROMPT) + 9
+    assert engine.context.counters.reused_tokens == len(PROMPT) + 9
 
 
 def test_a_request_that_cannot_begin_gives_its_place_in_the_cache_back(engine_of: Any) -> None:
     closed: list[bool] = []
 
-    class Watched(Memory):
+    class Watched(CacheSession):
         def close(self, *, clean: bool) -> None:
             closed.append(clean)
 
@@ -313,24 +315,24 @@ def test_a_request_that_cannot_begin_gives_its_place_in_the_cache_back(engine_of
 def test_an_answer_not_to_be_stored_leaves_no_rows(engine_of: Any) -> None:
     engine = engine_of()
     Client(engine, store=False).submit().result()
-    assert len(engine.prefixes) == 0
+    assert len(engine.scheduler.prefix_cache) == 0
 
 
 def test_without_prefix_bytes_nothing_is_kept(engine_of: Any) -> None:
     engine = engine_of(prefix_bytes=0)
     Client(engine).submit().result()
-    assert engine.prefixes.nbytes == 0
+    assert engine.scheduler.prefix_cache.nbytes == 0
 
 
 def test_rows_that_find_no_room_are_let_go(engine_of: Any) -> None:
     engine = engine_of()
     Client(engine).submit().result()
 
-    class Full(PrefixStore):
+    class Full(PrefixCache):
         def keep(self, tenant: str, tokens: Any, rows: Any) -> None:
             raise torch.OutOfMemoryError("full")
 
-    engine.prefixes = Full(1 << 20)
+    engine.scheduler.prefix_cache = Full(1 << 20)
     assert len(Client(engine).submit().result()[0]) == 8
     assert len(Client(engine).submit().result()[0]) == 8
 
@@ -343,7 +345,7 @@ def test_answers_that_do_not_fit_together_are_put_back_and_go_on_where_they_stoo
     engine = engine_of(kv_bytes=ROW_BYTES * 400, max_active=4, prefix_bytes=0)
     prompts = [[*PROMPT[: 8 + n], n] for n in range(3)]
     clients = [Client(engine, prompt, seed=n, max_tokens=180 + n) for n, prompt in enumerate(prompts)]
-    engine.rows = Tight(engine.rows.limit, engine.rows.row_bytes)
+    engine.scheduler.kv_budget = Tight(engine.scheduler.kv_budget.limit, engine.scheduler.kv_budget.slot_bytes)
     for client in clients:
         client.submit()
     for n, client in enumerate(clients):
@@ -351,27 +353,27 @@ def test_answers_that_do_not_fit_together_are_put_back_and_go_on_where_they_stoo
         lab.require_same(prompts[n], sampling, client.result()[0], lab.oracle(
             prompts[n], sampling, max_tokens=180 + n, stop_ids=()
         ))  # fmt: skip
-    assert engine.shared.counters.preempted >= 1
-    assert engine.kv_rows == 0
+    assert engine.context.counters.preempted >= 1
+    assert engine.scheduler.kv_slots == 0
 
 
-class Tight(RowBudget):
+class Tight(KVBudget):
     """Begins with little, so that answers meet while they grow."""
 
-    def first(self, job: Job, tokens: int | None = None) -> int:
+    def initial(self, job: EngineRequest, tokens: int | None = None) -> int:
         return (tokens or len(job.prompt)) + 20
 
 
 def test_reserved_rows_stay_within_the_limit(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     engine = engine_of(kv_bytes=ROW_BYTES * 400, max_active=8)
-    forward = type(engine.shared.target).forward_batch
+    forward = type(engine.context.target).forward_batch
 
-    def watched(target: Any, pieces: Any) -> Any:
-        seen.append(sum(piece.rows.capacity for piece in pieces))
-        return forward(target, pieces)
+    def watched(target: Any, items: Any) -> Any:
+        seen.append(sum(item.kv_cache.capacity for item in items))
+        return forward(target, items)
 
-    monkeypatch.setattr(type(engine.shared.target), "forward_batch", watched)
+    monkeypatch.setattr(type(engine.context.target), "forward_batch", watched)
     for client in [Client(engine, [n, *PROMPT], max_tokens=40 + n).submit() for n in range(8)]:
         client.result()
     assert max(seen) <= 400 and len(seen) > 0
@@ -388,7 +390,7 @@ def test_a_lower_priority_is_served_first_and_takes_the_place_of_a_higher_one(la
     urgent = Client(engine, [2, *PROMPT], max_tokens=4, priority=-1).submit()
     gate.opened.set()
     urgent.result()
-    assert engine.shared.counters.preempted == 1 and waiting.items.empty()
+    assert engine.context.counters.preempted == 1 and waiting.items.empty()
     tokens, last = slow.result()
     assert tokens == lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=60, stop_ids=())
     assert last.usage.cached_tokens == 0  # its own rows came back from the prefix store
@@ -399,7 +401,7 @@ def test_what_was_put_back_can_be_cancelled(engine_of: Any) -> None:
     closed: list[bool] = []
     gate = Gate()
     gate.close = lambda *, clean: closed.append(clean)  # type: ignore[method-assign]
-    engine = engine_of(lambda job: gate if job.request.priority else Memory(None), max_active=1)
+    engine = engine_of(lambda job: gate if job.request.priority else CacheSession(None), max_active=1)
     slow = Client(engine, max_tokens=400, priority=5).submit()
     assert gate.reached.wait(WAIT)
     urgent = Client(engine, [2, *PROMPT], max_tokens=200, priority=0).submit()
@@ -408,19 +410,19 @@ def test_what_was_put_back_can_be_cancelled(engine_of: Any) -> None:
     engine.cancel(slow.job)
     urgent.result()
     wait_until(lambda: not engine.ready)
-    assert closed == [False] and (engine.active, engine.queued) == (0, 0)
+    assert closed == [False] and (len(engine.scheduler.active), engine.scheduler.num_waiting) == (0, 0)
 
 
 def test_two_engines_compute_in_one_thread_and_take_turns(lab: Any, engine_of: Any) -> None:
     engines = [engine_of(), engine_of()]
     names: set[str] = set()
 
-    class Told(Memory):
+    class Told(CacheSession):
         def extend(self, tokens: Any) -> None:
             names.add(f"{threading.current_thread().name}-{threading.get_ident()}")
 
     for engine in engines:
-        engine._open_memory = lambda job: Told(None)
+        engine._open_session = lambda job: Told(None)
     clients = [Client(engine, max_tokens=40).submit() for engine in engines for _ in range(2)]
     want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=40, stop_ids=())
     assert [client.result()[0] for client in clients] == [want] * 4

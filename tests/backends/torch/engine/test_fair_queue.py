@@ -7,17 +7,17 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.engine.fair_queue import MOST_FLOWS, FairQueue, Service
-from agentspec.backends.torch.engine.sequence import Job
+from agentspec.backends.torch.engine.fair_queue import MOST_FLOWS, FairQueue, ServiceCounters
+from agentspec.backends.torch.engine.sequence import EngineRequest
 from agentspec.types import GenerateRequest, Labels
 
 
-def job(tenant: str = "a", session: str | None = None, priority: int = 0) -> Job:
+def job(tenant: str = "a", session: str | None = None, priority: int = 0) -> EngineRequest:
     request = GenerateRequest("m", text="x", tenant=tenant, labels=Labels(session=session), priority=priority)
-    return Job(request, [1], 1, frozenset(), None, lambda item: None)
+    return EngineRequest(request, [1], 1, frozenset(), None, lambda item: None)
 
 
-def served(queue: FairQueue, count: int, cost: int = 100) -> list[Job]:
+def served(queue: FairQueue, count: int, cost: int = 100) -> list[EngineRequest]:
     order = []
     for _ in range(count):
         first = queue.first()
@@ -69,7 +69,7 @@ def test_what_was_put_back_goes_on_before_anything_begins() -> None:
     new, old = job(), job("heavy")
     queue.charge(old, 1000)
     queue.push(new)
-    queue.put_back(old)
+    queue.push_preempted(old)
     assert served(queue, 2) == [old, new]
 
 
@@ -85,7 +85,7 @@ def test_what_was_cancelled_is_gone() -> None:
 
 
 def test_service_remembers_a_bounded_number_of_flows() -> None:
-    service = Service()
+    service = ServiceCounters()
     for flow in range(MOST_FLOWS + 10):
         service.charge(flow, 1)
     assert service.of(0) == 0 and service.of(MOST_FLOWS) == 1

@@ -44,7 +44,7 @@ def test_rows_together_have_the_values_of_each_alone_and_come_in_one_transfer(wa
 @pytest.mark.parametrize("length", [1, 2, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 7])
 def test_a_prompt_is_scored_as_the_model_alone_scores_it(lab: Any, length: int) -> None:
     prompt = [(7 * position * position + 3) % 256 for position in range(length)]
-    scorer = PromptScorer(lab.target, prompt, 3, lab.codec.spell)
+    scorer = PromptScorer(lab.target, prompt, 3, lab.tokenizer.spell)
     entries = scorer.finish()
     assert scorer.done and len(entries) == length - 1
     for place in {1, 2, CHUNK, CHUNK + 1, length - 2, length - 1} & set(range(1, length)):

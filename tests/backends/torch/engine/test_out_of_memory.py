@@ -47,6 +47,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits the address space as Linux does")
 def test_a_request_too_large_for_the_memory_fails_alone(tmp_path: Path, byte_tokens: object) -> None:
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Rows of earlier calls: the longest prefix of one tenant, within bytes, the oldest out first."""
+"""Slots of earlier calls: the longest prefix of one tenant, within bytes, the oldest out first."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixStore
+from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.types import SamplingParams
 
@@ -31,10 +31,9 @@ BYTES = 8  # of one row: a key and a value in float32
 TEXT = st.lists(st.integers(0, 1), min_size=6, max_size=24)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from("ab"), TEXT), max_size=8), TEXT)
 def test_finds_the_longest_prefix_of_the_tenant(kept: list[tuple[str, list[int]]], wanted: list[int]) -> None:
-    store = PrefixStore(1 << 20)
+    store = PrefixCache(1 << 20)
     for tenant, tokens in kept:
         store.keep(tenant, tokens, rows_of(tokens))
     best = max(
@@ -53,7 +52,7 @@ def shared(left: list[int], right: list[int]) -> int:
 
 @given(st.lists(TEXT, max_size=12), st.integers(0, 600))
 def test_stays_within_its_bytes(texts: list[list[int]], limit: int) -> None:
-    store = PrefixStore(limit)
+    store = PrefixCache(limit)
     for tokens in texts:
         store.keep("t", tokens, rows_of(tokens))
         assert store.nbytes <= limit
@@ -62,7 +61,7 @@ def test_stays_within_its_bytes(texts: list[list[int]], limit: int) -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    store = PrefixStore(2 * 10 * BYTES)
+    store = PrefixCache(2 * 10 * BYTES)
     one, two, three = ([value] * 10 for value in (1, 2, 3))
     store.keep("t", one, rows_of(one))
     store.keep("t", two, rows_of(two))
@@ -73,7 +72,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_an_extension_replaces_what_it_extends_and_a_prefix_adds_nothing() -> None:
-    store = PrefixStore(1 << 20)
+    store = PrefixCache(1 << 20)
     short, long = list(range(10)), list(range(20))
     store.keep("t", short, rows_of(short))
     store.keep("t", long, rows_of(long))
@@ -84,7 +83,7 @@ def test_an_extension_replaces_what_it_extends_and_a_prefix_adds_nothing() -> No
 
 
 def test_what_is_handed_out_can_be_written_to() -> None:
-    store = PrefixStore(1 << 20)
+    store = PrefixCache(1 << 20)
     tokens = list(range(10))
     store.keep("t", tokens, rows_of(tokens))
     first = store.find("t", tokens, 20)
@@ -99,17 +98,17 @@ def test_answers_are_the_same_with_reused_rows(family: Any, edit: str) -> None:
     sampling = SamplingParams(temperature=0.8, seed=21)
     first = list(range(20, 50))
     call = family.run(first, sampling, lambda text, budget: None)
-    history = call.generation.tokens
+    history = call.sequence.tokens
     prompt = {
         "extended": [*history, 1, 2, 3],
         "branched": [*history[:35], 9, 9, 9],
         "shortened": history[:25],
         "same": first,
     }[edit]
-    store = PrefixStore(1 << 20)
-    store.keep("t", history[: call.generation.rows.length], call.generation.rows)
+    store = PrefixCache(1 << 20)
+    store.keep("t", history[: call.sequence.kv_cache.length], call.sequence.kv_cache)
     rows = store.find("t", prompt[:-1], len(prompt))
     assert rows.length == min(shared(history, prompt), len(prompt) - 1, len(history) - 1)
-    again = family.run(prompt, sampling, lambda text, budget: None, rows=rows)
+    again = family.run(prompt, sampling, lambda text, budget: None, kv_cache=rows)
     assert again.usage.cached_tokens >= 24
     family.require_same(prompt, sampling, again.tokens, family.oracle(prompt, sampling))

@@ -33,17 +33,17 @@ def test_text_is_the_decoded_answer(lab: Any, tree_of: Any) -> None:
     tokens = lab.oracle(PROMPT, PLAIN)
     for script in (None, knowing([*PROMPT, *tokens], tree_of)):
         outcome = lab.run(PROMPT, PLAIN, script)
-        assert outcome.text == lab.codec.decode(tokens)
+        assert outcome.text == lab.tokenizer.decode(tokens)
         assert outcome.finish == "length"
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
 def test_stop_strings_end_the_answer_wherever_they_fall_in_a_draft(lab: Any, tree_of: Any, size: int) -> None:
-    letters = {lab.codec.encode(chr(code))[0] for code in range(32, 127)}
+    letters = {lab.tokenizer.encode(chr(code))[0] for code in range(32, 127)}
     ascii_only = {token: -100.0 for token in range(259) if token not in letters}
     params: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logit_bias": ascii_only}
     tokens = lab.oracle(PROMPT, SamplingParams(**params))
-    text = lab.codec.decode(tokens)
+    text = lab.tokenizer.decode(tokens)
     script = knowing([*PROMPT, *tokens], tree_of, size)
     for start in range(len(text)):
         for length in (1, 2, 4):
@@ -57,7 +57,7 @@ def test_stop_strings_end_the_answer_wherever_they_fall_in_a_draft(lab: Any, tre
 
 def test_held_back_text_comes_when_the_answer_ends(lab: Any) -> None:
     tokens = lab.oracle(PROMPT, PLAIN)
-    text = lab.codec.decode(tokens)
+    text = lab.tokenizer.decode(tokens)
     outcome = lab.run(PROMPT, with_stop(text[-3:] + "never"))
     assert outcome.text == text and outcome.finish == "length"
 
@@ -66,7 +66,7 @@ def test_a_stop_id_is_a_token_without_text(lab: Any) -> None:
     tokens = lab.oracle(PROMPT, PLAIN)
     outcome = lab.run(PROMPT, PLAIN, stop_ids=[tokens[4]])
     assert outcome.tokens == tokens[: tokens.index(tokens[4]) + 1]
-    assert outcome.text == lab.codec.decode(outcome.tokens[:-1])
+    assert outcome.text == lab.tokenizer.decode(outcome.tokens[:-1])
 
 
 def test_logprobs_are_of_the_raw_distribution(family: Any, tree_of: Any) -> None:
@@ -85,7 +85,7 @@ def test_logprobs_are_of_the_raw_distribution(family: Any, tree_of: Any) -> None
 def test_logprobs_without_alternatives(lab: Any) -> None:
     outcome = lab.run(PROMPT, SamplingParams(temperature=0, logprobs=True), max_tokens=3)
     assert [len(entry.top) for entry in outcome.logprobs] == [0, 0, 0]
-    assert all(entry.text == lab.codec.spell(entry.token_id) for entry in outcome.logprobs)
+    assert all(entry.text == lab.tokenizer.spell(entry.token_id) for entry in outcome.logprobs)
 
 
 def test_usage_counts_tokens(lab: Any) -> None:
@@ -126,7 +126,7 @@ def test_a_long_prompt_is_read_in_chunks_and_its_last_one_carries_a_draft(lab: A
 
 def test_an_answer_without_a_seed_can_be_had_again(lab: Any) -> None:
     free = lab.run(PROMPT, SamplingParams(temperature=1.5))
-    again = SamplingParams(temperature=1.5, seed=free.generation.seed)
+    again = SamplingParams(temperature=1.5, seed=free.sequence.seed)
     assert lab.run(PROMPT, again).tokens == free.tokens == lab.oracle(PROMPT, again)
 
 

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.drafters import Drafter, make_draft
-from agentspec.backends.torch.engine.speculator import NOTHING, Bill, Proposal, Proposer, subtree, trunk_first, usable
+from agentspec.backends.torch.engine.speculator import (
+    NOTHING,
+    Proposal,
+    Speculator,
+    StepEstimate,
+    depth_first,
+    subtree,
+    usable,
+)
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.speculation.governor import Governor, best_nodes
 from agentspec.types import Draft
@@ -53,10 +61,10 @@ class Scripted(Drafter):
         return self.draft
 
 
-def proposer(draft: Draft | None, **costs: Any) -> tuple[Proposer, Scripted, Counters]:
+def proposer(draft: Draft | None, **costs: Any) -> tuple[Speculator, Scripted, Counters]:
     drafter, counters, governor = Scripted(draft), Counters(), Governor()
     governor.cost.calibrate([(1, 0, 1.0), (48, 0, 1.2)])
-    return Proposer(drafter, governor, counters, 100), drafter, counters
+    return Speculator(drafter, governor, counters, 100), drafter, counters
 
 
 def chain(tokens: list[int], chance: float, source: int = 0) -> Draft:
@@ -64,28 +72,28 @@ def chain(tokens: list[int], chance: float, source: int = 0) -> Draft:
     return make_draft(tokens, range(-1, count - 1), [chance] * count, [1] * count, [source] * count)
 
 
-BILL = Bill(plain=1.0, drafts=0.05, token=1.0)
+BILL = StepEstimate(plain=1.0, drafts=0.05, token=1.0)
 
 
 def test_what_is_proposed_carries_what_it_is_worth() -> None:
     subject, _, _ = proposer(chain([1, 2, 3], 0.9))
     draft = subject.propose([5, 6], 10)
     assert draft.tokens == [1, 2, 3] and draft.asked and draft.seconds > 0
-    assert draft.worth == [pytest.approx(0.9)] * 3
+    assert draft.acceptance == [pytest.approx(0.9)] * 3
     assert list(proposer(None)[0].propose([5, 6], 10).tokens) == []
 
 
 def test_nobody_is_asked_without_a_budget_or_a_drafter() -> None:
     subject, drafter, counters = proposer(chain([1], 0.9))
     assert subject.propose([5], 0) is NOTHING and drafter.calls == 0
-    none = Proposer(None, Governor(), counters, 100)
+    none = Speculator(None, Governor(), counters, 100)
     assert none.propose([5], 9) is NOTHING and none.speculation is None
 
 
 def test_totals_are_counted_by_source() -> None:
     subject, _, counters = proposer(chain([1, 2, 3], 0.9, source=2))
     for _ in range(2):
-        subject.learn(subject.propose([5, 6], 10), [0, 1], BILL)
+        subject.observe(subject.propose([5, 6], 10), [0, 1], BILL)
     assert (counters.drafted, counters.accepted, counters.steps) == ({2: 6}, {2: 4}, 2)
     assert counters.draft_sizes == {3: 2}
     total = subject.speculation
@@ -95,13 +103,13 @@ def test_totals_are_counted_by_source() -> None:
 
 def test_asking_that_takes_long_and_never_pays_is_done_ever_less_often_and_again_when_it_might() -> None:
     subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
-    slow = Bill(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
+    slow = StepEstimate(plain=1e-9, drafts=0.0, token=1e-9)  # next to such steps any drafting takes long
     for _ in range(60):
-        subject.learn(subject.propose([5, 6], 10), [], slow)
+        subject.observe(subject.propose([5, 6], 10), [], slow)
     assert drafter.calls < 20
     before = drafter.calls
     for _ in range(60):
-        subject.learn(draft := subject.propose([5, 6], 10), [0, 1, 2] if draft.tokens else [], BILL)
+        subject.observe(draft := subject.propose([5, 6], 10), [0, 1, 2] if draft.tokens else [], BILL)
     assert drafter.calls > before + 30
 
 
@@ -109,9 +117,9 @@ def test_verifying_in_vain_lowers_what_drafts_are_worth_and_stops_no_asking() ->
     subject, drafter, _ = proposer(chain([1, 2, 3], 0.9))
     first = subject.propose([5, 6], 10)
     for _ in range(20):
-        subject.learn(draft := subject.propose([5, 6], 10), [], BILL)
+        subject.observe(draft := subject.propose([5, 6], 10), [], BILL)
     assert drafter.calls == 21
-    assert sum(draft.worth) < 0.3 * sum(first.worth)
+    assert sum(draft.acceptance) < 0.3 * sum(first.acceptance)
 
 
 @given(st.data())
@@ -123,7 +131,7 @@ def test_the_likeliest_path_comes_first(data: st.DataObject) -> None:
         worth.append((worth[parent] if parent >= 0 else 1.0) * data.draw(st.sampled_from([0.9, 0.5, 0.1])))
     whole = Proposal(range(count), parents, worth, [0] * count, worth)
     kept = best_nodes(worth, data.draw(st.integers(0, count)))
-    order = trunk_first(whole, kept)
+    order = depth_first(whole, kept)
     assert sorted(order) == sorted(kept)
     path, node = list[int](), -1
     while children := [child for child in kept if parents[child] == node]:

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from agentspec.backends.torch.engine import step
-from agentspec.backends.torch.engine.sequence import Generation
+from agentspec.backends.torch.engine.scheduler import Schedule
+from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.constraints import Rules
-from agentspec.backends.torch.sampling.grammar import Grammars
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.sampling.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.types import SamplingParams
 
@@ -41,21 +42,21 @@ SAMPLINGS = {
 
 
 @pytest.fixture(scope="module")
-def form(byte_tokens: Any) -> Rules:
+def form(byte_tokens: Any) -> ConstraintSpec:
     source = 'start: "{" /[a-p]{3,9}/ ":" /[0-9]{2,5}/ "}"'
-    return Rules(Grammars(byte_tokens, 259, [256]).compile(source, param="p"), bad_words=((97, 97),))
+    return ConstraintSpec(GrammarCompiler(byte_tokens, 259, [256]).compile(source, param="p"), bad_words=((97, 97),))
 
 
-def asks_of(lab: Any, ask_of: Any, tree_of: Any, form: Rules) -> list[Any]:
+def asks_of(lab: Any, ask_of: Any, tree_of: Any, form: ConstraintSpec) -> list[Any]:
     """Each kind of request as two choices, with drafts that are right now and then; some read their prompts longer."""
     asks = []
     for number, (name, sampling) in enumerate(SAMPLINGS.items()):
         for choice in range(2):
             prompt = PROMPT[: 4 + number] * (1 + number % 3)
-            rules = replace(form if "form" in name else Rules(), choice=choice)
-            plain = lab.run(prompt, sampling, rules=rules, max_tokens=18)
+            rules = replace(form if "form" in name else ConstraintSpec(), choice=choice)
+            plain = lab.run(prompt, sampling, constraints=rules, max_tokens=18)
             script = winding([*prompt, *plain.tokens], tree_of, number)
-            asks.append(ask_of(prompt, sampling, script, rules=rules, max_tokens=18))
+            asks.append(ask_of(prompt, sampling, script, constraints=rules, max_tokens=18))
     return asks
 
 
@@ -64,9 +65,11 @@ def winding(whole: Sequence[int], tree_of: Any, seed: int) -> Any:
     return lambda text, budget: tree_of.winding(whole[len(text) :], rng, int(rng.integers(0, 12)))
 
 
-@pytest.mark.parametrize("together", [1, 5, 28])
+@pytest.mark.parametrize(
+    "together", [5, pytest.param(1, marks=pytest.mark.slow), pytest.param(28, marks=pytest.mark.slow)]
+)
 def test_answers_are_the_same_drawn_ahead(
-    lab: Any, ask_of: Any, tree_of: Any, form: Rules, together: int, monkeypatch: pytest.MonkeyPatch
+    lab: Any, ask_of: Any, tree_of: Any, form: ConstraintSpec, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wants = [lab.run_batch([ask])[0] for ask in asks_of(lab, ask_of, tree_of, form)]
     asks = asks_of(lab, ask_of, tree_of, form)
@@ -82,8 +85,8 @@ def test_answers_are_the_same_drawn_ahead(
                 assert [best.token_id for best in one.top] == [best.token_id for best in other.top]
 
 
-def begun(lab: Any, asks: Sequence[Any], governor: Any) -> tuple[list[Generation], step.Shared]:
-    shared = step.Shared(lab.target, lab.codec, governor=governor(), draws_ahead=True)
+def begun(lab: Any, asks: Sequence[Any], governor: Any) -> tuple[list[EngineSequence], step.EngineContext]:
+    shared = step.EngineContext(lab.target, lab.tokenizer, governor=governor(), draws_ahead=True)
     return [ask.begin(shared, None) for ask in asks], shared
 
 
@@ -92,32 +95,32 @@ def test_a_step_waits_once_for_its_draws_and_once_for_an_answers_log_probabiliti
 ) -> None:
     samplings = [sampling for name, sampling in SAMPLINGS.items() if "form" not in name and not sampling.min_tokens]
     asks = [ask_of(PROMPT, each, winding(PROMPT * 4, tree_of, 3), max_tokens=12, stop_ids=()) for each in samplings]
-    generations, shared = begun(lab, asks, eager_governor)
+    sequences, shared = begun(lab, asks, eager_governor)
     scored, forward, seen = sum(each.logprobs for each in samplings), TargetModel.forward_batch, Counter[str]()
 
-    def computed(target: TargetModel, pieces: Any) -> Any:
-        logits = forward(target, pieces)
+    def computed(target: TargetModel, items: Any) -> Any:
+        logits = forward(target, items)
         seen.clear()
         return logits
 
     monkeypatch.setattr(TargetModel, "forward_batch", computed)
     with torch.inference_mode(), waits(seen):
         for _ in range(3):
-            step.play(generations, shared)
+            step.run_step(Schedule.of(sequences, shared), shared)
             assert seen == {"tolist": 1, "cpu": scored}
-            assert not any(generation.finish for generation in generations), "ended too early to be counted"
+            assert not any(sequence.finish for sequence in sequences), "ended too early to be counted"
 
 
-def outcomes_of(generations: Sequence[Generation], shared: step.Shared) -> list[list[int] | Exception]:
+def outcomes_of(sequences: Sequence[EngineSequence], shared: step.EngineContext) -> list[list[int] | Exception]:
     """What each answer came to: its tokens or its error."""
-    told: dict[Generation, list[int] | Exception] = {generation: [] for generation in generations}
+    told: dict[EngineSequence, list[int] | Exception] = {sequence: [] for sequence in sequences}
     with torch.inference_mode():
-        while active := [each for each in generations if each.finish is None and isinstance(told[each], list)]:
-            for generation, outcome in step.play(active, shared):
-                said = told[generation]
+        while active := [each for each in sequences if each.finish is None and isinstance(told[each], list)]:
+            for sequence, outcome in step.run_step(Schedule.of(active, shared), shared):
+                said = told[sequence]
                 assert isinstance(said, list)
                 if outcome is not None:
-                    told[generation] = outcome if isinstance(outcome, Exception) else [*said, *outcome.token_ids]
+                    told[sequence] = outcome if isinstance(outcome, Exception) else [*said, *outcome.token_ids]
     return list(told.values())
 
 
@@ -126,16 +129,16 @@ def test_what_goes_wrong_in_one_answers_draw_is_its_own_error(
 ) -> None:
     asks = [ask_of(PROMPT[:size], NUCLEUS, max_tokens=8) for size in (5, 7, 9)]
     wants = [lab.run_batch([ask])[0].tokens for ask in asks]
-    generations, shared = begun(lab, asks, eager_governor)
+    sequences, shared = begun(lab, asks, eager_governor)
     begin = Sampler.begin
 
     def failing(sampler: Sampler, *args: Any) -> None:
-        if sampler is generations[1].sampler and generations[1].unread == 1 and len(generations[1].tokens) > 9:
+        if sampler is sequences[1].sampler and sequences[1].num_uncomputed == 1 and len(sequences[1].tokens) > 9:
             raise RuntimeError("no room to sort")
         begin(sampler, *args)
 
     monkeypatch.setattr(Sampler, "begin", failing)
-    first, second, third = outcomes_of(generations, shared)
+    first, second, third = outcomes_of(sequences, shared)
     assert [first, third] == [wants[0], wants[2]]
     assert isinstance(second, RuntimeError)
 
@@ -145,10 +148,10 @@ def test_if_the_draws_cannot_be_fetched_together_each_answer_fetches_its_own(
 ) -> None:
     asks = [ask_of(PROMPT[:size], NUCLEUS, max_tokens=8) for size in (5, 7, 9)]
     wants = [lab.run_batch([ask])[0].tokens for ask in asks]
-    generations, shared = begun(lab, asks, eager_governor)
+    sequences, shared = begun(lab, asks, eager_governor)
 
     def failing(samplers: Sequence[Sampler]) -> None:
         raise RuntimeError("no room for them side by side")
 
     monkeypatch.setattr(step, "fetch", failing)
-    assert outcomes_of(generations, shared) == wants
+    assert outcomes_of(sequences, shared) == wants

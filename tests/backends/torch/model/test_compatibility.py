@@ -13,7 +13,7 @@ import transformers as hf
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.loader import load, prepare
-from agentspec.backends.torch.model.compatibility import exact_context, masks_known
+from agentspec.backends.torch.model.compatibility import has_known_masks, max_exact_context
 from agentspec.backends.torch.model.kv_cache import StateCache
 from agentspec.errors import ModelUnavailableError
 from agentspec.types import SamplingParams
@@ -93,7 +93,7 @@ def test_a_model_that_cannot_be_rewound_runs_without_speculation_and_says_so_onc
         subject = lab_class(model_of(STATEFUL[name]()))
     said = [record.message for record in caplog.records if "without speculation" in record.message]
     assert len(said) == 1 and "tiny" in said[0]
-    assert not subject.target.rewindable and isinstance(subject.target.new_rows(1), StateCache)
+    assert not subject.target.rewindable and isinstance(subject.target.new_cache(1), StateCache)
     sampling, prompt = SamplingParams(temperature=0.9, seed=3), list(range(30))
     outcome = subject.run(prompt, sampling, lambda text, budget: tree_of([1, 2], [-1, 0]), max_tokens=12)
     subject.require_same(prompt, sampling, outcome.tokens, subject.oracle(prompt, sampling, max_tokens=12))
@@ -147,10 +147,10 @@ def test_a_cache_of_its_own_kind_is_refused(byte_tokens: Any, config: Any) -> No
 
 
 def test_limits_under_other_names_are_not_overlooked() -> None:
-    assert masks_known(hf.LlamaConfig(**SHAPE))
-    assert masks_known(hf.MistralConfig(**SHAPE, sliding_window=6))
-    assert not masks_known(STATEFUL["gpt_neo"]())
-    assert not masks_known(STATEFUL["llama4"]())
+    assert has_known_masks(hf.LlamaConfig(**SHAPE))
+    assert has_known_masks(hf.MistralConfig(**SHAPE, sliding_window=6))
+    assert not has_known_masks(STATEFUL["gpt_neo"]())
+    assert not has_known_masks(STATEFUL["llama4"]())
 
 
 def longrope() -> Any:
@@ -163,7 +163,7 @@ def longrope() -> Any:
 def test_texts_end_where_positions_begin_to_move(lab_class: Any, tree_of: Any, caplog: Any) -> None:
     """Behind that point a draft would change the angles of the tokens before it, and with them the answer."""
     subject = lab_class(model_of(longrope()))
-    assert exact_context(longrope()) == subject.target.context_length == 32
+    assert max_exact_context(longrope()) == subject.target.context_length == 32
     assert "takes texts of up to 32 tokens" in caplog.text
     sampling, prompt = SamplingParams(temperature=0), list(range(20))
     want = subject.oracle(prompt, sampling, max_tokens=12, stop_ids=())
@@ -174,15 +174,15 @@ def test_texts_end_where_positions_begin_to_move(lab_class: Any, tree_of: Any, c
 
     assert subject.run(prompt, sampling, right, max_tokens=12, stop_ids=()).tokens == want
     beyond = subject.logits([*prompt, *want, 1])
-    rows = subject.target.new_rows(1)
+    rows = subject.target.new_cache(1)
     subject.target.prefill(rows, [*prompt, *want])
     assert abs(subject.target.forward(rows, [1])[0].numpy() - beyond).max() > 0.1
 
 
 def test_fixed_positions_have_no_end_of_their_own() -> None:
-    assert exact_context(hf.LlamaConfig(**SHAPE)) is None
-    assert exact_context(hf.Gemma3TextConfig(**SHAPE)) is None
+    assert max_exact_context(hf.LlamaConfig(**SHAPE)) is None
+    assert max_exact_context(hf.Gemma3TextConfig(**SHAPE)) is None
     for kind in ("linear", "dynamic"):
         scaled = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-        assert exact_context(hf.LlamaConfig(**SHAPE, rope_parameters=scaled)) is None
-    assert exact_context(hf.GPT2Config()) is None
+        assert max_exact_context(hf.LlamaConfig(**SHAPE, rope_parameters=scaled)) is None
+    assert max_exact_context(hf.GPT2Config()) is None

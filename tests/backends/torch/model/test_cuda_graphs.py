@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import load, prepare
-from agentspec.backends.torch.model import cuda_graphs
-from agentspec.backends.torch.model.batch import Piece
+from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.cuda_graphs import Graphs, NotRecordable, record_graphs
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.cache import SuffixCache
@@ -86,13 +85,12 @@ def recorded(request: pytest.FixtureRequest, lab_of: Any) -> tuple[TargetModel, 
 
 
 def rows_of(target: TargetModel, tokens: Sequence[int]) -> Any:
-    rows = target.new_rows(1)
+    rows = target.new_cache(1)
     if tokens:
         target.prefill(rows, tokens)
     return rows
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_replayed_logits_are_launched_ones(recorded: tuple[TargetModel, TargetModel], data: st.DataObject) -> None:
     token = st.integers(0, 258)
@@ -106,8 +104,8 @@ def test_replayed_logits_are_launched_ones(recorded: tuple[TargetModel, TargetMo
     outputs = []
     for target in recorded:
         rows = [rows_of(target, before) for before, *_ in parts]
-        pieces = [Piece(r, c, t, p, wanted=w) for r, (_, c, t, p), w in zip(rows, parts, wanted, strict=True)]
-        outputs.append(target.forward_batch(pieces))
+        items = [BatchItem(r, c, t, p, needs_logits=w) for r, (_, c, t, p), w in zip(rows, parts, wanted, strict=True)]
+        outputs.append(target.forward_batch(items))
     for launched, replayed in zip(*outputs, strict=True):
         assert launched.shape == replayed.shape and replayed.dtype == torch.float32
         assert launched.numel() == 0 or (launched - replayed).abs().max() < TOLERANCE
@@ -116,7 +114,7 @@ def test_replayed_logits_are_launched_ones(recorded: tuple[TargetModel, TargetMo
 def test_rows_after_a_replay_are_those_of_a_launch(recorded: tuple[TargetModel, TargetModel]) -> None:
     _, target = recorded
     assert target.graphs is not None
-    before, rows = target.graphs.replays, target.new_rows(1)
+    before, rows = target.graphs.replays, target.new_cache(1)
     target.forward(rows, [1, 2, 3], [9, 4, 5, 8, 6], [-1, -1, 1, 0, 2])
     rows.commit(3, [1, 2, 4])
     first = target.forward(rows, [7])
@@ -132,9 +130,9 @@ def test_what_is_larger_than_any_recording_is_launched(recorded: tuple[TargetMod
     launched, target = recorded
     assert target.graphs is not None
     before = target.graphs.replays
-    logits = target.forward(target.new_rows(1), range(31))
+    logits = target.forward(target.new_cache(1), range(31))
     assert target.graphs.replays == before
-    assert (logits - launched.forward(launched.new_rows(1), range(31))).abs().max() < TOLERANCE
+    assert (logits - launched.forward(launched.new_cache(1), range(31))).abs().max() < TOLERANCE
 
 
 def battery(lab: Any, ask_of: Any, tree_of: Any) -> None:
@@ -168,35 +166,45 @@ def test_answers_are_those_of_the_oracle(lab: Any, ask_of: Any, tree_of: Any) ->
     assert lab.target.graphs.replays > 20
 
 
-# line to change, changed line, where the changed thing goes
-MUTATIONS: dict[str, tuple[str, str, tuple[Any, str]]] = {
+# function or method, what to change, changed
+MUTATIONS = {
     "positions as they were recorded": (
-        "padded[:, :tokens] = ids, cache.positions",
+        "CapturedForward.replay",
+        "padded[:, :tokens] = (ids, cache.positions)",
         "padded[0, :tokens] = ids",
-        (cuda_graphs.Recording, "replay"),
     ),
     "tokens as they were recorded": (
-        "padded[:, :tokens] = ids, cache.positions",
+        "CapturedForward.replay",
+        "padded[:, :tokens] = (ids, cache.positions)",
         "padded[1, :tokens] = cache.positions",
-        (cuda_graphs.Recording, "replay"),
     ),
-    "attention of the recording": ("self.result[:, :tokens] =", "_ =", (cuda_graphs.Gap, "fill")),
-    "the padding attends": ("gap.fill(cache, tokens)", "gap.fill(cache, self.size)", (cuda_graphs.Recording, "replay")),
-    "the last segment left out": ("self._segments[-1].replay()", "pass", (cuda_graphs.Recording, "replay")),
-    "a size too small": ("bisect_left(self.sizes, len(ids))", "0", (cuda_graphs.Graphs, "replay")),
+    "attention of the recording": ("AttentionBreak.fill", "self.result[:, :tokens] =", "_ ="),
+    "the padding attends": (
+        "CapturedForward.replay",
+        "attention.fill(cache, tokens)",
+        "attention.fill(cache, self.size)",
+    ),
+    "the last segment left out": ("CapturedForward.replay", "self._segments[-1].replay()", "pass"),
+    "a size too small": ("Graphs.replay", "bisect_left(self.sizes, len(ids))", "0"),
     "one layer's rows for all": (
+        "AttentionBreak.fill",
         "self.value[:, :, :tokens], self.layer)",
         "self.value[:, :, :tokens], 0)",
-        (cuda_graphs.Gap, "fill"),
     ),
 }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_mutation_finds_its_place(name: str, mutate: Any) -> None:
+    mutate(*MUTATIONS[name])
+
+
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_guard_is_caught(lab: Any, ask_of: Any, tree_of: Any, name: str, mutate: Any) -> None:
     assert record_graphs(lab.target, TapeRecorder(), SIZES)
-    old, new, (owner, attribute) = MUTATIONS[name]
-    mutate(cuda_graphs, old, new, owner, attribute)
+    mutate(*MUTATIONS[name])
     with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
         battery(lab, ask_of, tree_of)
 
@@ -238,7 +246,7 @@ def test_a_model_that_cannot_be_recorded_is_launched(
     with caplog.at_level(logging.WARNING):
         assert not record_graphs(target, TapeRecorder(), SIZES)
     assert target.graphs is None and said in caplog.text
-    assert target.forward(target.new_rows(1), [1, 2]).isfinite().all()
+    assert target.forward(target.new_cache(1), [1, 2]).isfinite().all()
     assert not recording()
 
 
@@ -309,5 +317,5 @@ def test_cuda_graphs_compute_the_same(tiny_model: Any, byte_tokens: Any, dtype: 
     target = prepare(module, byte_tokens, name="tiny", fingerprint="f").target
     assert record_graphs(target) and isinstance(target.graphs, Graphs)
     for size in (1, 3, 40, 128):
-        assert target.forward(target.new_rows(1), [1] * size).isfinite().all()
+        assert target.forward(target.new_cache(1), [1] * size).isfinite().all()
     assert target.graphs.replays >= 4

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.model.device import choose_device, choose_dtype, to_device, waits_are_dear
+from agentspec.backends.torch.model.device import choose_device, choose_dtype, is_async_device, to_device
 from agentspec.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -42,8 +42,8 @@ def test_formats_that_cannot_be_used_are_configuration_errors(name: str, advice:
 
 
 def test_waiting_is_cheap_where_the_host_computes_itself() -> None:
-    assert not waits_are_dear(CPU)
-    assert waits_are_dear(torch.device("cuda")) and waits_are_dear(torch.device("mps"))
+    assert not is_async_device(CPU)
+    assert is_async_device(torch.device("cuda")) and is_async_device(torch.device("mps"))
 
 
 def test_host_values_reach_the_cpu_as_they_are() -> None:

@@ -1,4 +1,4 @@
-"""Rows of one sequence against a plain list of rows."""
+"""Slots of one sequence against a plain list of rows."""
 
 from __future__ import annotations
 

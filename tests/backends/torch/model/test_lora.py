@@ -65,7 +65,7 @@ def test_an_adapter_is_loaded_packed_and_part_of_the_namespace(saved_model: Path
     assert loaded.adapter == str(adapter) and plain.adapter is None
     assert loaded.namespace("t").model_fingerprint != plain.namespace("t").model_fingerprint
     assert ModelText.load(str(saved_model), adapter=str(adapter)).namespace("t") == loaded.namespace("t")
-    rows = [model.target.forward(model.target.new_rows(1), [1, 2, 3]) for model in (plain, loaded)]
+    rows = [model.target.forward(model.target.new_cache(1), [1, 2, 3]) for model in (plain, loaded)]
     assert not torch.allclose(rows[0], rows[1], atol=0.1)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
@@ -19,7 +19,6 @@ def path(tokens: list[int], parents: list[int], node: int) -> list[int]:
     return [] if node < 0 else [*path(tokens, parents, parents[node]), tokens[node]]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_tree_logits_are_path_logits(family: Any, data: st.DataObject) -> None:
     token = st.integers(0, 258)
@@ -27,7 +26,7 @@ def test_tree_logits_are_path_logits(family: Any, data: st.DataObject) -> None:
     chain = data.draw(st.lists(token, min_size=1, max_size=9))
     tokens = data.draw(st.lists(token, max_size=9))
     parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
-    rows = family.target.new_rows(1)
+    rows = family.target.new_cache(1)
     if before:
         family.target.prefill(rows, before)
     logits = family.target.forward(rows, chain, tokens, parents)
@@ -38,7 +37,7 @@ def test_tree_logits_are_path_logits(family: Any, data: st.DataObject) -> None:
 
 
 def test_rows_after_a_commit_are_as_if_computed_in_a_row(family: Any) -> None:
-    rows = family.target.new_rows(1)
+    rows = family.target.new_cache(1)
     family.target.forward(rows, [1, 2, 3], [9, 4, 5, 8, 6], [-1, -1, 1, 0, 2])
     rows.commit(3, [1, 2, 4])
     logits = family.target.forward(rows, [7])
@@ -48,7 +47,7 @@ def test_rows_after_a_commit_are_as_if_computed_in_a_row(family: Any) -> None:
 def test_prefill_in_chunks_is_prefill_at_once(family: Any) -> None:
     ids = list(range(40))
     for size in (1, 3, 7, 40):
-        rows = family.target.new_rows(1)
+        rows = family.target.new_cache(1)
         for start in range(0, 39, size):
             family.target.prefill(rows, ids[start : min(start + size, 39)])
         assert rows.length == 39

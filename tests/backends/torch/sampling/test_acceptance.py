@@ -1,4 +1,4 @@
-"""The walk, by itself."""
+"""Accepting a path, by itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.acceptance import walk
+from agentspec.backends.torch.sampling.acceptance import accept_path
 
 
 @st.composite
@@ -32,7 +32,7 @@ def test_emits_exactly_the_targets_tokens_whatever_the_tree(
         emitted.append(token)
         return len(emitted) == len(target)
 
-    path = walk(tokens, parents, lambda row: target[len(emitted)], emit)
+    path = accept_path(tokens, parents, lambda row: target[len(emitted)], emit)
     assert emitted == target[: len(emitted)]
     assert [tokens[node] for node in path] == emitted[:-1]
     assert all(parents[node] == before for before, node in zip([-1, *path], path, strict=False))
@@ -50,13 +50,13 @@ def test_rows_belong_to_the_node_just_reached() -> None:
         rows.append(row)
         return answers[row]
 
-    assert walk([4, 5, 6], [-1, -1, 1], choose, lambda token, row: False) == [1, 2]
+    assert accept_path([4, 5, 6], [-1, -1, 1], choose, lambda token, row: False) == [1, 2]
     assert rows == [0, 2, 3]
 
 
 def test_nothing_is_drawn_after_the_end() -> None:
     draws = iter([5])
-    assert walk([5, 6], [-1, 0], lambda row: next(draws), lambda token, row: True) == []
+    assert accept_path([5, 6], [-1, 0], lambda row: next(draws), lambda token, row: True) == []
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def two_tokens(
 
     while len(text) < 2:
         rest = (tokens, parents) if not text else ((), ())
-        walk(*rest, choose, emit)
+        accept_path(*rest, choose, emit)
     return text[0], text[1]

@@ -6,23 +6,23 @@ from typing import Any
 
 import torch
 
-from agentspec.backends.torch.sampling.constraints import Limits
-from agentspec.backends.torch.sampling.grammar import Grammars
+from agentspec.backends.torch.sampling.constraints import Constraints
+from agentspec.backends.torch.sampling.grammar import GrammarCompiler
 
 END = 256
 
 
-def left(limits: Limits, vocab: int = 259) -> set[int]:
+def left(limits: Constraints, vocab: int = 259) -> set[int]:
     return set(torch.isfinite(limits.apply(torch.zeros(vocab))).nonzero()[:, 0].tolist())
 
 
 def test_nothing_is_barred_without_rules() -> None:
-    limits, row = Limits(), torch.zeros(4)
+    limits, row = Constraints(), torch.zeros(4)
     assert limits.idle and limits.apply(row) is row and limits.allow(3)
 
 
 def test_ends_are_barred_until_enough_was_said() -> None:
-    limits = Limits(min_tokens=2, end_ids={1, 3, 99}, vocab_size=4)
+    limits = Constraints(min_tokens=2, end_ids={1, 3, 99}, vocab_size=4)
     assert left(limits, 4) == {0, 2} and not limits.allow(3) and not limits.idle
     limits.observe(0)
     assert left(limits, 4) == {0, 2}
@@ -31,7 +31,7 @@ def test_ends_are_barred_until_enough_was_said() -> None:
 
 
 def test_a_bad_word_is_barred_at_its_last_token_only() -> None:
-    limits = Limits(bad_words=((1,), (2, 3), (2, 2, 0)))
+    limits = Constraints(bad_words=((1,), (2, 3), (2, 2, 0)))
     assert left(limits, 5) == {0, 2, 3, 4}
     limits.observe(2)
     assert left(limits, 5) == {0, 2, 4} and not limits.allow(3)
@@ -43,8 +43,8 @@ def test_a_bad_word_is_barred_at_its_last_token_only() -> None:
 
 def test_a_rule_yields_where_nothing_would_be_left(byte_tokens: Any) -> None:
     a, b = byte_tokens.encode("ab")
-    grammar = Grammars(byte_tokens, 259, [END]).compile('start: "a" "b"?', param="p")
-    limits = Limits(grammar.start(), ((a,),), min_tokens=9, end_ids={END}, vocab_size=259)
+    grammar = GrammarCompiler(byte_tokens, 259, [END]).compile('start: "a" "b"?', param="p")
+    limits = Constraints(grammar.start(), ((a,),), min_tokens=9, end_ids={END}, vocab_size=259)
     assert left(limits) == {a} and not limits.allow(a)
     limits.observe(a)
     assert left(limits) == {b}  # not the end, which is early

@@ -8,25 +8,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.grammar import Constraint, Grammars, lark_string
+from agentspec.backends.torch.sampling.grammar import GrammarCompiler, GrammarMatcher, closed_schema, lark_string
 from agentspec.errors import InvalidRequestError
 
 END = 256
 
 
 @pytest.fixture(scope="module")
-def grammars(byte_tokens: Any) -> Grammars:
-    return Grammars(byte_tokens, 259, [END])
+def grammars(byte_tokens: Any) -> GrammarCompiler:
+    return GrammarCompiler(byte_tokens, 259, [END])
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_the_mask_is_what_a_regular_expression_says(grammars: Grammars, byte_tokens: Any) -> None:
+def test_the_mask_is_what_a_regular_expression_says(grammars: GrammarCompiler, byte_tokens: Any) -> None:
     constraint, said = grammars.compile("start: /[ab]{1,2}c?/", param="p").start(), ""
     for character in "abc":
         mask = constraint.mask()
@@ -47,7 +47,7 @@ def brute_force(grammar: Any, tokens: list[int], parents: list[int]) -> list[int
         path, at = [], node
         while at >= 0:
             path, at = [tokens[at], *path], parents[at]
-        state: Constraint = grammar.start()
+        state: GrammarMatcher = grammar.start()
         fits = True
         for token in path:
             fits = fits and 0 <= token < 259 and state.allows(token)
@@ -59,9 +59,10 @@ def brute_force(grammar: Any, tokens: list[int], parents: list[int]) -> list[int
     return admitted
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_tree_is_cut_to_what_each_path_alone_is_allowed(grammars: Grammars, byte_tokens: Any, data: Any) -> None:
+def test_a_tree_is_cut_to_what_each_path_alone_is_allowed(
+    grammars: GrammarCompiler, byte_tokens: Any, data: Any
+) -> None:
     grammar = grammars.compile('start: /a*/ ("b" /[ab]/)* "c"?', param="p")
     alphabet = [*ids(byte_tokens, "abcd"), END, -1, 10**6]
     tokens = data.draw(st.lists(st.sampled_from(alphabet), max_size=14))
@@ -74,24 +75,26 @@ def test_a_tree_is_cut_to_what_each_path_alone_is_allowed(grammars: Grammars, by
 @pytest.mark.parametrize(
     "source", ["start: /[a-z/", "start: nothing", '{"grammars": [{"json_schema": {"type": "x"}}]}']
 )
-def test_a_wrong_grammar_is_the_callers_mistake(grammars: Grammars, source: str) -> None:
+def test_a_wrong_grammar_is_the_callers_mistake(grammars: GrammarCompiler, source: str) -> None:
     for _ in range(2):
         with pytest.raises(InvalidRequestError) as caught:
             grammars.compile(source, param="structured_outputs")
         assert caught.value.param == "structured_outputs"
 
 
-def test_the_same_grammar_is_compiled_once(grammars: Grammars) -> None:
+def test_the_same_grammar_is_compiled_once(grammars: GrammarCompiler) -> None:
     assert grammars.compile('start: "a"', param="p") is grammars.compile('start: "a"', param="p")
 
 
 def test_a_model_without_an_end_or_a_fast_tokenizer_cannot_be_constrained(byte_tokens: Any) -> None:
     for tokenizer, ends in ((byte_tokens, []), (object(), [END])):
         with pytest.raises(InvalidRequestError, match="cannot be constrained"):
-            Grammars(tokenizer, 259, ends).compile('start: "a"', param="p")
+            GrammarCompiler(tokenizer, 259, ends).compile('start: "a"', param="p")
 
 
-def test_literals_and_special_tokens_are_written_as_a_grammar_wants_them(grammars: Grammars, byte_tokens: Any) -> None:
+def test_literals_and_special_tokens_are_written_as_a_grammar_wants_them(
+    grammars: GrammarCompiler, byte_tokens: Any
+) -> None:
     for text in ('"', "\\", 'a"b\\n', "line\nline\r", "é😀", "<|end|>x"):
         state = grammars.compile(f"start: {lark_string(text)}", param="p").start()
         for byte in text.encode():
@@ -108,3 +111,18 @@ def sorted_symbol(byte: int) -> str:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = list(itertools.filterfalse(printable.__contains__, range(256)))
     return chr(byte) if byte in printable else chr(256 + others.index(byte))
+
+
+def test_objects_that_list_their_properties_are_closed_unless_the_schema_says_otherwise() -> None:
+    inner = {"properties": {"properties": {"type": "string"}}}
+    closed = closed_schema({"type": "object", "properties": {"a": inner, "b": {"enum": [{"properties": {}}]}}})
+    assert closed["additionalProperties"] is False and closed["properties"]["a"]["additionalProperties"] is False
+    assert "additionalProperties" not in closed["properties"]["a"]["properties"]
+    assert closed["properties"]["b"] == {"enum": [{"properties": {}}]}
+    for schema in (
+        {"properties": {"a": {}}, "additionalProperties": True},
+        {"properties": {"a": {}}, "patternProperties": {"x": {}}},
+        {"allOf": [inner, inner]},
+        {"type": "object"},
+    ):
+        assert {**closed_schema(schema), "x-guidance": None} == {**schema, "x-guidance": None}

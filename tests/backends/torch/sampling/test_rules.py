@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import regex
 
-from agentspec.backends.torch.sampling.constraints import Rules
-from agentspec.backends.torch.sampling.grammar import Grammars
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.sampling.grammar import GrammarCompiler
 from agentspec.types import Draft, SamplingParams
 
 Script = Callable[[list[int], int], Draft | None]
@@ -94,25 +94,25 @@ def drafters(answer: Sequence[int], allowed: Allowed, tree_of: Any) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def grammars(byte_tokens: Any) -> Grammars:
-    return Grammars(byte_tokens, 259, [EOS])
+def grammars(byte_tokens: Any) -> GrammarCompiler:
+    return GrammarCompiler(byte_tokens, 259, [EOS])
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_drafter_gives_the_oracles_answer(
-    lab: Any, tree_of: Any, grammars: Grammars, byte_tokens: Any, language: str, sampling: str
+    lab: Any, tree_of: Any, grammars: GrammarCompiler, byte_tokens: Any, language: str, sampling: str
 ) -> None:
     source, pattern = LANGUAGES[language]
     allowed, params = Language(pattern, byte_tokens), SAMPLINGS[sampling]
-    rules = Rules(grammars.compile(source, param="p"))
+    rules = ConstraintSpec(grammars.compile(source, param="p"))
     want = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
     if want[-1] == EOS:
         assert allowed.pattern.fullmatch(allowed.text(want))
-    off = lab.run(PROMPT, params, rules=rules, max_tokens=40)
+    off = lab.run(PROMPT, params, constraints=rules, max_tokens=40)
     lab.require_same(PROMPT, params, off.tokens, want, allowed)
     for name, script in drafters(want, allowed, tree_of).items():
-        outcome = lab.run(PROMPT, params, script, rules=rules, max_tokens=40)
+        outcome = lab.run(PROMPT, params, script, constraints=rules, max_tokens=40)
         print(name, outcome.speculation)
         lab.require_same(PROMPT, params, outcome.tokens, want, allowed)
         assert outcome.finish == ("stop" if want[-1] == EOS else "length")
@@ -120,39 +120,39 @@ def test_every_drafter_gives_the_oracles_answer(
     assert not lab.divergences, "tiny float32 models should show no near-ties"
 
 
-def test_what_a_grammar_forces_is_drafted(lab: Any, grammars: Grammars, byte_tokens: Any) -> None:
-    rules = Rules(grammars.compile(LANGUAGES["fixed"][0], param="p"))
-    outcome = lab.run(PROMPT, SAMPLINGS["plain"], lambda text, budget: None, rules=rules)
+def test_what_a_grammar_forces_is_drafted(lab: Any, grammars: GrammarCompiler, byte_tokens: Any) -> None:
+    rules = ConstraintSpec(grammars.compile(LANGUAGES["fixed"][0], param="p"))
+    outcome = lab.run(PROMPT, SAMPLINGS["plain"], lambda text, budget: None, constraints=rules)
     assert outcome.text == "the only answer" and outcome.rounds <= 3
     assert outcome.speculation.accepted >= len(outcome.text) - 2
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 16))
 def test_the_answer_ends_at_max_tokens_inside_a_form(
-    lab: Any, tree_of: Any, grammars: Grammars, byte_tokens: Any, max_tokens: int
+    lab: Any, tree_of: Any, grammars: GrammarCompiler, byte_tokens: Any, max_tokens: int
 ) -> None:
     source, pattern = LANGUAGES["schema"]
     allowed, params = Language(pattern, byte_tokens), SAMPLINGS["plain"]
-    rules = Rules(grammars.compile(source, param="p"))
+    rules = ConstraintSpec(grammars.compile(source, param="p"))
     longer = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
     for script in drafters(longer, allowed, tree_of).values():
-        outcome = lab.run(PROMPT, params, script, rules=rules, max_tokens=max_tokens)
+        outcome = lab.run(PROMPT, params, script, constraints=rules, max_tokens=max_tokens)
         assert outcome.tokens == longer[:max_tokens]
 
 
 @pytest.mark.parametrize("stop", ["ow", "l", '","', "[1", "]}"])
 def test_a_stop_string_inside_a_form_ends_it(
-    lab: Any, tree_of: Any, grammars: Grammars, byte_tokens: Any, stop: str
+    lab: Any, tree_of: Any, grammars: GrammarCompiler, byte_tokens: Any, stop: str
 ) -> None:
     source, pattern = LANGUAGES["schema"]
     allowed = Language(pattern, byte_tokens)
     params = SamplingParams(temperature=1.0, seed=5, stop=(stop,))
-    rules = Rules(grammars.compile(source, param="p"))
+    rules = ConstraintSpec(grammars.compile(source, param="p"))
     longer = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
     whole = allowed.text(longer)
     assert whole.count('"') >= 5
     for script in drafters(longer, allowed, tree_of).values():
-        outcome = lab.run(PROMPT, params, script, rules=rules, max_tokens=40)
+        outcome = lab.run(PROMPT, params, script, constraints=rules, max_tokens=40)
         assert outcome.text == whole.partition(stop)[0] and outcome.finish in ("stop", "length")
 
 
@@ -192,7 +192,7 @@ def test_bad_words_never_appear(lab: Any, tree_of: Any, sampling: str) -> None:
     want = lab.oracle(PROMPT, params, allowed=allowed)
     assert want != free
     for script in [None, *drafters(want, allowed, tree_of).values(), *drafters(free, allowed, tree_of).values()]:
-        assert lab.run(PROMPT, params, script, rules=Rules(bad_words=words)).tokens == want
+        assert lab.run(PROMPT, params, script, constraints=ConstraintSpec(bad_words=words)).tokens == want
 
 
 def test_every_choice_has_noise_of_its_own(lab: Any, tree_of: Any) -> None:
@@ -201,4 +201,4 @@ def test_every_choice_has_noise_of_its_own(lab: Any, tree_of: Any) -> None:
     assert len(set(map(tuple, answers))) == 3
     for choice, want in enumerate(answers):
         for script in [None, *drafters(want, lambda answer: range(259), tree_of).values()]:
-            assert lab.run(PROMPT, params, script, rules=Rules(choice=choice)).tokens == want
+            assert lab.run(PROMPT, params, script, constraints=ConstraintSpec(choice=choice)).tokens == want

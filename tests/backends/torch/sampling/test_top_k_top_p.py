@@ -9,13 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.top_k_top_p import truncated, truncates
+from agentspec.backends.torch.sampling.top_k_top_p import apply_top_k_top_p, has_top_k_top_p
 from agentspec.types import SamplingParams
 
 
 def kept(scores: torch.Tensor, **params: Any) -> list[int]:
     """The surviving ids of one row."""
-    patient, hasty = (truncated(scores[None], SamplingParams(**params), patient=patient) for patient in (True, False))
+    patient, hasty = (
+        apply_top_k_top_p(scores[None], SamplingParams(**params), may_sync=patient) for patient in (True, False)
+    )
     assert torch.equal(patient, hasty)
     left = patient[0] > -torch.inf
     assert torch.equal(patient[0][left], scores[left])
@@ -62,11 +64,11 @@ def test_top_k_may_be_more_than_min_p_leaves() -> None:
 @pytest.mark.parametrize("params", [{"min_p": 0.1}, {"top_k": 9}, {"top_p": 0.9}])
 def test_rows_do_not_touch_each_other(params: dict[str, Any]) -> None:
     rows, sampling = torch.randn(6, 50) * torch.arange(1, 7)[:, None], SamplingParams(**params)
-    together = truncated(rows, sampling, patient=False)
+    together = apply_top_k_top_p(rows, sampling, may_sync=False)
     for row, alone in zip(together, rows, strict=True):
-        assert torch.equal(row, truncated(alone[None], sampling, patient=False)[0])
+        assert torch.equal(row, apply_top_k_top_p(alone[None], sampling, may_sync=False)[0])
 
 
 def test_what_leaves_everything_is_no_truncation() -> None:
-    assert not truncates(SamplingParams(top_k=50), 50) and truncates(SamplingParams(top_k=49), 50)
-    assert truncates(SamplingParams(min_p=0.1), 50) and truncates(SamplingParams(top_p=0.9), 50)
+    assert not has_top_k_top_p(SamplingParams(top_k=50), 50) and has_top_k_top_p(SamplingParams(top_k=49), 50)
+    assert has_top_k_top_p(SamplingParams(min_p=0.1), 50) and has_top_k_top_p(SamplingParams(top_p=0.9), 50)

@@ -1,4 +1,4 @@
-"""Five thousand answers that end, or keep to a form, wherever a draft happens to: as without drafts.
+"""Answers that end, or keep to a form, wherever a draft happens to: as without drafts. Thousands of them when slow.
 
 Cut at stop strings, end tokens and lengths they are compared with the oracle's text; forms and tool calls, as a reader
 of the stream puts them together, with the answer that was made without drafts.
@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.torch.text.output_parser import Reading
-from agentspec.backends.torch.text.structured_output import Forms
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.output_parser import OutputParserSpec
+from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 END, TOGETHER, LENGTH = 256, 16, 20
-CUT_CASES, FORM_CASES = 1500, 100  # of each of three kinds, of each of five
+CUT_CASES = [100, pytest.param(1500, marks=pytest.mark.slow)]  # of each of three kinds
+FORM_CASES = [16, pytest.param(100, marks=pytest.mark.slow)]  # of each form
 FIRST, VISIBLE = 33, 94  # tokens 0 to 93 are the visible characters from "!" on
 READABLE = dict.fromkeys(range(VISIBLE, 259), -100.0)
 SAMPLINGS = (
@@ -105,11 +106,12 @@ def cut(whole: Whole, kind: int, at: int, size: int) -> tuple[dict[str, Any], tu
             return free | {"max_tokens": at + 1}, (at + 1, whole.text[: at + 1], "length")
 
 
-def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, wholes: list[Whole]) -> None:
+@pytest.mark.parametrize("count", CUT_CASES)
+def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, wholes: list[Whole], count: int) -> None:
     rng = np.random.default_rng(7)
 
     def cases() -> Iterator[tuple[Any, tuple[int, str, str]]]:
-        for index in range(3 * CUT_CASES):
+        for index in range(3 * count):
             whole = wholes[index // 3 % len(wholes)]
             options, want = cut(whole, index % 3, int(rng.integers(0, LENGTH)), int(rng.integers(1, 5)))
             script = drafting(whole.prompt, whole.tokens, tree_of, rng)
@@ -120,9 +122,9 @@ def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, whol
             assert (len(outcome.tokens), outcome.text, outcome.finish) == want
 
 
-def put_together(reading: Reading, outcome: Any) -> tuple[str, list[list[str]], str]:
+def put_together(reading: OutputParserSpec, outcome: Any) -> tuple[str, list[list[str]], str]:
     """Text, calls and end, as a client has them that adds up the deltas of a stream."""
-    reader, text, calls, finish = reading.reader(), "", list[list[str]](), ""
+    reader, text, calls, finish = reading.parser(), "", list[list[str]](), ""
     for delta in map(reader.read, outcome.deltas):
         text, finish = text + delta.text, delta.finish_reason or finish
         for piece in delta.extra.get("tool_calls", []):
@@ -134,21 +136,22 @@ def put_together(reading: Reading, outcome: Any) -> tuple[str, list[list[str]], 
     return text, calls, finish
 
 
+@pytest.mark.parametrize("count", FORM_CASES)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_and_calls_are_those_without_drafts(
-    lab: Any, ask_of: Any, tree_of: Any, byte_tokens: Any, name: str
+    lab: Any, ask_of: Any, tree_of: Any, byte_tokens: Any, name: str, count: int
 ) -> None:
     fields = dict(FORMS[name])
     asked = SamplingParams(structured_outputs=fields.pop("form", None))
     request = GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=asked, **fields)
-    form = Forms(Codec(byte_tokens), 259, frozenset({END})).of(request, "x")
-    (rules,) = form.rules(1)
+    form = StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END})).of(request, "x")
+    (rules,) = form.constraints(1)
     requests = [
-        ask_of(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, rules=rules)
+        ask_of(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, constraints=rules)
         for seed, prompt in enumerate(PROMPTS * 2)
     ]
     plain = lab.run_batch(requests)
-    wants = [put_together(form.reading, outcome) for outcome in plain]
+    wants = [put_together(form.parser_spec, outcome) for outcome in plain]
     called = [calls for _, calls, finish in wants if calls and finish in ("stop", "tool_calls")]
     assert all(
         json.loads(arguments).keys() == SCHEMA["properties"].keys() for calls in called for _, arguments in calls
@@ -157,11 +160,11 @@ def test_forms_and_calls_are_those_without_drafts(
     rng = np.random.default_rng(8)
 
     def cases() -> Iterator[tuple[Any, Any]]:
-        for index in range(FORM_CASES):
+        for index in range(count):
             at = index % len(requests)
             script = drafting(requests[at].prompt, plain[at].tokens, tree_of, rng)
             yield replace(requests[at], script=script), (plain[at].tokens, wants[at])
 
     for group in groups(cases()):
         for outcome, (_, (tokens, want)) in zip(lab.run_batch([ask for ask, _ in group]), group, strict=True):
-            assert outcome.tokens == tokens and put_together(form.reading, outcome) == want
+            assert outcome.tokens == tokens and put_together(form.parser_spec, outcome) == want

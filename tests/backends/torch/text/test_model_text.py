@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentspec.backends.torch.text.model_text import ModelText, ids_of_end
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError, ModelUnavailableError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
@@ -24,16 +24,18 @@ def text(default_model: Any) -> ModelText:
 @pytest.mark.model
 def test_a_call_is_what_the_engine_sees_and_makes(text: ModelText) -> None:
     prompt, answer = text.encode(MESSAGES, ANSWER)
-    assert prompt == text.codec.encode_chat(MESSAGES)
-    assert answer[:-1] == text.codec.encode("General Kenobi") and answer[-1] in text.end_ids
-    assert text.codec.spell(answer[-1]) == "<|im_end|>"
+    assert prompt == text.tokenizer.encode_chat(MESSAGES)
+    assert answer[:-1] == text.tokenizer.encode("General Kenobi") and answer[-1] in text.end_ids
+    assert text.tokenizer.spell(answer[-1]) == "<|im_end|>"
     assert text.encode(MESSAGES, ANSWER, finished=False)[1] == answer[:-1]
 
 
 @pytest.mark.model
 def test_plain_prompts_and_answers_by_themselves(text: ModelText) -> None:
     prompt, answer = text.encode([], ANSWER, prompt="Once upon")
-    assert prompt == text.codec.encode("Once upon", special=True) and text.codec.decode(answer) == "General Kenobi"
+    assert (
+        prompt == text.tokenizer.encode("Once upon", special=True) and text.tokenizer.decode(answer) == "General Kenobi"
+    )
     assert text.encode([], ANSWER) == ([], answer) and answer[-1] in text.end_ids
 
 
@@ -68,7 +70,7 @@ def test_a_template_that_rewrites_the_past_is_not_read_off() -> None:
         def encode(self, text: str, **_: Any) -> list[int]:
             return [ord(c) for c in text]
 
-    text = ModelText(Codec(Tokenizer()), "", "", "", frozenset({0}))
+    text = ModelText(TokenizerAdapter(Tokenizer()), "", "", "", frozenset({0}))
     prompt, answer = text.encode([{"role": "user", "content": "q"}], {"role": "assistant", "content": "a"})
     assert ("".join(map(chr, prompt)), answer) == ("<open>q", [ord("a"), 0])
 

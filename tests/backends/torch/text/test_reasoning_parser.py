@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.backends.torch.text.reasoning_parser import Expectation, ReasoningSplitter, expectation
+from agentspec.backends.torch.text.reasoning_parser import Expectation, ReasoningParser, expectation
 
 CASES: list[tuple[Expectation, str, str, str]] = [
     ("maybe", "<think>\nhm, a <b>\n</think>\n\nYes.\n", "hm, a <b>", "Yes.\n"),
@@ -22,7 +22,7 @@ CASES: list[tuple[Expectation, str, str, str]] = [
 @pytest.mark.parametrize(("expected", "answer", "thoughts", "text"), CASES)
 def test_the_cut_does_not_matter(expected: Expectation, answer: str, thoughts: str, text: str) -> None:
     for pieces in [[answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))]:
-        splitter = ReasoningSplitter(expected)
+        splitter = ReasoningParser(expected)
         said = [*(splitter.feed(piece) for piece in pieces), splitter.finish()]
         assert ("".join(part[0] for part in said), "".join(part[1] for part in said)) == (thoughts, text), pieces
 

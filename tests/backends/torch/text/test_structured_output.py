@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.torch.text.structured_output import Form, Forms
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.structured_output import StructuredOutput, StructuredOutputBuilder
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
 
@@ -21,13 +21,13 @@ THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{# <think></think>
 
 
 @pytest.fixture(scope="module")
-def forms(byte_tokens: Any) -> Forms:
-    return Forms(Codec(byte_tokens), 259, frozenset({END}))
+def forms(byte_tokens: Any) -> StructuredOutputBuilder:
+    return StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END}))
 
 
 @pytest.fixture(scope="module")
-def thinking(tokenizer_of: Any) -> Forms:
-    return Forms(Codec(tokenizer_of(THINKING)), 259, frozenset({END}))
+def thinking(tokenizer_of: Any) -> StructuredOutputBuilder:
+    return StructuredOutputBuilder(TokenizerAdapter(tokenizer_of(THINKING)), 259, frozenset({END}))
 
 
 def ask(form: StructuredOutputs | None = None, **fields: Any) -> GenerateRequest:
@@ -35,7 +35,7 @@ def ask(form: StructuredOutputs | None = None, **fields: Any) -> GenerateRequest
     return GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=sampling, **fields)
 
 
-def allows(form: Form, tokenizer: Any, text: str) -> bool:
+def allows(form: StructuredOutput, tokenizer: Any, text: str) -> bool:
     assert form.grammar is not None
     state = form.grammar.start()
     for token in tokenizer.encode(text, add_special_tokens=False):
@@ -49,13 +49,13 @@ def called(name: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
 
 
-def test_a_plain_request_has_no_rules(forms: Forms) -> None:
-    form = forms.of(ask(), "x")
-    assert form.grammar is None and form.reading.format is None and form.shown == frozenset()
-    assert forms.of(ask(tools=TOOLS), "x").grammar is None
-    assert forms.of(ask(tools=TOOLS), "x").reading.format is not None
-    assert forms.of(ask(tools=TOOLS, tool_choice="none"), "x").reading.format is None
-    assert [rules.choice for rules in form.rules(3)] == [0, 1, 2]
+def test_a_plain_request_has_no_rules(forms: StructuredOutputBuilder) -> None:
+    form = forms.build(ask(), "x")
+    assert form.grammar is None and form.parser_spec.format is None and form.shown == frozenset()
+    assert forms.build(ask(tools=TOOLS), "x").grammar is None
+    assert forms.build(ask(tools=TOOLS), "x").parser_spec.format is not None
+    assert forms.build(ask(tools=TOOLS, tool_choice="none"), "x").parser_spec.format is None
+    assert [rules.choice for rules in form.constraints(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,10 @@ def test_a_plain_request_has_no_rules(forms: Forms) -> None:
         ({"form": StructuredOutputs(choice=("x",)), "tool_choice": "one"}, [called("one")], ["x"]),
     ],
 )  # fmt: skip
-def test_calls_and_forms(forms: Forms, byte_tokens: Any, fields: dict[str, Any], right: Any, wrong: Any) -> None:
-    form = forms.of(ask(tools=TOOLS, **fields), "x")
+def test_calls_and_forms(
+    forms: StructuredOutputBuilder, byte_tokens: Any, fields: dict[str, Any], right: Any, wrong: Any
+) -> None:
+    form = forms.build(ask(tools=TOOLS, **fields), "x")
     assert [allows(form, byte_tokens, text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
 
 
@@ -88,12 +90,12 @@ def test_calls_of_strict_tools_keep_to_them_in_any_text(tokenizer_of: Any, marke
     tokenizer = tokenizer_of("{{ tools }}<tool_call>")
     if marked:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
-    forms = Forms(Codec(tokenizer), len(tokenizer), frozenset({END}))
-    assert forms.of(ask(tools=TOOLS), "x").grammar is None
-    form = forms.of(ask(tools=STRICT), "x")
+    forms = StructuredOutputBuilder(TokenizerAdapter(tokenizer), len(tokenizer), frozenset({END}))
+    assert forms.build(ask(tools=TOOLS), "x").grammar is None
+    form = forms.build(ask(tools=STRICT), "x")
     assert [allows(form, tokenizer, text) for text in FREE] == [True] * 4
     assert [allows(form, tokenizer, text) for text in BOUND] == [False] * 4
-    one = forms.of(ask(tools=STRICT, parallel_tool_calls=False), "x")
+    one = forms.build(ask(tools=STRICT, parallel_tool_calls=False), "x")
     assert allows(one, tokenizer, FREE[2]) and (not marked or not allows(one, tokenizer, FREE[3]))
 
 
@@ -109,8 +111,10 @@ def test_calls_of_strict_tools_keep_to_them_in_any_text(tokenizer_of: Any, marke
         (StructuredOutputs(grammar='root ::= "a" root?'), "aaa", "b"),
     ],
 )
-def test_every_kind_of_form(forms: Forms, byte_tokens: Any, form: StructuredOutputs, right: str, wrong: str) -> None:
-    made = forms.of(ask(form), "x")
+def test_every_kind_of_form(
+    forms: StructuredOutputBuilder, byte_tokens: Any, form: StructuredOutputs, right: str, wrong: str
+) -> None:
+    made = forms.build(ask(form), "x")
     assert allows(made, byte_tokens, right) and not allows(made, byte_tokens, wrong)
 
 
@@ -124,26 +128,26 @@ def test_every_kind_of_form(forms: Forms, byte_tokens: Any, form: StructuredOutp
         StructuredOutputs(json={"type": "nothing"}),
     ],
 )
-def test_forms_that_cannot_be_are_refused(forms: Forms, form: StructuredOutputs) -> None:
+def test_forms_that_cannot_be_are_refused(forms: StructuredOutputBuilder, form: StructuredOutputs) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        forms.of(ask(form), "x")
+        forms.build(ask(form), "x")
     assert caught.value.param == "structured_outputs"
 
 
-def test_thoughts_come_before_the_form(thinking: Forms, byte_tokens: Any) -> None:
+def test_thoughts_come_before_the_form(thinking: StructuredOutputBuilder, byte_tokens: Any) -> None:
     request = ask(StructuredOutputs(choice=("x",)))
-    maybe, begun, never = (thinking.of(request, prompt) for prompt in ("q", "q<think>", "q<think>\n</think>"))
+    maybe, begun, never = (thinking.build(request, prompt) for prompt in ("q", "q<think>", "q<think>\n</think>"))
     spoken = {"x": (1, 0, 1), "<think>x {</think>\n\nx": (1, 1, 0), "hm</think>x": (0, 1, 0), "<think>x": (0, 0, 0)}
     for text, want in spoken.items():
         assert tuple(allows(form, byte_tokens, text) for form in (maybe, begun, never)) == tuple(map(bool, want)), text
 
 
-def test_thoughts_and_calls_are_read_off_the_answer(thinking: Forms) -> None:
+def test_thoughts_and_calls_are_read_off_the_answer(thinking: StructuredOutputBuilder) -> None:
     answer = "<think>hm</think>\n\nwell " + called("one")
     for split, text, thoughts in ((True, "well ", "hm"), (False, "<think>hm</think>\n\nwell ", None)):
-        reader = thinking.of(ask(tools=TOOLS, split_reasoning=split), "q").reading.reader()
-        deltas = [reader.read(Delta(text=character)) for character in answer] + [
-            reader.read(Delta(finish_reason="stop"))
+        reader = thinking.build(ask(tools=TOOLS, split_reasoning=split), "q").parser_spec.parser()
+        deltas = [reader.parse(Delta(text=character)) for character in answer] + [
+            reader.parse(Delta(finish_reason="stop"))
         ]
         assert "".join(delta.text for delta in deltas) == text
         assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == (thoughts or "")
@@ -152,11 +156,13 @@ def test_thoughts_and_calls_are_read_off_the_answer(thinking: Forms) -> None:
         assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {}
 
 
-def test_bad_words_are_meant_with_and_without_a_blank(forms: Forms, byte_tokens: Any) -> None:
-    words = forms.of(ask(sampling=SamplingParams(bad_words=("ab", "c"))), "x").bad_words
+def test_bad_words_are_meant_with_and_without_a_blank(forms: StructuredOutputBuilder, byte_tokens: Any) -> None:
+    words = forms.build(ask(sampling=SamplingParams(bad_words=("ab", "c"))), "x").bad_words
     assert words == (tuple(byte_tokens.encode("ab")), tuple(byte_tokens.encode("c")))
     with pytest.raises(InvalidRequestError) as caught:
-        Forms(Codec(byte_tokens), 3, frozenset({END})).of(ask(sampling=SamplingParams(bad_words=("ab",))), "x")
+        StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 3, frozenset({END})).of(
+            ask(sampling=SamplingParams(bad_words=("ab",))), "x"
+        )
     assert caught.value.param == "bad_words"
 
 
@@ -164,8 +170,10 @@ def test_special_tokens_that_mark_a_call_are_shown(tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of("{{ tools }}[TOOL_CALLS]")
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     marker = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
-    codec = Codec(tokenizer)
-    form = Forms(codec, len(tokenizer), frozenset({END})).of(ask(tools=TOOLS, tool_choice="required"), "x")
+    codec = TokenizerAdapter(tokenizer)
+    form = StructuredOutputBuilder(codec, len(tokenizer), frozenset({END})).of(
+        ask(tools=TOOLS, tool_choice="required"), "x"
+    )
     assert form.shown == frozenset({marker})
     ids = [*codec.encode("a"), marker, *codec.encode("b"), END]
     assert codec.decoder(form.shown)(ids) == "a[TOOL_CALLS]b" and codec.decode(ids) == "ab"

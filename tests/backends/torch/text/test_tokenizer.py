@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.torch.text.tokenizer import Codec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError
 from agentspec.types import GenerateRequest
 
@@ -15,8 +15,8 @@ USER = {"role": "user", "content": "hi"}
 
 
 @pytest.fixture(scope="module")
-def codec(lab: Any) -> Codec:
-    return lab.codec
+def codec(lab: Any) -> TokenizerAdapter:
+    return lab.tokenizer
 
 
 class SlowTokenizer:
@@ -31,17 +31,17 @@ class SlowTokenizer:
         return bytes(i for i in ids if i != 1 or not skip_special_tokens).decode()
 
 
-def test_messages_go_through_the_template(codec: Codec) -> None:
+def test_messages_go_through_the_template(codec: TokenizerAdapter) -> None:
     ids = codec.encode_chat([USER, {"role": "assistant", "content": "yo"}, USER])
     assert ids == [257, *codec.encode("hi"), 258, *codec.encode("yo"), 257, *codec.encode("hi"), 258]
 
 
-def test_continue_final_leaves_the_last_message_open(codec: Codec) -> None:
+def test_continue_final_leaves_the_last_message_open(codec: TokenizerAdapter) -> None:
     ids = codec.encode_chat([USER, {"role": "assistant", "content": "So far"}], continue_final=True)
     assert ids == [257, *codec.encode("hi"), 258, *codec.encode("So far")]
 
 
-def test_text_parts_are_joined(codec: Codec) -> None:
+def test_text_parts_are_joined(codec: TokenizerAdapter) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     assert codec.encode_chat([{"role": "user", "content": parts}]) == codec.encode_chat([USER])
 
@@ -57,7 +57,7 @@ def test_text_parts_are_joined(codec: Codec) -> None:
         [{"content": "hi"}],
     ],
 )
-def test_refused_messages_name_the_field(codec: Codec, messages: Any) -> None:
+def test_refused_messages_name_the_field(codec: TokenizerAdapter, messages: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         codec.encode_chat(messages)
     assert caught.value.param == "messages"
@@ -65,22 +65,22 @@ def test_refused_messages_name_the_field(codec: Codec, messages: Any) -> None:
 
 def test_a_model_without_a_template_says_what_to_do() -> None:
     with pytest.raises(InvalidRequestError, match="completions"):
-        Codec(SlowTokenizer()).encode_chat([USER])
+        TokenizerAdapter(SlowTokenizer()).encode_chat([USER])
 
 
-def test_the_prompt_is_whichever_was_given(codec: Codec) -> None:
+def test_the_prompt_is_whichever_was_given(codec: TokenizerAdapter) -> None:
     assert codec.prompt(GenerateRequest("m", token_ids=(1, 2))) == [1, 2]
     assert codec.prompt(GenerateRequest("m", text="ab")) == codec.encode("ab", special=True)
     assert codec.prompt(GenerateRequest("m", messages=[USER])) == codec.encode_chat([USER])
 
 
-def test_special_tokens_are_spelled_but_not_decoded(codec: Codec) -> None:
+def test_special_tokens_are_spelled_but_not_decoded(codec: TokenizerAdapter) -> None:
     assert codec.decode([*codec.encode("a"), 256]) == "a"
     assert codec.spell(256) == "<|end|>"
 
 
 def test_a_tokenizer_without_a_native_half_works() -> None:
-    slow = Codec(SlowTokenizer())
+    slow = TokenizerAdapter(SlowTokenizer())
     assert slow.encode("a", special=True) == [1, 97]
     assert slow.decode([1, 97]) == "a" and slow.spell(98) == "b"
 
@@ -90,10 +90,10 @@ def test_truncation_in_the_tokenizers_file_is_ignored(lab: Any) -> None:
 
     tokenizer = copy.deepcopy(lab.loaded.tokenizer)
     tokenizer.backend_tokenizer.enable_truncation(3)
-    assert len(Codec(tokenizer).encode("abcdef")) == 6
+    assert len(TokenizerAdapter(tokenizer).encode("abcdef")) == 6
 
 
-def test_several_threads_may_encode_and_decode(codec: Codec) -> None:
+def test_several_threads_may_encode_and_decode(codec: TokenizerAdapter) -> None:
     texts = [f"text number {n} " * 50 for n in range(200)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda text: codec.decode(codec.encode(text)), texts)) == texts

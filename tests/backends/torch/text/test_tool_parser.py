@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.grammar import Grammars
-from agentspec.backends.torch.text.json_reader import ObjectReader
+from agentspec.backends.torch.sampling.grammar import GrammarCompiler
+from agentspec.backends.torch.text.json_reader import JsonObjectParser
 from agentspec.backends.torch.text.tool_parser import (
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_NAMED,
-    CallReader,
+    ToolCallParser,
     ToolFormat,
     call_id,
     format_of,
@@ -99,7 +99,7 @@ CASES = [(name, *case) for name, cases in ANSWERS.items() for case in cases]
 
 def read(pieces: list[str], format: ToolFormat, parallel: bool = True) -> tuple[str, list[Any]]:
     """Text and calls, put together as a client does."""
-    reader, text, calls = CallReader(format, NAMES, parallel), "", []
+    reader, text, calls = ToolCallParser(format, NAMES, parallel), "", []
     for said in [*(reader.feed(piece) for piece in pieces), reader.finish()]:
         for piece in said:
             if isinstance(piece, str):
@@ -123,7 +123,7 @@ def test_the_cut_does_not_matter(name: str, answer: str, text: str, calls: list[
 
 
 def test_a_call_is_streamed_name_first() -> None:
-    reader = CallReader(HERMES, NAMES)
+    reader = ToolCallParser(HERMES, NAMES)
     answer = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     said = [piece for character in answer for piece in reader.feed(character)]
     assert said[0]["function"] == {"name": "get_weather", "arguments": "{"} and len(said) == len('{"city": "Rome"}')
@@ -132,7 +132,7 @@ def test_a_call_is_streamed_name_first() -> None:
 
 def test_json_that_is_no_call_is_not_held_back() -> None:
     for answer in ('{"answer": [1, 2', '{"name": "Ann", "parameters": {"a'):
-        reader = CallReader(LLAMA, NAMES)
+        reader = ToolCallParser(LLAMA, NAMES)
         said = [piece for character in answer for piece in reader.feed(character)]
         assert "".join(map(str, said)) == answer
 
@@ -151,7 +151,7 @@ def test_without_parallel_calls_the_first_counts(name: str, answer: str, text: s
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_grammar_allows_what_the_reader_reads(byte_tokens: Any, name: str, parallel: bool) -> None:
-    format, grammars = FORMATS[name], Grammars(byte_tokens, 259, [256])
+    format, grammars = FORMATS[name], GrammarCompiler(byte_tokens, 259, [256])
     rules = format.grammar(TOOLS, parallel=parallel, symbol=grammars.symbol)
     grammar = grammars.compile(f"start: calls\n{rules}", param="tools")
     written = {
@@ -216,7 +216,7 @@ VALUES = SCALARS | LISTS | st.dictionaries(st.text(max_size=4), SCALARS | LISTS,
 @given(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), st.sampled_from([None, 2]), st.booleans(), st.text())
 def test_an_object_is_read_as_json_reads_it(value: Any, indent: int | None, ascii: bool, behind: str) -> None:
     written = json.dumps(value, indent=indent, ensure_ascii=ascii)
-    reader = ObjectReader()
+    reader = JsonObjectParser()
     assert sum(reader.feed(character) for character in written) == len(written)
     assert reader.complete and not reader.broken and reader.text == written and reader.feed(behind) == 0
     for key, inner in value.items():

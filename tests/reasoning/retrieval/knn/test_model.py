@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from agentspec.backends.base import AddsHeaders
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.errors import ConfigurationError, NotReadyError
-from agentspec.proxy.endpoint import strategy_header
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend, KnnStrategy
 from agentspec.reasoning.retrieval.knn.build import Corpus, build
 from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
@@ -62,8 +62,9 @@ async def test_a_model_name_answers_with_a_datastore(tiny_model: Path, tmp_path:
         assert text and took.strategy == "knnlm" and took.steps >= 20
         opened = runtime.route("facts").backend
         assert opened.capabilities.token_ids and not opened.capabilities.logprobs
-        header = strategy_header(opened, request)
-        assert header == (b"x-agentspec-lossless", "knnlm; neighbours=16; weight=0.25; temperature=20.0")
+        assert isinstance(opened, AddsHeaders)
+        headers = opened.response_headers(request)
+        assert headers == {"x-agentspec-lossless": "knnlm; neighbours=16; weight=0.25; temperature=20.0"}
 
 
 async def test_a_datastore_that_is_not_there_is_a_configuration_error(tiny_model: Path, tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ def test_the_table_is_checked_when_it_is_read(tmp_path: Path) -> None:
         load_settings(file)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 async def test_the_default_model_says_the_same_with_and_without_speculation(default_model: Any, tmp_path: Path) -> None:
     backend = TorchBackend.load(TorchSettings(model="smollm2-135m", max_draft_tokens=0))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, ranked
@@ -36,7 +36,6 @@ def seen(hits: Sequence[Hit]) -> list[tuple[str, float]]:
     return [(hit.document.id, hit.score) for hit in hits]
 
 
-@settings(max_examples=80, deadline=None)
 @given(kind=kinds, corpus=corpora, asked=queries, count=st.integers(1, 70))
 def test_an_answer_depends_neither_on_its_company_nor_on_the_count(make_index, kind, corpus, asked, count):
     index = make_index(kind, corpus)
@@ -48,7 +47,6 @@ def test_an_answer_depends_neither_on_its_company_nor_on_the_count(make_index, k
         assert seen(first) == seen(hits)[:1]
 
 
-@settings(max_examples=80, deadline=None)
 @given(kind=kinds, corpus=corpora, asked=queries, count=st.integers(1, 70))
 def test_the_metric_ranks_hits_as_the_index_does(make_index, kind, corpus, asked, count):
     index = make_index(kind, corpus)
@@ -62,7 +60,6 @@ def test_the_metric_ranks_hits_as_the_index_does(make_index, kind, corpus, asked
             assert ranked(pool, index.metric.scores(query, pool))[0].document.id == hits[0].document.id
 
 
-@settings(max_examples=80, deadline=None)
 @given(corpus=corpora, asked=texts, count=st.integers(1, 70))
 def test_the_exact_index_gives_what_comparing_everything_gives(make_index, corpus, asked, count):
     index = make_index("dense", corpus)
@@ -73,7 +70,6 @@ def test_the_exact_index_gives_what_comparing_everything_gives(make_index, corpu
     assert seen(hits) == [(f"{at:03}", scores[at]) for at in order[:count]]
 
 
-@settings(max_examples=80, deadline=None)
 @given(corpus=corpora, asked=texts, count=st.integers(1, 70))
 def test_words_are_weighed_as_bm25s_weighs_them(make_index, corpus, asked, count):
     import bm25s

@@ -1,0 +1,82 @@
+"""Chunks of an answer, as OpenAI-compatible servers write them, read as deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from agentspec.errors import UpstreamError
+from agentspec.protocol.usage import read_speculation, read_usage
+from agentspec.types import Delta, FinishReason, TokenLogprob
+
+UNKNOWN_TOKEN = -1  # token id of a logprob whose upstream names tokens by text alone
+_FINISH: dict[str, FinishReason] = {"function_call": "tool_calls", "abort": "cancelled"}
+_KNOWN_FINISH = ("stop", "length", "tool_calls", "content_filter", "cancelled")
+_MESSAGE_FIELDS = ("role", "content")
+
+
+def to_delta(chunk: Any) -> Delta:
+    """One chunk of a stream, or a whole answer, as a delta. Only the first choice counts.
+
+    Raises `UpstreamError` for a chunk of the wrong shape and for one that reports an error.
+    """
+    try:
+        if chunk.get("error"):
+            raise _reported(chunk["error"])
+        choice = _first_choice(chunk.get("choices") or ())
+        message = choice.get("delta") or choice.get("message") or {}
+        return Delta(
+            text=_text(message.get("content")) + _text(choice.get("text")),
+            token_ids=tuple(int(token) for token in choice.get("token_ids") or ()),
+            logprobs=_logprobs(choice.get("logprobs")),
+            finish_reason=_finish_reason(choice.get("finish_reason")),
+            usage=read_usage(usage) if (usage := chunk.get("usage")) else None,
+            speculation=read_speculation(told) if (told := chunk.get("speculation")) else None,
+            extra={key: value for key, value in message.items() if key not in _MESSAGE_FIELDS and value is not None},
+        )
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
+        raise UpstreamError("the upstream sent a chunk of the wrong shape") from None
+
+
+def _first_choice(choices: Iterable[Any]) -> Mapping[str, Any]:
+    return next((choice for choice in choices if choice.get("index") in (0, None)), {})
+
+
+def _text(value: object) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise TypeError(value)
+
+
+def _finish_reason(value: object) -> FinishReason | None:
+    if value is None or value == "":
+        return None
+    return cast(FinishReason, value) if value in _KNOWN_FINISH else _FINISH.get(str(value), "stop")
+
+
+def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...]:
+    if not value:
+        return ()
+    if "tokens" in value:
+        tops = value.get("top_logprobs") or [None] * len(value["tokens"])
+        return tuple(
+            _token(token, logprob, tuple(_token(*item) for item in (top or {}).items()))
+            for token, logprob, top in zip(value["tokens"], value["token_logprobs"], tops, strict=True)
+        )
+    return tuple(
+        _token(
+            item["token"],
+            item["logprob"],
+            tuple(_token(top["token"], top["logprob"]) for top in item.get("top_logprobs") or ()),
+        )
+        for item in value.get("content") or ()
+    )
+
+
+def _token(text: str, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    return TokenLogprob(UNKNOWN_TOKEN, _text(text), 0.0 if logprob is None else float(logprob), top)
+
+
+def _reported(error: Any) -> UpstreamError:
+    message = error.get("message") if isinstance(error, Mapping) else error
+    return UpstreamError(f"the upstream broke off with an error: {str(message)[:2000]}")

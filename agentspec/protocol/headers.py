@@ -1,0 +1,55 @@
+"""The `x-agentspec-*` headers: a request's labels and switches, and what an answer says of the strategy behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from urllib.parse import quote, unquote
+
+from agentspec.errors import InvalidRequestError
+from agentspec.types import Labels
+
+PREFIX = "x-agentspec-"
+MAX_LABEL = 256
+_PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
+
+
+def label_headers(labels: Labels, *, speculation: bool = True, store: bool = True) -> dict[str, str]:
+    """Labels and switches as headers. Blanks, `%` and what is not ASCII are percent-encoded."""
+    named = {field.name: getattr(labels, field.name) for field in fields(labels)}
+    headers = {f"{PREFIX}{name}": quote(value, safe=_PRINTABLE) for name, value in named.items() if value}
+    switches = {"speculation": speculation, "store": store}
+    return headers | {f"{PREFIX}{name}": "off" for name, on in switches.items() if not on}
+
+
+def read_labels(headers: Mapping[str, str]) -> Labels:
+    """The labels of a request. Raises `InvalidRequestError` naming the header that is wrong."""
+    return Labels(**{field.name: _label(headers, field.name) for field in fields(Labels)})
+
+
+def read_switch(headers: Mapping[str, str], name: str) -> bool:
+    """A switch, which is on unless its header says `off`. Raises `InvalidRequestError` for any other word."""
+    header = PREFIX + name
+    value = headers.get(header, "on").strip().lower()
+    if value not in ("on", "off"):
+        raise InvalidRequestError(f"{header} must be 'on' or 'off'", param=header)
+    return value == "on"
+
+
+def strategy_headers(summary: str, *, lossy: bool, speculation: bool) -> dict[str, str]:
+    """What tells a client that a strategy answers, and whether its answer may be another than without it."""
+    if not lossy:
+        return {f"{PREFIX}lossless": summary}
+    return {f"{PREFIX}lossy": summary} if speculation else {}
+
+
+def _label(headers: Mapping[str, str], name: str) -> str | None:
+    """A label, percent-decoded; empty counts as none."""
+    header = PREFIX + name
+    try:
+        value = unquote(headers.get(header, ""), errors="strict")
+    except UnicodeDecodeError:
+        raise InvalidRequestError(f"{header} is not percent-encoded UTF-8", param=header) from None
+    if len(value) > MAX_LABEL or not value.isprintable():
+        raise InvalidRequestError(f"{header} must be at most {MAX_LABEL} printable characters", param=header)
+    return value or None

@@ -1,0 +1,167 @@
+"""The messages and tools of a chat request, as chat templates read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.validation import Content, Model, Refused, Text, must, shown_name
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_CHOICES = ("none", "auto", "required")
+
+
+class _Role(Model):
+    role: Text
+
+
+class _Message(_Role):
+    name: Any = None  # labels a speaker for hosted models; no chat template that the local engine runs reads it
+    content: Content
+
+    def template_fields(self) -> dict[str, Any]:
+        """What the message has beside role and content."""
+        return {}
+
+
+class _Function(Model):
+    name: Text
+    arguments: Text
+
+
+class _ToolCall(Model):
+    function: _Function
+    id: Text
+
+
+class _AssistantMessage(_Role):
+    """An earlier answer, with its calls and thoughts."""
+
+    name: Any = None
+    tool_calls: list[_ToolCall] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Any = None
+    content: Content
+
+    def template_fields(self) -> dict[str, Any]:
+        calls = [{"id": call.id, "type": "function", "function": dict(call.function)} for call in self.tool_calls or ()]
+        thoughts = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
+        return ({"tool_calls": calls} if calls else {}) | thoughts
+
+
+class _ToolMessage(_Role):
+    """The result of a call."""
+
+    tool_call_id: Text
+    name: Text | None = None
+    content: Content
+
+    def template_fields(self) -> dict[str, Any]:
+        return {"tool_call_id": self.tool_call_id} | ({} if self.name is None else {"name": self.name})
+
+
+_MODELS: dict[str, type[_Message | _AssistantMessage | _ToolMessage]]
+_MODELS = {"assistant": _AssistantMessage, "tool": _ToolMessage}
+
+
+def parse_message(value: Any, name: str) -> dict[str, Any]:
+    """One message as a chat template reads it. Raises `InvalidRequestError` naming what is wrong below `name`."""
+    role = _Role.parse(value, name).role
+    if role not in ROLES:
+        known = ", ".join(ROLES)
+        raise InvalidRequestError(f"{name}.role is not supported by this model; known: {known}", param=f"{name}.role")
+    model = _MODELS.get(role, _Message)
+    for key, given in value.items():
+        if key not in model.model_fields and given not in (None, [], ""):
+            shown = f"{name}.{shown_name(key)}"
+            raise InvalidRequestError(f"{shown} is not supported by this model", param=shown)
+    message = model.parse(_tidied(value) if role == "assistant" else value, name)
+    return {"role": ROLES[role], **message.template_fields(), "content": message.content}
+
+
+def _tidied(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An assistant's message in one of the forms it comes in: calls without content, thoughts by either name."""
+    calls, content = message.get("tool_calls") or [], message.get("content")
+    thoughts = message.get("reasoning_content") or message.get("reasoning") or None
+    return {
+        **message,
+        "content": "" if content is None and calls else content,
+        "tool_calls": calls,
+        "reasoning_content": thoughts,
+    }
+
+
+class _Named(Model):
+    name: Text
+
+
+class _NamedTool(Model):
+    function: _Named
+
+
+def _may_be_called(name: str) -> bool:
+    return _TOOL_NAME.fullmatch(name) is not None and name not in _CHOICES
+
+
+class _Described(Model):
+    name: Annotated[Text, must(_may_be_called, " must be 1 to 64 letters, digits, '_', '-' or '.'")]
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(Model):
+    type: Annotated[Any, must(lambda kind: kind == "function", " must be 'function'")] = "function"
+    function: _Described
+
+
+def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
+    """`tools` as their clients described them, but for nulls."""
+    names = [_Tool.parse(tool, f"tools[{index}]").function.name for index, tool in enumerate(tools)]
+    if len(set(names)) < len(names):
+        raise InvalidRequestError("two tools have the same name", param="tools")
+    described = ({name: one for name, one in tool["function"].items() if one is not None} for tool in tools)
+    return tuple({"type": "function", "function": function} for function in described)
+
+
+def parse_tool_choice(value: Any) -> str:
+    """ "none", "auto", "required" or the name of a tool."""
+    if not isinstance(value, str):
+        return _NamedTool.parse(value, "tool_choice").function.name
+    if value not in _CHOICES:
+        message = "tool_choice must be none, auto, required or an object that names a tool"
+        raise InvalidRequestError(message, param="tool_choice")
+    return value
+
+
+class _Prediction(Model):
+    type: Annotated[Any, must(lambda kind: kind == "content", " must be 'content'")]
+    content: Content
+
+
+def parse_prediction(value: Any) -> str:
+    """The text of `{"type": "content", "content": text or parts}`."""
+    prediction = _Prediction.parse(value, "prediction")
+    if len(value) > 2:
+        raise InvalidRequestError("prediction holds fields other than type and content", param="prediction")
+    return prediction.content
+
+
+# What the template's own caller decides, and how it is called.
+_FIXED = frozenset(
+    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding"
+    " truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+
+
+def _may_be_set(arguments: dict[str, Any]) -> dict[str, Any]:
+    for key in arguments:
+        if key in _FIXED or not key.isidentifier():
+            raise Refused(f" may not set {key[:80]!r}")
+    return arguments
+
+
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_may_be_set)]

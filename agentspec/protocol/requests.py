@@ -1,0 +1,349 @@
+"""The bodies of `/v1/chat/completions` and `/v1/completions` as requests for a backend.
+
+Field names and meanings are OpenAI's and vLLM's. Every field is acted on, known to be inert, or refused: what would
+change the answer is not ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field
+
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.messages import (
+    TemplateArguments,
+    parse_message,
+    parse_prediction,
+    parse_tool_choice,
+    parse_tools,
+)
+from agentspec.protocol.structured_outputs import FORM_FIELDS, parse_form
+from agentspec.protocol.validation import (
+    MAX_TOKEN_ID,
+    Body,
+    Count,
+    FewTexts,
+    FewTokenIds,
+    Model,
+    Number,
+    Refused,
+    Text,
+    TokenIds,
+    must,
+    only,
+    short,
+    wrong_type,
+)
+from agentspec.types import GenerateRequest, SamplingParams
+
+T = TypeVar("T")
+
+MAX_BIASES = 1024
+MAX_TOOLS = 128
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How an answer is written: as a stream or whole, and what it holds beside text.
+
+    `usage` asks for the usage on a stream's last chunk, `echo` for the prompt in front of a text completion.
+    """
+
+    stream: bool = False
+    usage: bool = False
+    token_ids: bool = False
+    prompt_logprobs: bool = False
+    echo: bool = False
+
+
+class _StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, only(False)] = None
+    continuous_usage_stats: Annotated[Any, only(False)] = None
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) <= MAX_TOKEN_ID):
+        raise Refused(" keys must be token ids")
+    return int(key)
+
+
+Biases = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], Field(max_length=MAX_BIASES)]
+
+
+class _CommonBody(Body):
+    """What both routes take, and what a client in this process may set as `extra`."""
+
+    n: Count | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    bad_words: FewTexts | None = None
+    prompt_logprobs: Count | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    priority: Count | None = None
+    latency_target_ms_per_token: Number | None = None
+    return_token_ids: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    # Taken where they say what is done anyway.
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    length_penalty: Annotated[Any, only(1.0)] = None
+
+    def rules(self) -> dict[str, Any]:
+        """How many answers, how long and of what form at least, as sampling parameters."""
+        form = parse_form(self.given(*FORM_FIELDS))
+        words = {} if self.bad_words is None else {"bad_words": tuple(self.bad_words)}
+        given = self.given("n", "min_tokens", "ignore_eos", "prompt_logprobs")
+        return given | words | ({} if form is None else {"structured_outputs": form})
+
+    def service(self) -> dict[str, Any]:
+        """How soon the request is to be served. Its `priority` may put it behind others, never before them."""
+        return self.given("priority", "latency_target_ms_per_token")
+
+
+class _GenerationBody(_CommonBody):
+    """What both routes take. A client may write "off" as -1 for `top_k`, and one stop string without an array."""
+
+    model: Text = ""
+    stream: bool = False
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: Biases | None = None
+    seed: Annotated[int, must(lambda seed: -(2**63) <= seed < 2**63, " must be a 64-bit integer")] | None = None
+    stop: Annotated[FewTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] | None = None
+    stop_token_ids: FewTokenIds | None = None
+    max_tokens: Count | None = None
+    best_of: Any = None
+
+    def sampling(self, **others: Any) -> SamplingParams:
+        """The sampling parameters that both routes spell alike, with `others`."""
+        floats = self.given(
+            "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+        )
+        return SamplingParams(
+            **floats,
+            **self.given("logit_bias", "seed"),
+            top_k=max(0, self.top_k or 0),
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **{"max_tokens": self.max_tokens, **self.rules(), **others},
+        )
+
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        options = self.stream_options or {}
+        if options and not self.stream:
+            raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
+        try:
+            usage = _StreamOptions.parse(options).include_usage
+            _StreamOptions.finish(options)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message, param=f"stream_options.{error.param}") from None
+        return usage
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Refuse what contradicts `sampling`, or could be answered by nothing but more of it."""
+        if self.stream and sampling.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs needs stream = false", param="prompt_logprobs")
+        if self.best_of is not None and (type(self.best_of), self.best_of) != (int, sampling.n):
+            message = f"best_of = {short(self.best_of)} is not supported by this model"
+            raise InvalidRequestError(message, param="best_of")
+
+
+class _ChatFields(Body):
+    """What only chat requests have beside messages."""
+
+    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    reasoning_effort: Annotated[Any, only("none")] = None
+    chat_template_kwargs: TemplateArguments | None = None
+    include_reasoning: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    def chat(self, plain: GenerateRequest) -> dict[str, Any]:
+        """The fields of a `GenerateRequest` that only chat requests have; those of `plain` where nothing is said."""
+        tools = plain.tools if self.tools is None else parse_tools(self.tools)
+        choice = plain.tool_choice if self.tool_choice is None else parse_tool_choice(self.tool_choice)
+        names = [tool["function"]["name"] for tool in tools]
+        if choice not in ("auto", "none") and (not tools or choice not in ("required", *names)):
+            raise InvalidRequestError("tool_choice asks for a tool that tools does not have", param="tool_choice")
+        return {
+            "tools": tools,
+            "tool_choice": choice if tools else "auto",
+            "parallel_tool_calls": _or(self.parallel_tool_calls, plain.parallel_tool_calls) or not tools,
+            "template_arguments": _or(self.chat_template_kwargs, plain.template_arguments),
+            "split_reasoning": _or(self.include_reasoning, plain.split_reasoning),
+            **self._start(plain),
+        }
+
+    def _start(self, plain: GenerateRequest) -> dict[str, Any]:
+        """Whether the last message is continued, and whether the template opens an answer.
+
+        vLLM's rule: a continued message leaves no room for the start of a new one.
+        """
+        continued = _or(self.continue_final_message, plain.continue_final)
+        started = _or(self.add_generation_prompt, plain.start_answer and not continued)
+        if continued and started:
+            message = "set either continue_final_message or add_generation_prompt, not both"
+            raise InvalidRequestError(message, param="add_generation_prompt")
+        if continued and (plain.messages or [{}])[-1].get("role") != "assistant":
+            message = "continue_final_message needs a last message of role assistant"
+            raise InvalidRequestError(message, param="continue_final_message")
+        return {"continue_final": continued, "start_answer": started or continued}
+
+
+class _ChatBody(_ChatFields, _GenerationBody):
+    messages: list[Any] | None = None
+    logprobs: bool = False
+    top_logprobs: Count = 0
+    max_completion_tokens: Count | None = None
+    prediction: Any = None
+    echo: Annotated[Any, only(False)] = None
+
+    def most_tokens(self) -> int | None:
+        newer, older = self.max_completion_tokens, self.max_tokens
+        if None not in (newer, older) and newer != older:
+            raise InvalidRequestError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+        if newer == 0:
+            message = "max_completion_tokens must be at least 1, not 0"
+            raise InvalidRequestError(message, param="max_completion_tokens")
+        return older if newer is None else newer
+
+
+class _TextPrompt(Model):
+    prompt: Text
+
+
+class _TokenPrompt(Model):
+    prompt: TokenIds
+
+
+class _CompletionBody(_GenerationBody):
+    prompt: Any = None
+    logprobs: (
+        Annotated[Count, must(lambda count: count <= MAX_TOP_LOGPROBS, f" must be at most {MAX_TOP_LOGPROBS}")] | None
+    ) = None
+    echo: bool = False
+    suffix: Annotated[Any, only("")] = None
+
+
+def parse_chat(body: Mapping[str, Any], *, max_messages: int) -> tuple[GenerateRequest, AnswerFormat]:
+    """A chat request. Raises `InvalidRequestError` with `param` for a field that is wrong or cannot be honoured."""
+    fields = _ChatBody.parse(body)
+    plain = GenerateRequest(model=fields.model, messages=_messages(fields.messages or [], max_messages))
+    usage = fields.includes_usage()
+    if fields.top_logprobs and not fields.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
+    sampling = fields.sampling(
+        max_tokens=fields.most_tokens(), logprobs=fields.logprobs, top_logprobs=fields.top_logprobs
+    )
+    fields.check(sampling)
+    request = replace(
+        plain,
+        sampling=sampling,
+        prediction=None if fields.prediction is None else parse_prediction(fields.prediction),
+        return_prompt=bool(fields.return_token_ids),
+        **fields.service(),
+        **fields.chat(plain),
+    )
+    _ChatBody.finish(body)
+    return request, AnswerFormat(fields.stream, usage, token_ids=request.return_prompt)
+
+
+def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFormat]:
+    """A request to complete text or token ids. Raises as `parse_chat` does."""
+    fields = _CompletionBody.parse(body)
+    prompt = _prompt(fields.prompt)
+    usage = fields.includes_usage()
+    sampling = fields.sampling(logprobs=fields.logprobs is not None, top_logprobs=fields.logprobs or 0)
+    fields.check(sampling)
+    form = AnswerFormat(
+        fields.stream,
+        usage,
+        token_ids=bool(fields.return_token_ids),
+        prompt_logprobs=sampling.prompt_logprobs is not None,
+        echo=fields.echo,
+    )
+    if form.echo and sampling.logprobs and not form.prompt_logprobs:
+        sampling = replace(sampling, prompt_logprobs=sampling.top_logprobs)
+    request = GenerateRequest(
+        model=fields.model,
+        **prompt,
+        sampling=sampling,
+        return_prompt=form.echo or form.token_ids,
+        **fields.service(),
+    )
+    _CompletionBody.finish(body)
+    return request, form
+
+
+class _ChatExtra(_ChatFields, _CommonBody):
+    """What a client in this process may set as `extra` of a chat request."""
+
+
+def with_extra(request: GenerateRequest) -> GenerateRequest:
+    """`request` with those fields of its `extra` in their places that the local engine acts on.
+
+    Raises `InvalidRequestError` for the others: what would change the answer is not ignored in silence.
+    """
+    if not request.extra:
+        return request
+    fields = (_CommonBody if request.messages is None else _ChatExtra).parse(request.extra)
+    changed = {
+        "sampling": replace(request.sampling, **fields.rules()),
+        "return_prompt": _or(fields.return_token_ids, request.return_prompt),
+        **fields.service(),
+        **(fields.chat(request) if isinstance(fields, _ChatExtra) else {}),
+    }
+    fields.finish(request.extra)
+    return replace(request, extra={}, **changed)
+
+
+def _messages(value: list[Any], limit: int) -> list[dict[str, Any]]:
+    if not value:
+        raise InvalidRequestError("messages must hold at least one message", param="messages")
+    if len(value) > limit:
+        raise InvalidRequestError(f"messages has {len(value)} entries; {limit} are allowed", param="messages")
+    return [parse_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def _prompt(value: Any) -> dict[str, Any]:
+    """A string or an array of token ids; either may stand alone in an array, as some clients send it."""
+    if value is None:
+        raise InvalidRequestError("prompt is missing", param="prompt")
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    if isinstance(value, str):
+        return {"text": _TextPrompt.parse({"prompt": value}).prompt}
+    if not isinstance(value, list):
+        raise wrong_type("prompt", "a string or an array of token ids", value)
+    if any(isinstance(item, (str, list)) for item in value):
+        raise InvalidRequestError("this model answers one prompt a request; send them one by one", param="prompt")
+    if not value:
+        raise InvalidRequestError("prompt must not be empty", param="prompt")
+    return {"token_ids": tuple(_TokenPrompt.parse({"prompt": value}).prompt)}
+
+
+def _or(given: T | None, default: T) -> T:
+    return default if given is None else given

@@ -1,0 +1,145 @@
+"""What the answers of both routes share: choices put together from deltas, and what every chunk repeats."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agentspec.protocol.requests import AnswerFormat
+from agentspec.protocol.usage import speculation_object, usage_object
+from agentspec.types import Delta, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
+
+LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON knows no infinity
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of an answer as far as it has come."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        for name, value in delta.extra.items():
+            before = self.extra.get(name)
+            if name == "tool_calls":
+                self.extra[name] = _with_calls(before or [], value)
+            else:
+                self.extra[name] = before + value if isinstance(before, str) and isinstance(value, str) else value
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """Puts a whole answer together from its deltas: its choices, and what they share."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    prompt: Prompt | None = None
+    usage: Usage = field(default_factory=Usage)
+    speculation: Speculation | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.choices.setdefault(delta.index, Choice()).add(delta)
+        self.prompt = delta.prompt or self.prompt
+        self.usage = delta.usage or self.usage
+        self.speculation = delta.speculation or self.speculation
+
+    def all(self) -> list[tuple[int, Choice]]:
+        """The choices in order; an answer without any delta has an empty one."""
+        return sorted(self.choices.items()) or [(0, Choice())]
+
+
+def _with_calls(calls: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whole tool calls with what the next pieces add to them: a head with a new id, or more of the arguments."""
+    calls = [{**call, "function": dict(call["function"])} for call in calls]
+    for position, piece in enumerate(pieces):
+        index = piece.get("index", position)
+        if index >= len(calls):
+            head = {name: value for name, value in piece.items() if name != "index"}
+            calls.append({**head, "function": dict(piece.get("function") or {})})
+        else:
+            function = calls[index]["function"]
+            added = (piece.get("function") or {}).get("arguments") or ""
+            function["arguments"] = (function.get("arguments") or "") + added
+    return calls
+
+
+class ResponseWriter(Protocol):
+    """Writes one answer in the form of its route."""
+
+    def body(self, answer: Accumulator) -> dict[str, Any]:
+        """The whole answer."""
+        ...
+
+    def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """The chunks that one delta becomes: none if it is empty, two if it is the last and usage is wanted."""
+        ...
+
+
+@dataclass(slots=True)
+class ChunkBuilder:
+    """What every chunk of an answer repeats, and the switches for what its end carries."""
+
+    kind: str
+    prefix: str
+    request: GenerateRequest
+    format: AnswerFormat
+    include_speculation: bool = True
+    id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()), init=False)
+    _ended: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+
+    def wrap(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self.id, "object": self.kind, "created": self.created, "model": self.request.model}
+        return {**head, "choices": choices, **more}
+
+    def chunk(self, choice: dict[str, Any], delta: Delta, **more: Any) -> Iterator[dict[str, Any]]:
+        """The chunk of `choice`; after the last end of all the usage on a chunk of its own, if it was asked for."""
+        self._ended += delta.finish_reason is not None
+        ends = delta.finish_reason is not None and self._ended == self.request.sampling.n
+        null_usage = {"usage": None} if self.format.usage else {}
+        at_end = self._speculation(delta.speculation)
+        yield self.wrap([choice], **more, **null_usage, **(at_end if ends and not self.format.usage else {}))
+        if ends and self.format.usage:
+            yield self.wrap([], usage=usage_object(delta.usage or Usage()), **at_end)
+
+    def whole(self, choices: list[dict[str, Any]], answer: Accumulator) -> dict[str, Any]:
+        return self.wrap(choices, usage=usage_object(answer.usage), **self._speculation(answer.speculation))
+
+    def _speculation(self, speculation: Speculation | None) -> dict[str, Any]:
+        if speculation is None or not self.include_speculation:
+            return {}
+        return {"speculation": speculation_object(speculation)}
+
+
+def prompt_logprobs(prompt: Prompt) -> list[dict[str, Any] | None] | None:
+    """vLLM's `prompt_logprobs`: for each token itself and the best ones by id; nothing for the first."""
+    if prompt.logprobs is None:
+        return None
+    return [None, *({str(one.token_id): _ranked(one) for one in (*token.top, token)} for token in prompt.logprobs)]
+
+
+def _ranked(token: TokenLogprob) -> dict[str, Any]:
+    return {"logprob": clamped(token.logprob), "rank": token.rank, "decoded_token": token.text}
+
+
+def encode(value: Any) -> bytes:
+    """Compact JSON in UTF-8; what cannot be text (half a surrogate pair) becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def clamped(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

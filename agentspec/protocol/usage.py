@@ -1,0 +1,80 @@
+"""What an answer says about itself: OpenAI's `usage` object, and the `speculation` object beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from agentspec.types import KnnSpeculation, RetrievalSpeculation, Speculation, StepSpeculation, Usage
+
+_MOST = 2**53  # what a JSON number surely holds
+_KINDS = (StepSpeculation, RetrievalSpeculation, KnnSpeculation)
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage`. The prediction counts are there only if the request carried a prediction."""
+    accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
+    counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    details = {} if accepted is None else {"completion_tokens_details": counts}
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **details,
+    }
+
+
+def read_usage(value: Mapping[str, Any]) -> Usage:
+    """A `usage` object of the Chat Completions or the Responses API.
+
+    Raises `AttributeError`, `TypeError`, `ValueError` or `OverflowError` for one of the wrong shape.
+    """
+    prompt = value.get("prompt_tokens_details") or value.get("input_tokens_details") or {}
+    completion = value.get("completion_tokens_details") or {}
+    return Usage(
+        prompt_tokens=_count(value.get("prompt_tokens", value.get("input_tokens"))),
+        completion_tokens=_count(value.get("completion_tokens", value.get("output_tokens"))),
+        cached_tokens=_count(prompt.get("cached_tokens")),
+        accepted_prediction_tokens=completion.get("accepted_prediction_tokens"),
+        rejected_prediction_tokens=completion.get("rejected_prediction_tokens"),
+    )
+
+
+def speculation_object(speculation: Speculation) -> dict[str, Any]:
+    """A gateway's `speculation`: the fields of the strategy's own class."""
+    return asdict(speculation) | {"estimated_seconds_saved": round(speculation.estimated_seconds_saved, 6)}
+
+
+def read_speculation(value: Mapping[str, Any]) -> Speculation | None:
+    """A gateway's `speculation` object as the class it came from; None for another product's object of this name.
+
+    Raises as `read_usage` does.
+    """
+    if not all(field.name in value for field in fields(Speculation)):
+        return None
+    counts: dict[str, Any] = {name: _count(value[name]) for name in ("drafted", "accepted", "steps")}
+    counts["estimated_seconds_saved"] = float(value["estimated_seconds_saved"])
+    if "strategy" not in value:
+        return Speculation(**counts)
+    kind: type[Speculation] = max(_KINDS, key=lambda kind: sum(field.name in value for field in fields(kind)))
+    own = {field.name: value[field.name] for field in fields(kind) if field.name in value}
+    lists = {name: tuple(one) for name, one in own.items() if isinstance(one, list)}
+    return kind(**(own | lists | counts))
+
+
+def numbers_of(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes sense as a count, or as an object of `..._details`: reading what is left cannot fail."""
+    found: dict[str, Any] = {}
+    for name, one in value.items():
+        if name.endswith("_details"):
+            found[name] = numbers_of(one) if isinstance(one, Mapping) else {}
+        elif isinstance(one, (int, float)) and 0 <= one < math.inf:
+            found[name] = one
+    return found
+
+
+def _count(value: Any) -> int:
+    return min(max(0, int(value or 0)), _MOST)

@@ -1,0 +1,192 @@
+"""Request bodies as pydantic models whose refusals are sentences that name the field, as OpenAI's `param` does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import model_validator as pydantic_validator
+
+from agentspec.errors import InvalidRequestError
+
+MAX_STOPS = 64
+MAX_TOKEN_ID = 2**31 - 1
+
+# Accepted and without effect on a local answer: they address a hosted service's billing, storage or abuse handling.
+INERT = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
+)
+# Lists and objects whose items are not named in a refusal: `stop`, not `stop[3]`.
+_UNDIVIDED = frozenset({"bad_words", "logit_bias", "prompt", "stop", "stop_token_ids"})
+_EXPECTED = {
+    "bool_type": "a boolean",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "an array",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+
+
+class Refused(ValueError):
+    """A value that is refused. `sentence` goes on behind the field's name, or that of the part `below` it."""
+
+    def __init__(self, sentence: str, below: str = "") -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.below = below
+
+
+def must(holds: Callable[[Any], bool], sentence: str) -> AfterValidator:
+    """Refuse a value of the right type for which `holds` is false."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise Refused(sentence)
+        return value
+
+    return AfterValidator(check)
+
+
+def only(*allowed: Any) -> BeforeValidator:
+    """Accept a field where its value asks for nothing: refuse any value but those in `allowed`."""
+
+    def check(value: Any) -> Any:
+        if not any(value == choice and type(value) is type(choice) for choice in allowed):
+            raise Refused(f" = {short(value)} is not supported by this model")
+        return value
+
+    return BeforeValidator(check)
+
+
+def is_text(value: str) -> bool:
+    """Whether a string from JSON, where half a surrogate pair can be written, is one that UTF-8 has."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def text_of(value: Any) -> str:
+    """A string, or an array of `{"type": "text", "text": ...}` parts, which are joined as they are."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise Refused(f" must be a string or an array of text parts, not {kind_of(value)}")
+    return "".join(_part_text(part, f"[{index}]") for index, part in enumerate(value))
+
+
+def _part_text(part: Any, below: str) -> str:
+    if not isinstance(part, dict):
+        raise Refused(f" must be an object, not {kind_of(part)}", below)
+    if part.get("type") != "text":
+        raise Refused(": this model reads parts of type 'text' only", below)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise Refused(f" must be a string, not {kind_of(text)}", f"{below}.text")
+    if not is_text(text):
+        raise Refused(NOT_TEXT, f"{below}.text")
+    return text
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
+        raise Refused(" is too large")
+    return value
+
+
+NOT_TEXT = " holds half a surrogate pair, which is not text"
+Text = Annotated[str, must(is_text, NOT_TEXT)]
+Content = Annotated[Text, BeforeValidator(text_of)]
+Number = Annotated[float, BeforeValidator(_finite)]
+Count = Annotated[int, must(lambda count: 0 <= count <= MAX_TOKEN_ID, f" must lie between 0 and {MAX_TOKEN_ID}")]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+TokenIds = Annotated[list[Count], Field(fail_fast=True)]
+FewTexts = Annotated[Texts, Field(max_length=MAX_STOPS)]
+FewTokenIds = Annotated[TokenIds, Field(max_length=MAX_STOPS)]
+
+
+class Model(BaseModel):
+    """An object in a request. What is required and missing counts as null; further fields are left out."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    @classmethod
+    def parse(cls, value: Any, name: str = "") -> Self:
+        """`value`, which stands at `name`, as this model. Raises `InvalidRequestError` with `param`."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise _refusal(error, name) from None
+
+    @pydantic_validator(mode="before")
+    @classmethod
+    def _missing_is_null(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {**{name: None for name, field in cls.model_fields.items() if field.is_required()}, **value}
+
+
+class Body(Model):
+    """The top-level fields of a request, None where absent or null. What has no field here is refused by `finish`."""
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any], name: str = "") -> Self:
+        known = cls.model_fields
+        return super().parse({key: one for key, one in value.items() if key in known and one is not None}, name)
+
+    @classmethod
+    def finish(cls, body: Mapping[str, Any]) -> None:
+        """Raises `InvalidRequestError` for a field of `body` that is neither acted on nor known to be inert."""
+        for name, value in body.items():
+            if name not in cls.model_fields and name not in INERT and value is not None:
+                shown = shown_name(name)
+                raise InvalidRequestError(
+                    f"the field {shown!r} is not known or not supported by this model", param=shown
+                )
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of the fields `names` that the request has."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def wrong_type(name: str, expected: str, value: Any) -> InvalidRequestError:
+    """The refusal of a value of another JSON type."""
+    return InvalidRequestError(f"{name} must be {expected}, not {kind_of(value)}", param=name)
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls a value of this type."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def shown_name(name: str) -> str:
+    """A client's own name for a field, fit for a message."""
+    return name[:80].encode("ascii", "replace").decode()
+
+
+def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
+    """pydantic's first finding in our words."""
+    found = error.errors(include_url=False)[0]
+    for part in found["loc"]:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+        if part in _UNDIVIDED:
+            break
+    if found["type"] == "value_error":
+        refused = found["ctx"]["error"]
+        name, sentence = name + refused.below, refused.sentence
+    elif found["type"] == "too_long":
+        sentence = f" has {len(found['input'])} entries; {found['ctx']['max_length']} are allowed"
+    else:
+        sentence = f" must be {_EXPECTED[found['type']]}, not {kind_of(found['input'])}"
+    return InvalidRequestError(f"{name}{sentence}", param=name)
+
+
+def short(value: Any) -> str:
+    """A value in a message: numbers and booleans as they are, anything else by its type."""
+    return repr(value) if isinstance(value, (int, float)) else kind_of(value)

@@ -1,0 +1,93 @@
+"""Limits of a request: how many may run at once, how long each may take, and for whom: clients may go away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, TypeVar, cast
+
+import anyio
+from starlette.types import Receive
+
+from agentspec.errors import OverloadedError, RequestTimeoutError, ShuttingDownError
+
+T = TypeVar("T")
+
+
+class ConcurrencyLimiter:
+    """Bounds the requests being answered. `close` lets those running finish and turns new ones away."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.running = 0
+        self.closed = False
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Count as one running request. Raises `ShuttingDownError` or `OverloadedError` at once instead of waiting."""
+        if self.closed:
+            raise ShuttingDownError("the server is shutting down; send the request elsewhere or later")
+        if self.running >= self._limit:
+            raise OverloadedError(f"{self._limit} requests are being answered already (server.max_concurrent)")
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Deadline:
+    """A moment by which a request must be answered; it starts when it is built, on the running loop."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._at = asyncio.get_running_loop().time() + seconds
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Raise `RequestTimeoutError` inside the block once the moment has passed."""
+        limit = asyncio.timeout_at(self._at)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if limit.expired():
+                raise RequestTimeoutError(
+                    f"no complete answer within {self._seconds:g} seconds (server.request_timeout)"
+                ) from None
+            raise
+
+    async def within(self, items: AsyncIterator[T]) -> AsyncGenerator[T]:
+        """The same items, each waited for until the moment has passed. Closes `items` on the way out."""
+        async with aclosing(cast(Any, items)):
+            while True:
+                try:
+                    async with self.limit():
+                        item = await anext(items)
+                except StopAsyncIteration:
+                    return
+                yield item
+
+
+@asynccontextmanager
+async def until_disconnect(receive: Receive) -> AsyncIterator[anyio.CancelScope]:
+    """Cancel the block when the client goes away; `cancelled_caught` of the scope then says so.
+
+    The body must have been read: from here on `receive` only ever reports the disconnect.
+    """
+    with anyio.CancelScope() as scope:
+        watcher = asyncio.create_task(_cancel_on_disconnect(receive, scope))
+        try:
+            yield scope
+        finally:
+            watcher.cancel()
+
+
+async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()

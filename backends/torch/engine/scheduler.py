@@ -1,0 +1,276 @@
+"""The scheduler: which requests wait, which sequences are active, and how many tokens each computes in a step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch.engine.fair_queue import FairQueue
+from agentspec.backends.torch.engine.kv_budget import KVBudget
+from agentspec.backends.torch.engine.prefix_cache import PrefixCache
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
+from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEstimate
+from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
+from agentspec.errors import OverloadedError, ShuttingDownError
+from agentspec.types import Delta
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 5.0  # the first guess at how long an answer takes, for Retry-After
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledSequence:
+    """A sequence's part of one step: it computes `num_tokens` of its tokens and, with `draws`, draws behind the last.
+
+    What goes wrong in it is its own `error`; the rest of the step is computed without it.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    draws: bool
+    proposal: Proposal = NOTHING
+    logits: Tensor | None = None
+    error: Exception | None = None
+
+    @property
+    def batch_item(self) -> BatchItem:
+        cache, tokens = self.sequence.kv_cache, self.sequence.tokens
+        chunk = tokens[cache.length : cache.length + self.num_tokens]
+        return BatchItem(cache, chunk, self.proposal.tokens, self.proposal.parents, needs_logits=self.draws)
+
+    def propose(self) -> None:
+        self.proposal = self.sequence.propose()
+
+    def begin(self) -> None:
+        assert self.logits is not None
+        self.sequence.begin(self.proposal, self.logits)
+
+    def commit(self, cost: StepEstimate) -> Delta | None:
+        if not self.draws:
+            self.sequence.commit_chunk(self.num_tokens)
+            return None
+        return self.sequence.commit(self.num_tokens, self.proposal, cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step: sequences that share a forward, and those whose prompts are first scored in forwards of their own."""
+
+    scheduled: list[ScheduledSequence]
+    scoring: list[Sequence]
+
+    @classmethod
+    def of(cls, active: Iterable[Sequence], context: EngineContext) -> Schedule:
+        """Sequences that draw come first, then prompts in order, in chunks within the step's budget of tokens."""
+        ready, scoring = [each for each in active if not each.scorer], [each for each in active if each.scorer]
+        scheduled = [ScheduledSequence(sequence, 1, draws=True) for sequence in ready if sequence.num_uncomputed == 1]
+        targets = [target for each in scheduled if (target := each.sequence.target_seconds_per_token) is not None]
+        budget = context.governor.chunk(len(scheduled), kv_length(scheduled), targets)
+        for sequence in ready:
+            uncomputed = sequence.num_uncomputed
+            if uncomputed > 1 and budget > 0:
+                # Few recurrent models can take up a state with several tokens at once: they read a prompt whole.
+                tokens = min(uncomputed, budget) if context.target.rewindable else uncomputed
+                scheduled.append(ScheduledSequence(sequence, tokens, draws=tokens == uncomputed))
+                budget -= tokens
+        return cls(scheduled, scoring)
+
+
+def kv_length(scheduled: Iterable[ScheduledSequence]) -> int:
+    """Key/value slots that the tokens of a step attend to."""
+    return sum(each.sequence.kv_cache.length for each in scheduled)
+
+
+class Scheduler:
+    """Owns the queue, the key/value memory and the chunking of prompts.
+
+    At most `max_active` sequences are computed, and `max_queue` more requests wait. Lower priorities go first, and one
+    that waits takes the place of a higher one, which is preempted and goes on later where it stood. `add`, `cancel`,
+    `close` and the counts may be called from any thread, everything else from the computing thread alone.
+    """
+
+    def __init__(self, context: EngineContext, settings: TorchSettings) -> None:
+        self.active: list[Sequence] = []
+        self.kv_budget = KVBudget.of(context.target, settings.kv_bytes)
+        self.prefix_cache = PrefixCache(int(settings.prefix_bytes) if context.target.rewindable else 0)
+        self.closed = False
+        self._context = context
+        self._max_active, self._max_requests = settings.max_active, settings.max_active + settings.max_queue
+        self._waiting = FairQueue()
+        self._preempted: dict[EngineRequest, Sequence] = {}
+        self._unfinished: set[EngineRequest] = set()
+        self._lock = threading.RLock()
+        self._answer_seconds = ANSWER_SECONDS
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.active or self._preempted or len(self._waiting))
+
+    @property
+    def kv_slots(self) -> int:
+        """Slots reserved by active sequences."""
+        return self.kv_budget.used(list(self.active))
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `OverloadedError` when the queue is full, `ContextLengthError` for one that the
+        key/value memory can never hold, and `ShuttingDownError` after `close`.
+        """
+        self.kv_budget.check(request)
+        with self._lock:
+            if self.closed:
+                raise ShuttingDownError("the engine is shutting down")
+            if len(self._unfinished) >= self._max_requests:
+                retry = max(1.0, self._answer_seconds * len(self._waiting) / self._max_active)
+                raise OverloadedError(f"{len(self._waiting)} requests wait already", retry_after=round(retry, 1))
+            self._unfinished.add(request)
+            self._waiting.push(request)
+            self._context.counters.requests += 1
+
+    def cancel(self, request: EngineRequest) -> bool:
+        """Free a request's place now; its work ends before the next step. False for one that is finished."""
+        with self._lock:
+            if request not in self._unfinished:
+                return False
+            request.cancelled = True
+            self._unfinished.discard(request)
+            if request in self._waiting:
+                self._waiting.remove(request)
+            self._context.counters.cancelled += 1
+            return True
+
+    def schedule(self, open_sequence: Callable[[EngineRequest], Sequence | None]) -> Schedule:
+        """Admit what there is room for, make room for what every sequence may add, and divide the step's tokens.
+
+        `open_sequence` begins a request with slots from `allocate`; None where that failed.
+        """
+        while (request := self._next()) is not None:
+            preempted = self._preempted.pop(request, None)
+            if preempted is not None:
+                preempted.kv_cache = self.allocate(request, preempted.tokens)
+            if (sequence := preempted or open_sequence(request)) is not None:
+                self.active.append(sequence)
+        self._reserve()
+        return Schedule.of(self.active, self._context)
+
+    def _next(self) -> EngineRequest | None:
+        """The request to admit now, if there is one and a place and memory for it; preempts higher priorities."""
+        with self._lock:
+            request = self._waiting.first()
+            if request is None:
+                return None
+            below = [other for other in self.active if other.request.priority > request.priority]
+            if not self._has_room(request, [other for other in self.active if other not in below]):
+                return None
+            while not self._has_room(request, self.active):
+                self._preempt(below.pop(below.index(last_of(below))))
+            self._waiting.remove(request)
+            return request
+
+    def _has_room(self, request: EngineRequest, others: list[Sequence]) -> bool:
+        preempted = self._preempted.get(request)
+        slots = self.kv_budget.initial(request, None if preempted is None else len(preempted.tokens))
+        return len(others) < self._max_active and self.kv_budget.fits(slots, others)
+
+    def allocate(self, request: EngineRequest, tokens: list[int]) -> KVCache:
+        """Slots for `tokens` and some more. Those of an earlier call serve again as far as their tokens are the same,
+        at least the last token excepted, since its logits are needed.
+        """
+        capacity = self.kv_budget.initial(request, len(tokens))
+        found = self.prefix_cache.find(request.tenant, tokens[:-1], capacity)
+        if found is not None:
+            self._context.counters.reused_tokens += found.length
+        return found or self._context.target.new_cache(capacity)
+
+    def _reserve(self) -> None:
+        """Every active sequence gets slots for its part of the step; where too few are left, the last is preempted."""
+        for sequence in sorted(self.active, key=precedence):
+            while sequence in self.active and not self.kv_budget.grow(sequence, self.active):
+                self._preempt(last_of(self.active))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """It gives up its slots and its place, and goes on later from the tokens it has."""
+        self.active.remove(sequence)
+        self._keep(sequence)
+        sequence.kv_cache = self._context.target.new_cache(1)
+        self._preempted[sequence.request] = sequence
+        self._context.counters.preempted += 1
+        with self._lock:
+            if not sequence.request.cancelled:
+                self._waiting.push_preempted(sequence.request)
+
+    def charge(self, sequence: Sequence) -> None:
+        """Count what a step computed for a sequence against its tenant and session."""
+        with self._lock:
+            self._waiting.charge(sequence.request, sequence.take_computed())
+
+    def remove(self, sequence: Sequence, *, clean: bool) -> None:
+        """Take a sequence out; the slots of one that ended well (`clean`) serve the next call."""
+        if self._preempted.pop(sequence.request, None) is None:
+            self.active.remove(sequence)
+        self.forget(sequence.request)
+        sequence.close(clean=clean)
+        if clean:
+            self._keep(sequence)
+            self._answer_seconds += 0.2 * (perf_counter() - sequence.started - self._answer_seconds)
+
+    def remove_cancelled(self) -> None:
+        for sequence in [*self.active, *self._preempted.values()]:
+            if sequence.request.cancelled:
+                self.remove(sequence, clean=False)
+
+    def forget(self, request: EngineRequest) -> None:
+        """A request is finished, or never began."""
+        with self._lock:
+            self._unfinished.discard(request)
+
+    def share_prompt(self, sequence: Sequence) -> None:
+        """Leave a copy of the prompt's slots for the other choices of the same request."""
+        sequence.request.shares_prompt = False
+        length = len(sequence.request.prompt)
+        self._keep(sequence, lambda cache: cache.copy(length, length))
+
+    def _keep(self, sequence: Sequence, part: Callable[[SequenceCache], SequenceCache] = lambda cache: cache) -> None:
+        cache, request = sequence.kv_cache, sequence.request
+        if not (request.original.store and isinstance(cache, SequenceCache)):
+            return
+        try:
+            kept = part(cache)
+            self.prefix_cache.keep(request.tenant, sequence.tokens[: kept.length], kept)
+        except (MemoryError, RuntimeError) as error:  # no room to copy them: the answer is whole all the same
+            logger.warning("the rows of an answer are not kept for the next call: %s", error)
+            self.prefix_cache.clear()
+
+    def clear(self) -> list[EngineRequest]:
+        """Close for good and let go of everything; returns the requests that were neither finished nor cancelled."""
+        with self._lock:
+            self.closed = True
+            unfinished = [request for request in self._unfinished if not request.cancelled]
+            self._waiting.clear()
+            self._unfinished.clear()
+        for sequence in [*self.active, *self._preempted.values()]:
+            sequence.close(clean=False)
+        self.active.clear()
+        self._preempted.clear()
+        self.prefix_cache.clear()
+        return unfinished
+
+
+def precedence(sequence: Sequence) -> tuple[int, float]:
+    """Who keeps its place when there is not enough for all: lower first."""
+    return sequence.request.priority, sequence.started
+
+
+def last_of(sequences: list[Sequence]) -> Sequence:
+    return max(sequences, key=precedence)

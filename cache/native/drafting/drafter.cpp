@@ -1,0 +1,283 @@
+#include "drafting/drafter.hpp"
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <queue>
+#include <stdexcept>
+
+namespace agentspec {
+namespace {
+
+constexpr double kNegligible = 1e-4;       // path probability not worth following
+constexpr std::size_t kKeptWalks = 256;    // more are given back after a draft
+constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
+
+/// The indexes of one call, locked in one global order so that readers and waiting writers cannot form a ring.
+class LockedIndexes {
+public:
+    LockedIndexes(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit, const Deadline& until = {})
+        : asked{{}, {}, scan_limit} {
+        std::vector<const SuffixIndex*> order;
+        for (const auto& [index, source] : indexes) {
+            if (source < 0 || source >= kSources) throw std::invalid_argument("unknown source");
+            order.push_back(index);
+        }
+        std::sort(order.begin(), order.end(), std::less<>());
+        if (std::adjacent_find(order.begin(), order.end()) != order.end()) {
+            throw std::invalid_argument("an index given twice");
+        }
+        for (const SuffixIndex*& index : order) {
+            locks_.push_back(IndexView(*index).lock(until));
+            if (!locks_.back()) index = nullptr;
+        }
+        for (const auto& [index, source] : indexes) {
+            if (std::find(order.begin(), order.end(), index) == order.end()) continue;
+            asked.views.emplace_back(*index);
+            asked.sources.push_back(source);
+        }
+    }
+
+    Asked asked;
+
+private:
+    std::vector<ReadLock> locks_;
+};
+
+struct Candidate {
+    double probability;  // by rates over all depths: the better order to grow a tree in
+    double corrected;    // for depth: what is told
+    int parent;
+    Token token;
+    int match_length, source;
+
+    /// Less likely goes later; ties by place in the tree, then by token.
+    bool operator<(const Candidate& other) const {
+        if (probability != other.probability) return probability < other.probability;
+        if (parent != other.parent) return parent > other.parent;
+        return token > other.token;
+    }
+};
+
+/// A node whose levels are not all looked at.
+struct Branch {
+    double bound;  // on the probability of what they may offer
+    int node;      // -1 for the context itself
+
+    bool operator<(const Branch& other) const { return bound < other.bound; }
+};
+
+/// What was learned, as far as a draft goes by it.
+struct Learned {
+    const HitRates& rates;
+    const DepthRates &depths, &leads;
+    const EndRates& ends;
+};
+
+/// Walks own memory, so each thread keeps them from one draft to the next.
+std::deque<LevelWalk>& kept_walks() {
+    thread_local std::deque<LevelWalk> walks;
+    return walks;
+}
+
+/// Best-first growth of one tree, or of the chain of likeliest children. Levels wait until nothing found so far is surely
+/// likelier than what they may offer: most are never looked at.
+class Growth {
+public:
+    Growth(const Learned& learned, std::size_t max_tokens, double floor, bool chain)
+        : learned_(learned), max_tokens_(max_tokens), floor_(floor), chain_(chain) {
+        reserve(std::min(max_tokens, kKeptWalks));
+    }
+    Growth(const Growth&) = delete;
+    ~Growth() {
+        if (walks_.size() > kKeptWalks) walks_.resize(kKeptWalks);
+    }
+
+    DraftTree grow(const Asked& asked, std::span<const Token> context) {
+        if (max_tokens_ == 0 || context.empty()) return {};
+        walk(-1).start(asked, context);
+        reaches_.push_back({1.0, 1.0, 0});
+        wait(-1);
+        while (tree_.tokens.size() < max_tokens_ && find()) add(take());
+        return std::move(tree_);
+    }
+
+private:
+    struct Reach {  // the two probabilities of all that leads to a node and to none of the children offered so far
+        double probability, corrected;
+        int depth;
+    };
+
+    LevelWalk& walk(int node) {
+        if (walks_.size() < static_cast<std::size_t>(node) + 2) walks_.emplace_back();
+        return walks_[node + 1];
+    }
+
+    double best() const { return open_.empty() ? kNegligible : open_.top().probability; }
+
+    void reserve(std::size_t nodes) {
+        for (auto* column : {&tree_.tokens, &tree_.parents, &tree_.match_length}) column->reserve(nodes);
+        tree_.probabilities.reserve(nodes);
+        tree_.sources.reserve(nodes);
+        reaches_.reserve(nodes + 1);
+    }
+
+    /// Look at levels until none can hold anything as likely as the likeliest candidate. False where there is none.
+    bool find() {
+        while (!branches_.empty() && branches_.top().bound >= kAlmost * best()) {
+            const int node = branches_.top().node;
+            branches_.pop();
+            expand(node);
+            wait(node);
+        }
+        return !open_.empty();
+    }
+
+    /// Leave the levels that a node has left until they are worth it.
+    void wait(int node) {
+        const Reach& reach = reaches_[node + 1];
+        const double bound = reach.probability * walk(node).bound(learned_.rates);
+        if (bound >= kAlmost * kNegligible && reach.corrected >= floor_) branches_.push({bound, node});
+    }
+
+    /// Offer the continuations in a node's next level: its confidence, times the misses above, times each one's share.
+    void expand(int node) {
+        Reach& reach = reaches_[node + 1];
+        const auto worth = [&](double bound) { return reach.probability * bound >= kAlmost * best(); };
+        const Level* level = walk(node).next(learned_.rates, worth);
+        if (level == nullptr) return;
+        const double rate = learned_.rates.rate(level->key), corrected = learned_.depths.correct(reach.depth, rate);
+        const Symbol& leader = level->leader();
+        const double lead = level->weight(leader) / level->weights();
+        const double told_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
+        const double scale = reach.probability * rate / level->weights(), told = reach.corrected * corrected;
+        const double told_scale = lead < 1.0 ? told * (1.0 - told_lead) / (level->weights() * (1.0 - lead)) : 0.0;
+        for (const Symbol& symbol : level->symbols) {
+            const double weight = level->weight(symbol), probability = scale * weight;
+            const double told_here = &symbol == &leader ? told * told_lead : told_scale * weight;
+            if (probability < kNegligible || told_here < floor_) continue;
+            open_.push({probability, told_here, node, symbol.token, kLengths[level->key.length], level->key.source});
+        }
+        reach.probability *= 1.0 - rate;
+        reach.corrected *= 1.0 - corrected;
+    }
+
+    /// The likeliest candidate; its siblings have no place in a chain.
+    Candidate take() {
+        const Candidate best = open_.top();
+        open_.pop();
+        if (chain_) open_ = {}, branches_ = {};
+        return best;
+    }
+
+    void add(const Candidate& best) {
+        const int node = static_cast<int>(tree_.tokens.size());
+        tree_.tokens.push_back(best.token);
+        tree_.parents.push_back(best.parent);
+        tree_.match_length.push_back(best.match_length);
+        tree_.probabilities.push_back(static_cast<float>(best.corrected));
+        tree_.sources.push_back(static_cast<std::uint8_t>(best.source));
+        if (tree_.tokens.size() == max_tokens_) return;
+        const double goes_on = learned_.ends.goes_on(best.token);
+        reaches_.push_back({best.probability * goes_on, best.corrected * goes_on, reaches_[best.parent + 1].depth + 1});
+        LevelWalk& further = walk(node);  // may make room: walks stay where they are
+        further.follow(walk(best.parent), best.token);
+        wait(node);
+    }
+
+    Learned learned_;
+    std::size_t max_tokens_;
+    double floor_;
+    bool chain_;
+    DraftTree tree_;
+    std::vector<Reach> reaches_;                   // of the context and of each node
+    std::deque<LevelWalk>& walks_ = kept_walks();  // likewise
+    std::priority_queue<Candidate> open_;
+    std::priority_queue<Branch> branches_;
+};
+
+}  // namespace
+
+DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
+                         double min_probability, bool chain, const Deadline& until) const {
+    const LockedIndexes locked(indexes, scan_limit_, until);
+    const std::shared_lock lock(mutex_);
+    return Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain).grow(locked.asked, context);
+}
+
+void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,
+                      std::span<const Token> tokens) {
+    const std::vector<Outcome> outcomes = look_back(indexes, context, tokens);
+    const std::unique_lock lock(mutex_);
+    for (std::size_t i = context.empty() ? 1 : 0; i < tokens.size(); ++i) ends_.record(tokens[i]);
+    for (const auto& [key, depth, hit, lead, led] : outcomes) {
+        depths_.record(depth, rates_.rate(key), hit);
+        if (hit && lead < 1.0) leads_.record(depth, lead, led);
+        rates_.record(key, hit);
+    }
+}
+
+/// The levels that were asked for each token, down to the one that held it. What was learned plays no part, so others
+/// draft meanwhile.
+std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
+                                                 std::span<const Token> tokens) const {
+    const LockedIndexes locked(indexes, scan_limit_);
+    std::array<LevelWalk, 2> walks;
+    std::vector<Outcome> outcomes;
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+        LevelWalk& walk = walks[i % 2];
+        if (i == 0) {
+            walk.start(locked.asked, context);
+        } else {
+            walk.follow(walks[(i - 1) % 2], tokens[i - 1]);
+        }
+        while (const Level* level = walk.next()) {
+            const auto found = std::find_if(level->symbols.begin(), level->symbols.end(),
+                                            [&](const Symbol& symbol) { return symbol.token == tokens[i]; });
+            const bool hit = found != level->symbols.end();
+            const Symbol& leader = level->leader();
+            const double lead = level->weight(leader) / level->weights();
+            outcomes.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
+            if (!hit) continue;
+            locked.asked.views[level->view].record_hit(found->newest);
+            break;
+        }
+    }
+    return outcomes;
+}
+
+void Drafter::observe_end(Token token) {
+    const std::unique_lock lock(mutex_);
+    ends_.record_end(token);
+}
+
+std::vector<double> Drafter::state() const {
+    const std::shared_lock lock(mutex_);
+    std::vector<double> state = rates_.state();
+    for (const std::vector<double>& more : {depths_.state(), leads_.state(), ends_.state()}) state.insert(state.end(), more.begin(), more.end());
+    return state;
+}
+
+void Drafter::restore(std::span<const double> state) {
+    HitRates rates;
+    DepthRates depths, leads;
+    EndRates ends;
+    constexpr auto take = [](std::span<const double>& from, std::size_t size) {
+        const auto taken = from.first(std::min(size, from.size()));
+        from = from.subspan(taken.size());
+        return taken;
+    };
+    rates.restore(take(state, HitRates::kStateSize));
+    depths.restore(take(state, DepthRates::kStateSize));
+    leads.restore(take(state, DepthRates::kStateSize));
+    ends.restore(state);
+    const std::unique_lock lock(mutex_);
+    rates_ = std::move(rates);
+    depths_ = std::move(depths);
+    leads_ = std::move(leads);
+    ends_ = std::move(ends);
+}
+
+}  // namespace agentspec

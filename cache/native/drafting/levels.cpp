@@ -1,0 +1,166 @@
+#include "drafting/levels.hpp"
+
+#include <algorithm>
+
+namespace agentspec {
+namespace {
+
+constexpr int kOffered = -1, kUnseen = -2;
+
+}  // namespace
+
+const Symbol& Level::leader() const {
+    const Symbol* leader = &symbols.front();
+    for (const Symbol& symbol : symbols) {
+        const double x = weight(symbol), y = weight(*leader);
+        if (x > y || (x == y && symbol.token < leader->token)) leader = &symbol;
+    }
+    return *leader;
+}
+
+void TokenSlots::clear() {
+    ++stamp_;
+    size_ = 0;
+}
+
+TokenSlots::Entry& TokenSlots::locate(Token token) {
+    const std::size_t mask = entries_.size() - 1;
+    std::size_t place = (static_cast<std::uint32_t>(token) * 2654435761u >> 7) & mask;
+    while (entries_[place].stamp == stamp_ && entries_[place].token != token) place = (place + 1) & mask;
+    return entries_[place];
+}
+
+int& TokenSlots::find_or_add(Token token, int fresh) {
+    if (2 * size_ >= entries_.size()) grow();
+    Entry& entry = locate(token);
+    if (entry.stamp != stamp_) {
+        entry = {token, stamp_, fresh};
+        ++size_;
+    }
+    return entry.slot;
+}
+
+void TokenSlots::grow() {
+    std::vector<Entry> old(2 * entries_.size());
+    old.swap(entries_);
+    for (const Entry& entry : old) {
+        if (entry.stamp == stamp_) locate(entry.token) = entry;
+    }
+}
+
+int LevelWalk::Matches::next() const {
+    int next = tail.next();
+    for (const RunMatches& run : runs) next = std::max(next, run.next());
+    return next;
+}
+
+void LevelWalk::start(const Asked& asked, std::span<const Token> context) {
+    asked_ = &asked;
+    query_.assign(context);
+    matches_.resize(asked.views.size());
+    for (std::size_t view = 0; view < matches_.size(); ++view) begin(view, nullptr);
+    restart();
+}
+
+void LevelWalk::follow(const LevelWalk& before, Token token) {
+    asked_ = before.asked_;
+    query_.follow(before.query_, token);
+    matches_.resize(before.matches_.size());
+    for (std::size_t view = 0; view < matches_.size(); ++view) begin(view, &before.matches_[view]);
+    restart();
+}
+
+void LevelWalk::restart() {
+    slots_.clear();
+    level_.symbols.clear();
+    shorten();
+}
+
+/// Look for the query in one index, where `before` was found when it was a token shorter.
+void LevelWalk::begin(std::size_t view, const Matches* before) {
+    const IndexView& index = asked_->views[view];
+    const Token* end = query_.end();
+    const int most = query_.length();
+    if (index.may_start(pair_before(end))) before = nullptr;
+    Matches& matches = matches_[view];
+    matches.runs.clear();
+    for (std::size_t r = 0; r < index.runs().size(); ++r) {
+        if (before) {
+            matches.runs.emplace_back(before->runs[r], end, most);
+        } else {
+            matches.runs.emplace_back(index.log(), index.runs()[r], index.tables()[r], end, most);
+        }
+    }
+    matches.tail.start(index.log(), index.tail(), end, before ? std::min(before->tail.longest() + 1, most) : most);
+}
+
+const Level* LevelWalk::next() {
+    for (; length_ > 0; shorten()) {
+        if (const Level* level = next_of_length()) return level;
+    }
+    return nullptr;
+}
+
+/// The next index, of those left, that offers anything new at the present length.
+const Level* LevelWalk::next_of_length() {
+    for (; view_ < matches_.size(); ++view_) {
+        if (matches_[view_].next() < length_) continue;
+        widen(view_, length_);
+        if (level_.symbols.empty()) continue;
+        ++view_;
+        return &level_;
+    }
+    return nullptr;
+}
+
+/// Go on to the next length that any index has matches of; 0 where there is none.
+void LevelWalk::shorten() {
+    int longest = 0;
+    for (const Matches& one : matches_) longest = std::max(longest, one.next());
+    length_ = longest > 0 ? kLengths[length_index(longest)] : 0;
+    view_ = 0;
+}
+
+double LevelWalk::bound(const HitRates& rates) const {
+    if (length_ == 0) return 0.0;
+    double bound = 0.0;
+    for (const int source : asked_->sources) {
+        bound = std::max(bound, rates.bound(source, length_index(length_), static_cast<int>(slots_.size())));
+    }
+    return bound;
+}
+
+/// Make level_ the matches of at least `length` tokens in one index.
+void LevelWalk::widen(std::size_t view, int length) {
+    for (const Symbol& symbol : level_.symbols) slots_.find_or_add(symbol.token, kOffered) = kOffered;
+    level_.symbols.clear();
+    level_.view = static_cast<int>(view);
+    level_.newest = 0;
+    level_.key = {asked_->sources[view], length_index(length), 0.0, 0, static_cast<int>(slots_.size())};
+
+    Matches& matches = matches_[view];
+    for (RunMatches& run : matches.runs) {
+        if (run.next() < length) continue;
+        run.widen(length, asked_->scan_limit, [&](Token token, Position p, double weight) { offer(token, p, weight); });
+    }
+    if (matches.tail.next() >= length) {
+        matches.tail.widen(length, [&](Token token, Position position) { offer(token, position, 1.0); });
+    }
+    level_.key.distinct = static_cast<int>(level_.symbols.size());
+}
+
+void LevelWalk::offer(Token token, Position position, double weight) {
+    int& slot = slots_.find_or_add(token, kUnseen);
+    if (slot == kOffered) return;
+    if (slot == kUnseen) {
+        slot = static_cast<int>(level_.symbols.size());
+        level_.symbols.push_back({token, 0.0, 0});
+    }
+    Symbol& symbol = level_.symbols[slot];
+    symbol.count += weight;
+    symbol.newest = std::max(symbol.newest, position);
+    level_.key.total += weight;
+    level_.newest = std::max(level_.newest, position);
+}
+
+}  // namespace agentspec

@@ -1,0 +1,120 @@
+// What the indexes offer after one context: levels of ever shorter matches, each with the symbols no longer level offered.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "drafting/hit_rates.hpp"
+#include "drafting/run_matches.hpp"
+#include "drafting/tail_matches.hpp"
+#include "index/suffix_index.hpp"
+
+namespace agentspec {
+
+inline constexpr double kRecencyBonus = 1.0;  // extra occurrences credited to a level's most recent symbol
+
+struct Symbol {
+    Token token;
+    double count;
+    Position newest;  // in its level's index
+};
+
+/// Symbols first offered at this level, and what its confidence is keyed by.
+struct Level {
+    LevelKey key;
+    int view;                 // place of the index among those asked
+    Position newest;          // newest occurrence of any of the symbols
+    std::vector<Symbol> symbols;
+
+    /// Probability inside the level is shared by count, with a bonus for the most recent.
+    double weight(const Symbol& symbol) const {
+        return symbol.count + (symbol.newest == newest ? kRecencyBonus : 0.0);
+    }
+    double weights() const { return key.total + kRecencyBonus; }
+    /// The symbol of the greatest weight, and of these the one with the lowest id.
+    const Symbol& leader() const;
+};
+
+/// An index and the Draft.source value its tokens go by.
+struct SourcedIndex {
+    const SuffixIndex* index;
+    int source;
+};
+
+/// A small set of tokens with a slot number each; clearing is free.
+class TokenSlots {
+public:
+    TokenSlots() : entries_(64) {}
+    void clear();
+    /// The slot of `token`, inserted with `fresh` where it was missing.
+    int& find_or_add(Token token, int fresh);
+    std::size_t size() const { return size_; }
+
+private:
+    struct Entry {
+        Token token = 0;
+        std::uint32_t stamp = 0;
+        int slot = 0;
+    };
+    Entry& locate(Token token);
+    void grow();
+
+    std::vector<Entry> entries_;
+    std::uint32_t stamp_ = 1;
+    std::size_t size_ = 0;
+};
+
+/// The indexes of one call; whoever walks holds every view's lock.
+struct Asked {
+    std::vector<IndexView> views;
+    std::vector<int> sources;   // of the view at the same place
+    std::uint32_t scan_limit;   // of more new matches than this in a run an even sample is looked at
+};
+
+/// Walks the levels of one context, longest match first, earlier indexes first at each length. Reusable: it begins anew
+/// with `start` or `follow`.
+class LevelWalk {
+public:
+    void start(const Asked& asked, std::span<const Token> context);
+    /// Begin at the context of `before` and the token behind it. A match is one token longer than it was there, which
+    /// tells most searches to be of no use yet.
+    void follow(const LevelWalk& before, Token token);
+
+    /// The next level that offers anything new, or nullptr. Valid until the next call.
+    const Level* next();
+    /// The same, and nullptr for now where the levels left are not `worth(the highest hit rate that any can have)`.
+    template <class Worth>
+    const Level* next(const HitRates& rates, Worth&& worth) {
+        while (length_ > 0 && worth(bound(rates))) {
+            if (const Level* level = next_of_length()) return level;
+            shorten();
+        }
+        return nullptr;
+    }
+    /// No level that is left has a higher hit rate; 0 where none is left.
+    double bound(const HitRates& rates) const;
+
+private:
+    struct Matches {  // one index's matches of the query
+        std::vector<RunMatches> runs;
+        TailMatches tail;
+        int next() const;
+    };
+
+    void begin(std::size_t view, const Matches* before);
+    void restart();
+    void widen(std::size_t view, int length);
+    const Level* next_of_length();
+    void shorten();
+    void offer(Token token, Position position, double weight);
+
+    const Asked* asked_ = nullptr;
+    Query query_;
+    std::vector<Matches> matches_;
+    TokenSlots slots_;  // slot in level_.symbols, or kOffered
+    Level level_;
+    int length_ = 0;
+    std::size_t view_ = 0;
+};
+
+}  // namespace agentspec

@@ -1,0 +1,86 @@
+// The matches of a query in one sorted run, as far as they are known without a search.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <span>
+
+#include "index/run.hpp"
+#include "index/run_cursor.hpp"
+
+namespace agentspec {
+
+/// Matches of a query, longest first. A match is one of the query before, a token shorter, that went on with the same
+/// token: where that had few, they are known, and the run is searched only once shorter ones are asked for.
+class RunMatches {
+public:
+    /// `most`: the query's length.
+    RunMatches(const Token* log, const Run& run, const RunTable& table, const Token* query_end, int most)
+        : log_(log), run_(&run), table_(&table), query_end_(query_end), longest_(most), unknown_(most), next_(most) {}
+    /// In the same run, for the query that goes on from that of `before`. Not for one that a piece may begin behind.
+    RunMatches(const RunMatches& before, const Token* query_end, int most);
+
+    /// The longest shared context, or more as long as nobody has looked.
+    int longest() const { return longest_; }
+    /// The same among the positions not yet taken in; 0 when none shares a token.
+    int next() const { return cursor_ ? cursor_->next() : next_; }
+
+    /// As RunCursor::widen.
+    template <class Visit>
+    void widen(int length, std::uint32_t limit, Visit&& visit) {
+        if (!cursor_ && length > unknown_ && known_.size() <= limit) {
+            take_known(length, visit);
+        } else {
+            if (!cursor_) search();
+            cursor_->widen(length, limit, visit);
+        }
+    }
+
+private:
+    struct Match {
+        Position position;
+        int shared;
+    };
+    /// A few matches.
+    class Few {
+    public:
+        std::size_t size() const { return size_; }
+        const Match* begin() const { return matches_.data(); }
+        const Match* end() const { return matches_.data() + size_; }
+        bool full() const { return size_ == matches_.size(); }
+        void push_back(const Match& match) { matches_[size_++] = match; }
+        void clear() { size_ = 0; }
+
+    private:
+        std::size_t size_ = 0;
+        std::array<Match, 8> matches_;
+    };
+
+    template <class Visit>
+    void take_known(int length, Visit& visit) {
+        next_ = unknown_;
+        for (const auto& [position, shared] : known_) {
+            if (shared < length) next_ = std::max(next_, shared);
+            if (shared >= length && shared < taken_) visit(log_[position], position, 1.0);
+        }
+        taken_ = length;
+    }
+    void search();
+    bool follow(const Few& before);
+    bool follow(const RunCursor& before);
+    bool goes_on(Position position) const;
+
+    const Token* log_;
+    const Run* run_;
+    const RunTable* table_;
+    const Token* query_end_;
+    int longest_;
+    int unknown_;             // no match that is not known is longer
+    int next_;
+    int taken_ = kDepth + 1;  // known matches as long as this are taken in
+    Few known_;
+    std::optional<RunCursor> cursor_;
+};
+
+}  // namespace agentspec

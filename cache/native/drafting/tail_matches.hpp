@@ -1,0 +1,49 @@
+// The matches of a query in the unsorted tail of an index.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "index/sorted_run.hpp"
+
+namespace agentspec {
+
+/// Matches of a query, longest first, looked for when they are asked for. Reusable: `start` resets.
+class TailMatches {
+public:
+    /// `most`: no position but the oldest shares more tokens.
+    void start(const Token* log, std::span<const Position> tail, const Token* query_end, int most);
+
+    /// The longest shared context, or more as long as nobody has looked.
+    int longest() const { return longest_; }
+    /// The same among the positions not yet taken in; 0 when none shares a token.
+    int next() const { return next_; }
+
+    /// Take in every position sharing at least `length` (>= 1) tokens. Calls `visit(token, position)` for the new ones.
+    template <class Visit>
+    void widen(int length, Visit&& visit) {
+        if (!searched_) search();
+        for (; next_ >= length; next_ = shared_at(++taken_)) {
+            const Position position = matches_[taken_].position;
+            visit(log_[position], position);
+        }
+    }
+
+private:
+    struct Match {
+        Position position;
+        int shared;
+    };
+    int shared_at(std::size_t place) const { return place < matches_.size() ? matches_[place].shared : 0; }
+    void search();
+
+    const Token* log_ = nullptr;
+    std::span<const Position> tail_;
+    const Token* query_end_ = nullptr;
+    int longest_ = 0, next_ = 0;
+    bool searched_ = false;
+    std::vector<Match> matches_;  // longest first
+    std::size_t taken_ = 0;
+};
+
+}  // namespace agentspec

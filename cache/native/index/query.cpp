@@ -1,0 +1,19 @@
+#include "index/query.hpp"
+
+#include <algorithm>
+
+namespace agentspec {
+
+void Query::assign(std::span<const Token> context) {
+    length_ = static_cast<int>(std::min<std::size_t>(context.size(), kDepth));
+    Token* out = std::fill_n(buffer_, kPadding - length_, kNoContext);
+    std::copy(context.end() - length_, context.end(), out);
+}
+
+void Query::follow(const Query& before, Token token) {
+    length_ = std::min(before.length_ + 1, kDepth);
+    Token* out = std::fill_n(buffer_, kPadding - length_, kNoContext);
+    *std::copy(before.end() - (length_ - 1), before.end(), out) = token;
+}
+
+}  // namespace agentspec

@@ -1,0 +1,26 @@
+// What is asked: the end of a context, as the log would hold it.
+#pragma once
+
+#include <span>
+
+#include "index/sorted_run.hpp"
+
+namespace agentspec {
+
+/// A query: up to kDepth tokens, padded so that comparisons never run over its start.
+class Query {
+public:
+    explicit Query(std::span<const Token> context = {}) { assign(context); }
+    const Token* end() const { return buffer_ + kPadding; }
+    int length() const { return length_; }
+    /// Replace by the last tokens of `context`.
+    void assign(std::span<const Token> context);
+    /// Replace by another query and the token behind it.
+    void follow(const Query& before, Token token);
+
+private:
+    Token buffer_[kPadding];
+    int length_ = 0;
+};
+
+}  // namespace agentspec

@@ -1,0 +1,84 @@
+#include "index/run_cursor.hpp"
+
+#include <algorithm>
+
+namespace agentspec {
+namespace {
+
+constexpr int kUnknown = -1;
+constexpr int kSteps = 4;  // places tried one by one before a search
+
+}  // namespace
+
+RunCursor::RunCursor(const Token* log, std::span<const Position> run, const RunTable& table, const Token* query_end)
+    : log_(log), run_(run.data()), table_(&table), query_end_(query_end), count_(static_cast<std::uint32_t>(run.size())) {
+    std::uint32_t low = 0, high = count_;
+    left_ = right_ = kUnknown;
+    if (!table.empty()) {
+        const std::uint64_t key = order_key(query_end);
+        const Places first = table.around(key);
+        low = first.low;
+        high = table.after(key, first);
+    }
+    while (low < high) {
+        const std::uint32_t middle = low + (high - low) / 2;
+        const Token* end = log_ + run_[middle];
+        const int shared = shared_context(end, query_end_, std::max(0, std::min(left_, right_)));
+        if (shared < kDepth && end[-1 - shared] < query_end_[-1 - shared]) {
+            low = middle + 1;
+            left_ = shared;
+        } else {
+            high = middle;
+            right_ = shared;
+        }
+    }
+    taken_ = {low, low};
+    if (left_ == kUnknown) left_ = low > 0 ? shared_at(low - 1) : 0;
+    if (right_ == kUnknown) right_ = low < count_ ? shared_at(low) : 0;
+}
+
+// Shared lengths fall with the distance from the insertion point: most often within a few places, else a search by the
+// table or in growing steps finds where they drop.
+void RunCursor::widen_left(int length) {
+    std::uint32_t& low = taken_.low;
+    for (int i = 0; i < kSteps && left_ >= length; ++i) {
+        --low;
+        left_ = low > 0 ? shared_at(low - 1) : 0;
+    }
+    if (left_ < length) return;
+    if (length <= 2 && !table_->empty()) {
+        const std::uint64_t key = length == 1 ? lowest_key(query_end_[-1]) : order_key(query_end_);
+        const Places around = table_->around(key);
+        low = first_at_least(log_, run_, {around.low, std::min(around.high, low)}, key);
+    } else {
+        std::uint32_t step = 1;
+        for (; step <= low && shared_at(low - step) >= length; step *= 2) low -= step;
+        for (step /= 2; step >= 1; step /= 2) {
+            if (step <= low && shared_at(low - step) >= length) low -= step;
+        }
+    }
+    left_ = low > 0 ? shared_at(low - 1) : 0;
+}
+
+void RunCursor::widen_right(int length) {
+    std::uint32_t& high = taken_.high;
+    for (int i = 0; i < kSteps && right_ >= length; ++i) {
+        ++high;
+        right_ = high < count_ ? shared_at(high) : 0;
+    }
+    if (right_ < length) return;
+    if (length <= 2 && !table_->empty()) {
+        const std::uint64_t key = length == 1 ? lowest_key(query_end_[-1] + 1) : order_key(query_end_) + 1;
+        const Places around = table_->around(key);
+        high = first_at_least(log_, run_, {std::max(around.low, high), around.high}, key);
+    } else {
+        std::uint32_t step = 1;
+        for (; step <= count_ - high && shared_at(high + step - 1) >= length; step *= 2) high += step;
+        for (step /= 2; step >= 1; step /= 2) {
+            if (step <= count_ - high && shared_at(high + step - 1) >= length) high += step;
+        }
+    }
+    right_ = high < count_ ? shared_at(high) : 0;
+}
+
+}  // namespace agentspec

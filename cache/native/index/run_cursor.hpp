@@ -1,0 +1,72 @@
+// A search in one sorted run that begins at the longest match and widens to shorter ones.
+#pragma once
+
+#include <span>
+
+#include "index/run_table.hpp"
+#include "index/sorted_run.hpp"
+
+namespace agentspec {
+
+/// The positions of one run whose context shares at least some number of tokens with a query; widens as that drops.
+class RunCursor {
+public:
+    RunCursor(const Token* log, std::span<const Position> run, const RunTable& table, const Token* query_end);
+
+    /// The longest shared context among the positions not yet taken in; 0 when none shares a token.
+    int next() const { return left_ > right_ ? left_ : right_; }
+
+    std::span<const Position> taken() const { return {run_ + taken_.low, taken_.size()}; }
+
+    /// Take in every position sharing at least `length` (>= 1) tokens. Calls `visit(token, position, weight)` for the
+    /// tokens of the new ones. Of more than `limit` new ones an even sample of about `limit`, with weights that keep
+    /// their number; where the table has a sample of all, that one, old positions included.
+    template <class Visit>
+    void widen(int length, std::uint32_t limit, Visit&& visit) {
+        const Places old = taken_;
+        const RunTable::Wide* wide = length == 1 ? table_->wide(query_end_[-1]) : nullptr;
+        if (wide != nullptr && limit <= RunTable::kSample && wide->places.size() - old.size() > limit) {
+            taken_ = wide->places;
+            left_ = right_ = 0;
+            const double weight = double(taken_.size()) / RunTable::kSample;
+            for (const Follower& next : table_->followers(*wide)) visit(next.token, next.newest, next.count * weight);
+            return;
+        }
+        take(length);
+        visit_new(old, limit, visit);
+    }
+    /// The same without a call.
+    void take(int length) {
+        if (left_ >= length) widen_left(length);
+        if (right_ >= length) widen_right(length);
+    }
+
+private:
+    int shared_at(std::uint32_t place) const { return shared_context(log_ + run_[place], query_end_); }
+    template <class Visit>
+    void visit_new(const Places& old, std::uint32_t limit, Visit& visit) const {
+        const std::uint32_t left = old.low - taken_.low, fresh = taken_.size() - old.size();
+        const std::uint32_t samples = fresh < limit ? fresh : limit;
+        if (samples == 0) return;
+        const std::uint64_t step = (std::uint64_t{fresh} << 32) / samples;
+        const auto sample = [=, this](std::uint32_t i) {
+            const auto nth = static_cast<std::uint32_t>(i * step >> 32);
+            return run_[nth < left ? taken_.low + nth : old.high + (nth - left)];
+        };
+        for (std::uint32_t i = 0; i < samples; ++i) __builtin_prefetch(log_ + sample(i));
+        const double weight = double(fresh) / samples;
+        for (std::uint32_t i = 0; i < samples; ++i) visit(log_[sample(i)], sample(i), weight);
+    }
+    void widen_left(int length);
+    void widen_right(int length);
+
+    const Token* log_;
+    const Position* run_;
+    const RunTable* table_;
+    const Token* query_end_;
+    std::uint32_t count_;
+    Places taken_;
+    int left_ = 0, right_ = 0;  // tokens shared by the neighbours just outside taken_
+};
+
+}  // namespace agentspec

@@ -1,0 +1,70 @@
+// Small tables over one sorted run: where a search may begin, and what follows the commonest tokens.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "index/sorted_run.hpp"
+
+namespace agentspec {
+
+/// Part of a run: places from `low` to `high`, the latter excluded.
+struct Places {
+    std::uint32_t low, high;
+    std::uint32_t size() const { return high - low; }
+    bool operator==(const Places&) const = default;
+};
+
+/// A token that followed another, by an even sample of all that did.
+struct Follower {
+    Token token;
+    std::uint32_t count;  // in the sample
+    Position newest;      // in the sample
+    bool operator==(const Follower&) const = default;
+};
+
+/// Takes half a byte for a place of the run, an eighth in very long ones, and about as much again for the commonest
+/// tokens. Building looks at few places, so that it is quick over a mapped run. Empty for a short run.
+class RunTable {
+public:
+    static constexpr std::uint32_t kSample = 64;  // places looked at for the followers of a token
+
+    RunTable() = default;
+    RunTable(const Token* log, std::span<const Position> run);
+
+    bool empty() const { return keys_.empty(); }
+    /// Bounds of the first place whose context's nearest pair is `key` (of `order_key`) or more: at least low, at most high.
+    Places around(std::uint64_t key) const;
+    /// The same for the place behind all with that key, by way of `first`, where they begin.
+    std::uint32_t after(std::uint64_t key, const Places& first) const;
+
+    /// A token that precedes many places: which, and the sample of what follows.
+    struct Wide {
+        Token last;
+        Places places;
+        std::uint32_t begin, end;  // among the followers
+        bool operator==(const Wide&) const = default;
+    };
+    /// nullptr for a token that is not so common.
+    const Wide* wide(Token last) const;
+    std::span<const Follower> followers(const Wide& wide) const {
+        return std::span(followers_).subspan(wide.begin, wide.end - wide.begin);
+    }
+
+    std::size_t memory_bytes() const;
+    bool operator==(const RunTable&) const = default;
+
+private:
+    void add_wide(const Token* log, std::span<const Position> run, Token last, Places around);
+
+    std::uint32_t stride_ = 0, count_ = 0;
+    std::vector<std::uint64_t> keys_;  // of every stride_-th place
+    std::vector<Wide> wide_;           // by token
+    std::vector<Follower> followers_;
+};
+
+/// The first place in `within` whose context's nearest pair is `key` or more; within.high where there is none.
+std::uint32_t first_at_least(const Token* log, const Position* run, Places within, std::uint64_t key);
+
+}  // namespace agentspec

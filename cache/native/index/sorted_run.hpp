@@ -1,0 +1,62 @@
+// Contexts, their order, and sorted runs of them.
+//
+// A *position* is the place of a token in the log; its *context* is what stands before it, read backwards. Contexts are
+// ordered by their nearest token first, so all positions that follow the same last p tokens stand together, for every p
+// at once. Unlike forward suffixes, a context never changes when more tokens are appended.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "index/pages.hpp"
+
+namespace agentspec {
+
+using Token = std::int32_t;
+using Position = std::uint32_t;
+using Positions = std::vector<Position, PageAllocator<Position>>;
+
+inline constexpr int kDepth = 64;         // contexts are ordered by at most this many tokens
+inline constexpr Token kBoundary = -1;    // stands before each piece of the log
+inline constexpr Token kNoContext = -2;   // pads queries: equals nothing in the log
+inline constexpr int kPadding = kDepth + 2;
+
+/// The two tokens before `end`, the nearest in the high half: comparing two of these compares two tokens at once.
+inline std::uint64_t pair_before(const Token* end) {
+    std::uint64_t pair;
+    std::memcpy(&pair, end - 2, sizeof pair);  // one read, where compilers make two of shifts
+    return std::endian::native == std::endian::little ? pair : std::rotl(pair, 32);
+}
+
+/// The pair before `end` as a number that grows in the order of contexts: boundaries sort below tokens. Where the nearest
+/// is a boundary, the other is foreign and the order of such numbers means nothing.
+inline std::uint64_t order_key(const Token* end) { return pair_before(end) ^ 0x8000000080000000; }
+
+/// The least order_key of a context that ends with `last`.
+inline std::uint64_t lowest_key(Token last) { return std::uint64_t{static_cast<std::uint32_t>(last) ^ 0x80000000u} << 32; }
+
+/// Number of tokens (at most kDepth) that a log context shares with a query, given that they share `known`.
+inline int shared_context(const Token* log_end, const Token* query_end, int known = 0) {
+    for (int depth = known & ~1; depth < kDepth; depth += 2) {
+        const std::uint64_t difference = pair_before(log_end - depth) ^ pair_before(query_end - depth);
+        if (difference != 0) return depth + (difference >> 32 == 0 ? 1 : 0);
+    }
+    return kDepth;
+}
+
+/// Negative, zero or positive as context `a` sorts before, with or after `b`, given that they share `known` (even)
+/// tokens without a boundary. Contexts that reach a boundary together, or share kDepth tokens, are equal.
+int compare_contexts(const Token* a, const Token* b, int known = 0);
+
+/// Sort positions by context, equal contexts by position.
+Positions sort_positions(const Token* log, std::span<const Position> positions);
+
+/// Merge two sorted runs into one; all positions of `older` are below those of `newer`. Where one is much the smaller, the
+/// other is copied in stretches.
+Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer);
+
+}  // namespace agentspec

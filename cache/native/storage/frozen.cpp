@@ -1,0 +1,228 @@
+// An index at rest: taken out as four arrays, and used again where they lie in a file.
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_set>
+
+#include "index/suffix_index.hpp"
+#include "storage/checksum.hpp"
+
+namespace agentspec {
+namespace {
+
+constexpr std::array<std::uint64_t, 4> kItemBytes = {sizeof(SequenceRecord), sizeof(PieceRecord), sizeof(Position),
+                                                     sizeof(Token)};
+constexpr std::array kParts = {"sequences", "pieces", "run", "log"};
+constexpr std::size_t kLeastRoom = 1 << 20;  // bytes of address space behind a small log
+
+void require(bool holds, const std::string& what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+/// Every token is one or a boundary; boundaries stand before pieces and nowhere else; pieces fill the log.
+void check_log(std::span<const Token> log, std::span<const PieceRecord> pieces) {
+    std::size_t boundaries = 0;
+    Token least = 0;
+    for (const Token token : log) {
+        boundaries += token == kBoundary;
+        least = std::min(least, token);
+    }
+    require(least >= kBoundary, "a negative token");
+    require(log.size() >= kPadding && std::count(log.begin(), log.begin() + kPadding, kBoundary) == kPadding, "no padding");
+    require(boundaries == kPadding + pieces.size(), "boundaries and pieces differ");
+    std::uint64_t end = kPadding;
+    for (const PieceRecord& piece : pieces) {
+        require(piece.begin > end && piece.begin - end - 1 <= kDepth, "a piece out of place");
+        require(piece.begin <= piece.end && piece.end <= log.size(), "a piece outside the log");
+        require(log[end] == kBoundary, "a piece without a boundary");
+        end = piece.end;
+    }
+    require(end == log.size(), "tokens of no piece");
+}
+
+/// Set the bits [begin, end).
+void fill(std::vector<std::uint64_t>& bits, std::size_t begin, std::size_t end) {
+    if (begin == end) return;
+    const std::uint64_t first = ~0ull << begin % 64, last = ~0ull >> (63 - (end - 1) % 64);
+    const std::size_t from = begin / 64, to = (end - 1) / 64;
+    if (from == to) {
+        bits[from] |= first & last;
+        return;
+    }
+    bits[from] |= first;
+    std::fill(bits.begin() + from + 1, bits.begin() + to, ~0ull);
+    bits[to] |= last;
+}
+
+/// The run holds as many positions as there are tokens in pieces, and only theirs. One there twice would do no harm.
+void check_run(std::span<const Position> run, std::span<const PieceRecord> pieces, std::size_t log_size) {
+    std::vector<std::uint64_t> tokens(log_size / 64 + 1);
+    std::size_t living = 0;
+    for (const PieceRecord& piece : pieces) {
+        living += piece.end - piece.begin;
+        fill(tokens, piece.begin, piece.end);
+    }
+    require(run.size() == living, "positions and tokens differ");
+    std::size_t found = 0;
+    for (const Position position : run) {
+        const std::size_t place = std::min<std::size_t>(position, log_size);
+        found += tokens[place / 64] >> place % 64 & 1;
+    }
+    require(found == living, "a position of no token");
+}
+
+/// The parts of a frozen index in a file that is as long as it should be, and whose checksums hold.
+struct Parts {
+    Parts(int descriptor, const FrozenLayout& layout) {
+        const std::uint64_t size = size_of(descriptor);
+        require(layout.offset <= size, "it is cut off");
+        std::uint64_t end = layout.offset;
+        for (int part = 0; part < 4; ++part) {
+            require(layout.counts[part] <= std::numeric_limits<Position>::max(), "more than 2^32 items");
+            end += layout.counts[part] * kItemBytes[part];
+        }
+        require(layout.offset % alignof(SequenceRecord) == 0 && layout.counts[3] >= kPadding && end == size,
+                "its size is not what its head says");
+        const std::size_t log_bytes = layout.counts[3] * sizeof(Token);
+        file = std::make_shared<const Mapping>(descriptor, size, std::max(log_bytes, kLeastRoom));
+        log_offset = size - log_bytes;
+        const std::byte* at = file->data() + layout.offset;
+        sequences = part<SequenceRecord>(layout, 0, at);
+        pieces = part<PieceRecord>(layout, 1, at);
+        run = part<Position>(layout, 2, at);
+        log = part<Token>(layout, 3, at);
+    }
+
+    std::shared_ptr<const Mapping> file;
+    std::size_t log_offset;
+    std::span<const SequenceRecord> sequences;
+    std::span<const PieceRecord> pieces;
+    std::span<const Position> run;
+    std::span<const Token> log;
+
+private:
+    static std::uint64_t size_of(int descriptor) {
+        struct stat status;
+        require(fstat(descriptor, &status) == 0, "it cannot be read");
+        return static_cast<std::uint64_t>(status.st_size);
+    }
+
+    template <class Item>
+    static std::span<const Item> part(const FrozenLayout& layout, int number, const std::byte*& at) {
+        const std::span items(reinterpret_cast<const Item*>(at), layout.counts[number]);
+        require(checksum(std::as_bytes(items)) == layout.checksums[number], std::string(kParts[number]) + ": checksum");
+        at += items.size_bytes();
+        return items;
+    }
+};
+
+}  // namespace
+
+Frozen SuffixIndex::freeze(std::span<const SequenceId> kept) const {
+    const std::unique_ptr<SuffixIndex> copied = copy();
+    copied->keep(kept);
+    if (!copied->is_compact()) copied->compact();
+    Frozen frozen;
+    std::unordered_map<SequenceId, std::uint32_t> places;
+    for (const Piece& piece : copied->pieces_) {
+        const Sequence& sequence = copied->at(piece.sequence);
+        const auto [found, fresh] = places.try_emplace(piece.sequence, static_cast<std::uint32_t>(places.size()));
+        if (fresh) frozen.sequences.push_back({piece.sequence, sequence.hits, sequence.last_used, sequence.closed});
+        const auto span = std::find_if(sequence.spans.begin(), sequence.spans.end(),
+                                       [&](const Span& s) { return s.begin == piece.begin; });
+        frozen.pieces.push_back({span->begin, span->end, found->second});
+    }
+    frozen.run = copied->single_run();
+    frozen.log = std::move(copied->log_);
+    return frozen;
+}
+
+/// Its own log, the same runs.
+std::unique_ptr<SuffixIndex> SuffixIndex::copy() const {
+    auto copied = std::make_unique<SuffixIndex>(tail_limit_, ratio_);
+    const std::lock_guard writing(writing_);
+    const std::shared_lock lock(mutex_);
+    copied->log_ = log_.copy(log_.size());
+    copied->pieces_ = pieces_;
+    for (const auto& [id, sequence] : sequences_) {
+        Sequence& same = copied->sequences_[id];
+        same.spans = sequence.spans;
+        same.length = sequence.length;
+        same.closed = sequence.closed;
+        same.hits = sequence.hits.load(std::memory_order_relaxed);
+        same.last_used = sequence.last_used.load(std::memory_order_relaxed);
+    }
+    copied->runs_ = runs_;
+    copied->tables_ = tables_;
+    copied->tail_ = tail_;
+    copied->starts_ = starts_;
+    copied->live_ = live_;
+    return copied;
+}
+
+void SuffixIndex::keep(std::span<const SequenceId> kept) {
+    const std::unordered_set<SequenceId> known(kept.begin(), kept.end());
+    std::vector<SequenceId> others;
+    for (const auto& [id, sequence] : sequences_) {
+        if (!known.contains(id)) others.push_back(id);
+    }
+    remove(others);
+}
+
+bool SuffixIndex::is_compact() const {
+    Position end = kPadding;
+    for (const Piece& piece : pieces_) {
+        if (piece.begin - context_before(piece.begin).size() - 1 != end) return false;
+        const std::vector<Span>& spans = at(piece.sequence).spans;
+        end = std::find_if(spans.begin(), spans.end(), [&](const Span& s) { return s.begin == piece.begin; })->end;
+    }
+    return end == log_.size();
+}
+
+Positions SuffixIndex::single_run() const {
+    Positions merged = sort_positions(log_.data(), tail_);
+    for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) merged = merge_runs(log_.data(), *run, merged);
+    return merged;
+}
+
+std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& layout) {
+    const Parts parts(file, layout);
+    check_log(parts.log, parts.pieces);
+    check_run(parts.run, parts.pieces, parts.log.size());
+    auto index = std::make_unique<SuffixIndex>();
+    index->take_records(parts.sequences, parts.pieces);
+    index->log_ = TokenLog(parts.file, parts.log_offset, parts.log.size());
+    if (!parts.run.empty()) index->runs_.emplace_back(parts.file, parts.run);
+    index->tabulate();
+    index->find_starts();
+    index->live_ = parts.run.size();
+    return index;
+}
+
+void SuffixIndex::take_records(std::span<const SequenceRecord> records, std::span<const PieceRecord> pieces) {
+    std::vector<Sequence*> taken;
+    sequences_.reserve(records.size());
+    for (const SequenceRecord& record : records) {
+        Sequence& sequence = sequences_[record.number];
+        sequence.closed = record.closed != 0;
+        sequence.hits = record.hits;
+        sequence.last_used = record.last_used;
+        clock_ = std::max(clock_.load(), record.last_used);
+        taken.push_back(&sequence);
+    }
+    require(sequences_.size() == records.size(), "a sequence twice");
+    pieces_.reserve(pieces.size());
+    for (const PieceRecord& piece : pieces) {
+        require(piece.sequence < records.size(), "a piece of no sequence");
+        taken[piece.sequence]->spans.push_back({piece.begin, piece.end});
+        taken[piece.sequence]->length += piece.end - piece.begin;
+        pieces_.push_back({piece.begin, records[piece.sequence].number});
+    }
+    for (const Sequence* sequence : taken) require(!sequence->spans.empty(), "a sequence without a place");
+}
+
+}  // namespace agentspec

@@ -1,0 +1,189 @@
+"""Between the memory of one cache and its store: what is read at the start, followed, and saved as segments."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from agentspec.cache.deleter import Deleter
+from agentspec.cache.partition import Partition
+from agentspec.cache.pool import BYTES_PER_TOKEN, CachePool
+from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
+from agentspec.cache.storage.segment_folder import LoadedSegment
+from agentspec.cache.storage.sequence_store import SequenceStore
+from agentspec.errors import CacheError, CacheLockedError
+
+_BYTES_PER_SEQUENCE = 512  # what an index holds beside the tokens, at least
+_GROWN = 1 << 16  # tokens missing in a segment for which a running process writes it again,
+_GROWN_SHARE = 1 / 4  # if they are that much of it
+_CLOSING = 1 << 14  # the same for one that closes: so many are quickly read from the database
+_CLOSING_SHARE = 1 / 128
+_PAUSE = 60.0  # seconds between two segments of a namespace
+
+
+class StoreSync:
+    """Of a cache with a store. The writer of the store saves segments, everybody maps them.
+
+    `origin`: the upper half of the sequence numbers that this process gives.
+    """
+
+    def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter, origin: int) -> None:
+        self._pool = pool
+        self._store = store
+        self._segments = store.segments
+        self._deleter = deleter
+        self._origin = origin
+        self._started = False
+        self._saved: dict[str, int] = {}  # Partition.added of what the segments on disk hold, by namespace key
+        self._tried: dict[str, float] = {}
+
+    @property
+    def segment_error(self) -> str | None:
+        """Why a segment could not be written or used."""
+        return self._segments.error
+
+    def disk_bytes(self) -> int:
+        return self._store.disk_bytes() + self._segments.total_bytes()
+
+    # Reading.
+
+    def start(self) -> None:
+        """Map the segments, and ingest the newest of the sequences that they lack and that fit."""
+        self._deleter.expire()
+        self._pool.replace_learned(self._store.learned())
+        if self._store.mode == "writer":
+            self._segments.sweep()
+        beyond = self._load()
+        self._pool.ingest(self._store.newest(max(0, self._pool.free_bytes()) // BYTES_PER_TOKEN, beyond))
+        with contextlib.suppress(CacheError):  # the maintenance thread tries again, and reports it
+            self._store.secure_erase()
+        self._started = True
+
+    def _load(self) -> dict[str, int]:
+        """The namespaces (by key) of which only rows after the one given are missing in memory."""
+        beyond = {}
+        for key in self._segments.namespaces():
+            if loaded := self._segments.load(key, self._wanted):
+                complete = self._adopt(loaded)
+                if complete or self._pool.free_bytes() < self._pool.limit / 2:
+                    beyond[key] = loaded.segment.coverage.row
+        return beyond
+
+    def _wanted(self, segment: Segment) -> bool:
+        """Whether a segment fits, and holds nothing forgotten by a process that was killed before it deleted it."""
+        if any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion)):
+            self._segments.delete(segment.namespace.key)
+            return False
+        return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.origins) <= self._pool.free_bytes()
+
+    def _adopt(self, loaded: LoadedSegment) -> bool:
+        """Use a segment but for what is not stored any more. Returns whether it has all rows that it stands for."""
+        segment, cover = loaded.segment, loaded.segment.coverage
+        origins = dict(zip(loaded.sequences, segment.origins, strict=True))
+        partition = self._pool.partition(segment.namespace)
+        partition.adopt(loaded.index, origins)
+        self._saved[segment.namespace.key] = partition.added
+        if self._store.extent(segment.namespace, until=cover.row) != (cover.rows, cover.newest):
+            self._pool.forget(partition, origins.keys() - self._store.numbers(segment.namespace, until=cover.row))
+            if partition.is_empty:
+                self._segments.delete(segment.namespace.key)
+        return len(origins) == cover.rows
+
+    def follow(self) -> None:
+        """Ingest what other processes wrote since the last look, and stay the writer. Raises `CacheError`."""
+        self._store.renew_lease()
+        with self._deleter.following:
+            self._pool.ingest(self._store.poll(self._origin))
+
+    def _catch_up(self) -> None:
+        """Follow to the end."""
+        with self._deleter.following:
+            self.follow()
+            self._deleter.apply_deletions()
+
+    # Writing.
+
+    def flush(self) -> None:
+        """Return when everything closed so far is in the database. Raises `CacheError` when it cannot be written."""
+        self.report_usage()
+        self._store.flush()
+
+    def report_usage(self) -> None:
+        """Hand the store what changes without a request closing: hits, and what was learned about drafting."""
+        with self._deleter.following:
+            partitions = self._pool.partitions()
+            self._store.put_usage(
+                [hits for partition in partitions for hits in partition.fresh_hits()],
+                {partition.namespace.key: partition.learned() for partition in partitions},
+            )
+
+    def maintain(self) -> None:
+        """Called every now and then: keep the budgets, whoever wrote, and write the segments that lack too much."""
+        self._store.enforce_budget()
+        for partition in self._pool.partitions():
+            paused = time.monotonic() - self._tried.get(partition.namespace.key, -_PAUSE) >= _PAUSE
+            if paused and self._lacks(partition, _GROWN, _GROWN_SHARE):
+                self._try_to_save(partition)
+
+    def compact(self) -> int:
+        """Write all segments and the database anew; returns the bytes on disk.
+
+        Raises `CacheLockedError` where another process is the writer, `CacheError` when it cannot be done.
+        """
+        if self._store.mode != "writer":
+            raise CacheLockedError("another process is the writer of this cache; compact there, or when it has ended")
+        self.flush()
+        self._catch_up()
+        for partition in self._pool.partitions() if self._segments.kept else ():
+            try:
+                self._save(partition)
+            except OSError as error:
+                raise CacheError(f"a segment cannot be written: {error}") from error
+        self._store.compact()
+        return self.disk_bytes()
+
+    def close(self) -> None:
+        """Write the segments without which the next start would be slow."""
+        lacking = [one for one in self._pool.partitions() if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
+        if not self._started or not lacking:
+            return
+        with contextlib.suppress(CacheError):  # what is not in the database is in no segment
+            self._store.flush()
+        for partition in lacking:
+            self._try_to_save(partition)
+
+    def _lacks(self, partition: Partition, least: int, share: float) -> bool:
+        """Whether at least so many tokens, and that share of all, are in no segment."""
+        if self._store.mode != "writer" or not self._segments.kept:
+            return False
+        tokens, key = partition.shared.token_count, partition.namespace.key
+        lacking = min(tokens, partition.added - self._saved.get(key, 0))
+        if lacking < tokens and key not in self._segments.namespaces():  # deleted, with what was forgotten
+            lacking = tokens
+        return lacking >= max(least, share * tokens)
+
+    def _try_to_save(self, partition: Partition) -> None:
+        self._tried[partition.namespace.key] = time.monotonic()
+        try:
+            self._save(partition)
+        except (OSError, MemoryError, CacheError) as error:
+            self._segments.failed("a segment cannot be written", error)
+
+    def _save(self, partition: Partition) -> None:
+        """Write the segment of a namespace. Nobody forgets meanwhile, so that nothing forgotten is in it."""
+        with self._segments.writing():
+            with self._deleter.following:
+                self._catch_up()
+                row, deletion, added = self._store.last_id, self._store.last_deletion, partition.added
+                numbers = self._store.numbers(partition.namespace, until=row)
+                _, newest = self._store.extent(partition.namespace, until=row)
+            frozen, known = partition.freeze(numbers)
+            segment = segment_of(partition.namespace, Coverage(row, len(numbers), newest, deletion), frozen, known)
+            if segment.origins and self._fits(segment):
+                self._segments.save(segment, frozen)
+                self._saved[partition.namespace.key] = added
+
+    def _fits(self, segment: Segment) -> bool:
+        limit = self._store.disk_limit
+        others = self._segments.total_bytes() - self._segments.size(segment.namespace.key)
+        return limit is None or self._store.disk_bytes() + others + segment.index_bytes <= limit

@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.index import IndexDrafter
+from agentspec.cache.storage.segment_folder import LocalFiles
+from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import CacheError, CacheLockedError
+from agentspec.types import Namespace
+
+
+def text(seed: int, length: int) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 2**31 - 1, length).astype(np.int32)
+
+
+def record(cache: SuffixCache, output: Tokens, tenant: str = "default", session: str | None = None) -> None:
+    with cache.request([1, 2], namespace=tenant, session=session) as request:
+        request.extend(output)
+
+
+def fill(folder: Path, count: int = 40, length: int = 100, **options: Any) -> None:
+    with SuffixCache.open(folder, **options) as cache:
+        for number in range(count):
+            record(cache, text(number, length), session=f"s{number}")
+        cache.compact()
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.segment"))
+
+
+def known(cache: SuffixCache, numbers: range, tenant: str = "default") -> list[int]:
+    """Which of the outputs are drafted."""
+    found = []
+    for number in numbers:
+        output = text(number, 100)
+        with cache.request(output[:3], namespace=tenant, session="probe", store=False) as request:
+            request.drafter.restore(IndexDrafter().state())
+            if request.draft(1).tokens.tolist() == [output[3]]:
+                found.append(number)
+    return found
+
+
+def execute(folder: Path, statement: str) -> None:
+    with closing(sqlite3.connect(folder / DATABASE)) as connection:
+        connection.execute(statement)
+        connection.commit()
+
+
+def test_what_was_saved_is_mapped_and_the_rest_read(tmp_path: Path) -> None:
+    fill(tmp_path)
+    for mode in ("writer", "follower"):
+        with SuffixCache.open(tmp_path, mode=mode) as cache:  # type: ignore[arg-type]
+            stats = cache.stats()
+            assert (stats.sequences, stats.tokens) == (40, 4000)
+            assert stats.segment_bytes == 4000 * 4 + (66 + 40 * 3 + 4000) * 4  # positions; padding, leads and tokens
+            assert stats.memory_bytes > stats.segment_bytes
+            assert stats.disk_bytes >= segments(tmp_path)[0].stat().st_size + (tmp_path / DATABASE).stat().st_size
+            assert known(cache, range(41)) == list(range(40))
+            cache.check_integrity()
+    with SuffixCache.open(tmp_path) as cache:
+        record(cache, text(40, 100))
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().segment_bytes > 0  # closing wrote none for so little
+        assert known(cache, range(42)) == list(range(41))
+        assert cache.stats().sequences == 41
+
+
+def test_namespaces_have_their_own(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        for tenant, number in (("a", 1), ("b", 2), ("b", 3)):
+            record(cache, text(number, 100), tenant)
+        cache.compact()
+        assert len(segments(tmp_path)) == 2
+        record(cache, text(4, 100), "c")
+    with SuffixCache.open(tmp_path) as cache:
+        assert [known(cache, range(6), tenant) for tenant in "abcd"] == [[1], [2, 3], [4], []]
+        cache.forget(tenant="a")
+        assert [path.stem for path in segments(tmp_path)] == [Namespace.of("b").key]
+
+
+def test_hits_and_what_was_learned_go_on(tmp_path: Path) -> None:
+    fill(tmp_path, 2)
+    for _ in range(3):
+        with SuffixCache.open(tmp_path) as cache:
+            with cache.request(text(1, 100)[:4], store=False) as request:
+                request.extend(text(1, 100)[4:8])
+            cache.compact()
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        assert [hits for (hits,) in connection.execute("SELECT hits FROM sequences ORDER BY id")] == [0, 12]
+
+
+# When they are written.
+
+
+def test_closing_and_growing_write_them(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        record(cache, text(0, 10_000))
+    assert segments(tmp_path) == []
+    with SuffixCache.open(tmp_path) as cache:
+        record(cache, text(1, 10_000))
+    assert len(segments(tmp_path)) == 1
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache._sync is not None
+        size = segments(tmp_path)[0].stat().st_size
+        record(cache, text(2, 60_000))
+        cache._sync.maintain()
+        assert segments(tmp_path)[0].stat().st_size == size
+        record(cache, text(3, 10_000))
+        cache.flush()
+        cache._sync.maintain()
+        assert segments(tmp_path)[0].stat().st_size > 4 * size
+        cache.forget(older_than=3600)
+        cache.forget(session="nobody")
+        assert len(segments(tmp_path)) == 1
+        cache.forget(tokens=text(2, 60_000)[:5])
+        assert segments(tmp_path) == []
+        cache._sync.maintain()
+        assert segments(tmp_path) == []  # not at once again
+    assert len(segments(tmp_path)) == 1
+
+
+def test_only_the_writer_writes_them(tmp_path: Path) -> None:
+    with SuffixCache.open() as cache:
+        assert cache.compact() == 0
+    with SuffixCache.open(tmp_path) as cache:
+        with SuffixCache.open(tmp_path) as follower:
+            record(follower, text(1, 20_000))
+            with pytest.raises(CacheLockedError, match="compact there"):
+                follower.compact()
+        assert segments(tmp_path) == []
+        assert cache.compact() == cache.stats().disk_bytes
+        assert len(segments(tmp_path)) == 1  # what the follower wrote is in it
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().segment_bytes > 20_000 * 8
+
+
+def test_threads_record_and_draft_while_it_compacts(tmp_path: Path) -> None:
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def work(base: int) -> None:
+        try:
+            number = base
+            while not stop.is_set():
+                number += 1
+                record(cache, text(number, 100))
+                with cache.request(text(number, 100)[:5], store=False) as request:
+                    assert len(request.draft()) > 0
+        except BaseException as error:
+            failures.append(error)
+
+    with SuffixCache.open(tmp_path) as cache:
+        threads = [threading.Thread(target=work, args=(1_000_000 * base,)) for base in (1, 2)]
+        for thread in threads:
+            thread.start()
+        compacted = 0
+        for _ in range(100):
+            try:
+                cache.compact()
+            except CacheError as error:  # both threads kept the database busy all the time
+                assert "in use" in str(error)
+                continue
+            compacted += 1
+            if compacted == 10:
+                break
+        assert compacted == 10
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        cache.check_integrity()
+        sequences = cache.stats().sequences
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().sequences == sequences and cache.stats().segment_bytes > 0
+        cache.check_integrity()
+
+
+# What the database does not hold any more.
+
+
+def test_rows_that_went_meanwhile(tmp_path: Path) -> None:
+    fill(tmp_path)
+    execute(tmp_path, "DELETE FROM sequences WHERE session IN ('s3', 's39')")
+    with SuffixCache.open(tmp_path) as cache:
+        assert known(cache, range(40)) == [number for number in range(40) if number not in (3, 39)]
+        assert cache.stats().segment_bytes > 0
+        cache.check_integrity()
+    execute(tmp_path, "DELETE FROM sequences")
+    with SuffixCache.open(tmp_path) as cache:
+        assert (cache.stats().sequences, cache.stats().namespaces) == (0, 0)
+        assert segments(tmp_path) == []
+
+
+def test_another_database(tmp_path: Path) -> None:
+    fill(tmp_path / "one", 30)
+    with SuffixCache.open(tmp_path / "two") as cache:
+        for number in range(100, 130):
+            record(cache, text(number, 100))
+    for file in segments(tmp_path / "one"):
+        (tmp_path / "two" / file.name).write_bytes(file.read_bytes())
+    with SuffixCache.open(tmp_path / "two") as cache:
+        assert cache.stats().sequences == 30
+        assert known(cache, range(130)) == list(range(100, 130))
+
+
+def test_a_segment_from_before_a_forget(tmp_path: Path) -> None:
+    """As a process leaves it that is killed between the database and the file."""
+    fill(tmp_path)
+    [file] = segments(tmp_path)
+    saved = file.read_bytes()
+    with SuffixCache.open(tmp_path, mode="follower") as cache:
+        cache.forget(session="s7")
+        assert not file.exists()
+    file.write_bytes(saved)
+    with SuffixCache.open(tmp_path, mode="follower") as cache:
+        assert known(cache, range(40)) == [number for number in range(40) if number != 7]
+        assert not file.exists()
+
+
+def test_no_forgotten_byte_comes_back_while_it_compacts(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def compact() -> None:
+        while not stop.is_set():
+            with suppress(CacheError):
+                writer.compact()
+
+    with SuffixCache.open(tmp_path) as writer, SuffixCache.open(tmp_path) as follower:
+        thread = threading.Thread(target=compact)
+        thread.start()
+        try:
+            for number in range(12):
+                record(writer, text(number, 300), session=f"s{number}")
+                writer.flush()
+                time.sleep(0.02 * (number % 4))
+                assert follower.forget(session=f"s{number}") == 1
+                pattern = text(number, 300)[20:30].tobytes()
+                assert not any(pattern in path.read_bytes() for path in segments_of_any_kind(tmp_path))
+        finally:
+            stop.set()
+            thread.join()
+
+
+def segments_of_any_kind(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.segment*") if path.exists()]
+
+
+# Room.
+
+
+def test_one_that_does_not_fit_in_memory_is_left(tmp_path: Path) -> None:
+    fill(tmp_path, 40, 3000)
+    with SuffixCache.open(tmp_path, memory_bytes=900 << 10) as cache:
+        assert cache.stats().segment_bytes == 0
+        assert 0 < cache.stats().sequences < 40
+        assert cache.stats().memory_bytes <= 900 << 10
+
+
+def test_one_of_a_smaller_cache_is_completed(tmp_path: Path) -> None:
+    fill(tmp_path, 40, 3000, memory_bytes=900 << 10)
+    with SuffixCache.open(tmp_path, memory_bytes=900 << 10) as cache:
+        few = cache.stats().sequences
+        assert 0 < few < 40 and cache.stats().segment_bytes > 0
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().sequences == 40 and cache.stats().segment_bytes > 0
+        cache.check_integrity()
+
+
+def test_segments_go_before_rows(tmp_path: Path) -> None:
+    fill(tmp_path, 40, 1000)
+    rows = (tmp_path / DATABASE).stat().st_size
+    with SuffixCache.open(tmp_path, disk_bytes=rows + (200 << 10)) as cache:
+        assert cache.stats().disk_bytes > rows + (200 << 10)
+        record(cache, text(99, 100))
+        cache.flush()
+        assert segments(tmp_path) == []
+        assert cache.compact() < rows + (200 << 10)
+        assert segments(tmp_path) == []
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().sequences == 41
+
+
+# Trouble.
+
+
+def test_damage_is_told_and_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fill(tmp_path)
+    [file] = segments(tmp_path)
+    good = file.read_bytes()
+    rng = np.random.default_rng(0)
+    for attempt in range(24):
+        data = bytearray(good)
+        if attempt % 4:
+            data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+        else:
+            del data[int(rng.integers(len(data))) :]
+        file.write_bytes(data)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), SuffixCache.open(tmp_path) as cache:
+            assert cache.stats().sequences == 40 and cache.stats().segment_bytes == 0
+            assert cache.stats().segment_error is not None
+            assert len(caplog.records) == 1
+            if attempt == 1:
+                assert known(cache, range(40)) == list(range(40))
+                cache.compact()
+                assert cache.stats().segment_error is None
+    file.write_bytes(good)
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().segment_bytes > 0
+
+
+class FullDisk(LocalFiles):
+    """No room for anything new, from the n-th write on."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        super().__init__(path)
+        self.room = room
+
+    def create(self, name: str) -> BinaryIO:
+        self._take()
+        return super().create(name)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        self._take()
+        super().write(file, data)
+
+    def sync(self, file: BinaryIO) -> None:
+        self._take()
+        super().sync(file)
+
+    def rename(self, old: str, new: str) -> None:
+        self._take()
+        super().rename(old, new)
+
+    def _take(self) -> None:
+        if self.room == 0:
+            raise OSError(28, "No space left on device")
+        self.room -= 1
+
+
+@pytest.mark.parametrize("room", range(9))
+def test_a_full_disk(tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture) -> None:
+    fill(tmp_path, 10)
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache._store is not None and cache._sync is not None and cache._maintenance is not None
+        cache._maintenance.close()  # which would save the segment at any moment
+        record(cache, text(10, 70_000))
+        real, cache._store.segments._files = cache._store.segments._files, FullDisk(tmp_path, room)
+        if room < 8:
+            with pytest.raises(CacheError, match="No space left"):
+                cache.compact()
+            cache._sync.maintain()
+            error = cache.stats().segment_error
+            assert error is not None and "No space left" in error
+            assert len(caplog.records) == 1
+        record(cache, text(11, 100))
+        assert known(cache, range(10)) == list(range(10))
+        cache._store.segments._files = real
+        cache.compact()
+        assert cache.stats().segment_error is None
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().sequences == 12 and cache.stats().segment_bytes > 70_000 * 8
+    assert [path.suffix for path in segments_of_any_kind(tmp_path)] == [".segment"]
+
+
+WRITER = """
+import sys
+import numpy as np
+from agentspec.cache import SuffixCache
+with SuffixCache.open(sys.argv[1]) as cache:
+    print("open", flush=True)
+    for number in range(int(sys.argv[2]), 10**9):
+        with cache.request([1, 2], session=f"s{number}") as request:
+            request.extend(np.random.default_rng(number).integers(0, 2**31 - 1, 3000).astype(np.int32))
+        cache.compact()
+        print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_kill_leaves_a_cache_that_opens(tmp_path: Path, kills: int) -> None:
+    """Of a writer that saves segments all the time, at any moment."""
+    generator = random.Random(3)
+    loaded = stored = 0
+    for kill in range(kills):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(stored)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline() == "open\n"
+            for _ in range(kill % 3):
+                assert process.stdout.readline() == "saved\n"
+            time.sleep(generator.uniform(0, 0.06))
+            process.send_signal(signal.SIGKILL)
+        with SuffixCache.open(tmp_path) as cache:
+            with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+                [(stored,)] = connection.execute("SELECT count(*) FROM sequences")
+            assert cache.stats().sequences == stored
+            assert cache.stats().segment_error is None
+            cache.check_integrity()
+            loaded += cache.stats().segment_bytes > 0
+        assert all(path.suffix == ".segment" for path in segments_of_any_kind(tmp_path))
+    assert loaded > 0

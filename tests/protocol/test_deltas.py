@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.errors import UpstreamError
+from agentspec.protocol.deltas import to_delta
+from agentspec.types import Delta, Speculation, TokenLogprob, Usage
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def test_a_chunk_with_everything() -> None:
+    token = {"token": "a", "logprob": -1.0, "top_logprobs": [{"token": "b", "logprob": -2.0}]}
+    delta = {"role": "assistant", "content": "a", "reasoning": "why", "tool_calls": [{"index": 0}], "refusal": None}
+    counts = {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 0},
+    }
+    chunk = {
+        "choices": [
+            {"index": 1, "delta": {"content": "another choice"}},
+            {"index": 0, "delta": delta, "token_ids": [5], "finish_reason": "length", "logprobs": {"content": [token]}},
+        ],
+        "usage": counts,
+        "speculation": {"drafted": 4, "accepted": 2, "steps": 1, "estimated_seconds_saved": 0.5},
+    }
+    assert to_delta(chunk) == Delta(
+        text="a",
+        token_ids=(5,),
+        logprobs=(TokenLogprob(-1, "a", -1.0, (TokenLogprob(-1, "b", -2.0),)),),
+        finish_reason="length",
+        usage=Usage(3, 2, 1, 1, 0),
+        speculation=Speculation(4, 2, 1, 0.5),
+        extra={"reasoning": "why", "tool_calls": [{"index": 0}]},
+    )
+
+
+def test_completion_chunks_and_whole_answers() -> None:
+    logprobs = {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [{"b": -1.0}]}
+    chunk = {"choices": [{"text": "a", "logprobs": logprobs, "finish_reason": None}]}
+    assert to_delta(chunk) == Delta(text="a", logprobs=(TokenLogprob(-1, "a", 0.0, (TokenLogprob(-1, "b", -1.0),)),))
+    assert to_delta({"choices": [{"message": {"content": "whole"}, "finish_reason": "eos"}]}) == Delta(
+        text="whole", finish_reason="stop"
+    )
+
+
+def test_usage_alone() -> None:
+    assert to_delta({"choices": [], "usage": {"prompt_tokens": -3, "completion_tokens": 10**30}}) == Delta(
+        usage=Usage(0, 2**53)
+    )
+
+
+@pytest.mark.parametrize("error", [{"message": "no memory"}, "no memory"])
+def test_an_error_in_the_stream_is_raised(error: Any) -> None:
+    with pytest.raises(UpstreamError, match="no memory"):
+        to_delta({"error": error})
+
+
+@given(JSON)
+def test_any_json_is_a_delta_or_an_upstream_error(value: Any) -> None:
+    for chunk in (
+        value,
+        {"choices": value},
+        {"choices": [{"delta": value, "logprobs": value, "finish_reason": value}]},
+    ):
+        with suppress(UpstreamError):
+            assert isinstance(to_delta(chunk), Delta)
+    for name in ("usage", "speculation", "error"):
+        with suppress(UpstreamError):
+            assert isinstance(to_delta({"choices": [], name: value}), Delta)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.protocol.usage import numbers_of, read_speculation, read_usage, speculation_object, usage_object
+from agentspec.types import KnnSpeculation, RetrievalSpeculation, Speculation, StepSpeculation, Usage
+
+COUNTS = st.integers(0, 2**53)
+
+
+@given(st.builds(Usage, COUNTS, COUNTS, COUNTS))
+@pytest.mark.parametrize("predicted", [None, 3])
+def test_usage_is_read_as_it_was_written(predicted: int | None, usage: Usage) -> None:
+    usage = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, predicted, predicted)
+    written = json.loads(json.dumps(usage_object(usage)))
+    assert read_usage(written) == usage and written["total_tokens"] == usage.prompt_tokens + usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        Speculation(4, 2, 3, 0.5),
+        StepSpeculation(4, 2, 3, -0.25, strategy="specreason", knobs={"threshold": 7}, kept_tokens={"base": 3}),
+        RetrievalSpeculation(4, 2, 3, 0.5, strategy="ralmspec", knowledge="docs", hit_rate=None, strides=(3, 0)),
+        KnnSpeculation(4, 2, 3, 0.5, wrong=1, queries=5, searches=2, strides=(4, 1), search_seconds=0.25),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_speculation_is_read_as_the_class_it_was(speculation: Speculation) -> None:
+    written = json.loads(json.dumps(speculation_object(speculation)))
+    assert read_speculation(written) == speculation
+    assert read_speculation({**written, "of a later version": 1}) == speculation
+
+
+def test_speculation_of_another_product_is_none() -> None:
+    assert read_speculation({"drafted": 3, "accepted": 2}) is None
+
+
+def test_counts_of_the_responses_api() -> None:
+    details = {"input_tokens_details": {"cached_tokens": 1}}
+    assert read_usage({"input_tokens": 2, "output_tokens": 3, **details}) == Usage(2, 3, 1)
+
+
+def test_what_is_no_count_is_left_out() -> None:
+    odd = {"a": "9", "b": [1], "c": -1, "d": None, "e": float("inf"), "f": {"g": 2}, "i": 1.5}
+    assert numbers_of({**odd, "x_details": {"g": 2, "h": "x"}, "y_details": 3}) == {
+        "i": 1.5,
+        "x_details": {"g": 2},
+        "y_details": {},
+    }

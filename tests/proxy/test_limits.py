@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agentspec.errors import OverloadedError, RequestTimeoutError, ShuttingDownError
+from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
+
+pytestmark = pytest.mark.anyio
+
+
+async def slowly(count: int, seconds: float, closed: list[bool]) -> AsyncIterator[int]:
+    try:
+        for number in range(count):
+            await asyncio.sleep(seconds)
+            yield number
+    finally:
+        closed.append(True)
+
+
+async def test_items_within_the_limit_pass() -> None:
+    closed: list[bool] = []
+    assert [item async for item in Deadline(5).within(slowly(3, 0, closed))] == [0, 1, 2] and closed
+
+
+async def test_the_limit_is_for_all_items_together() -> None:
+    closed: list[bool] = []
+    seen = []
+    with pytest.raises(RequestTimeoutError, match=r"0\.12 seconds"):
+        async for item in Deadline(0.12).within(slowly(9, 0.05, closed)):
+            seen.append(item)
+    assert len(seen) <= 2 and closed  # each of them alone would be in time
+
+
+async def test_a_time_out_of_someone_elses_is_not_ours() -> None:
+    with pytest.raises(TimeoutError) as caught:
+        async with Deadline(5).limit():
+            raise TimeoutError
+    assert not isinstance(caught.value, RequestTimeoutError)
+
+
+async def test_a_disconnect_cancels_the_block() -> None:
+    messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    await messages.put({"type": "http.request"})
+    reached = False
+    async with until_disconnect(messages.get) as client:  # type: ignore[arg-type]
+        await asyncio.sleep(0.02)
+        reached = True
+        await messages.put({"type": "http.disconnect"})
+        await asyncio.sleep(5)
+    assert reached and client.cancelled_caught
+
+
+async def test_an_undisturbed_block_leaves_no_task() -> None:
+    before = len(asyncio.all_tasks())
+    async with until_disconnect(asyncio.Queue().get) as client:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not client.cancelled_caught and len(asyncio.all_tasks()) == before
+
+
+def test_the_concurrency_limit() -> None:
+    limiter = ConcurrencyLimiter(2)
+    with limiter.enter(), limiter.enter():
+        with pytest.raises(OverloadedError), limiter.enter():
+            pass
+        assert limiter.running == 2
+        limiter.close()
+        with pytest.raises(ShuttingDownError), limiter.enter():
+            pass
+    assert limiter.running == 0

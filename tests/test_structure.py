@@ -1,0 +1,46 @@
+"""The shape of the source tree: small rooms, small files, one class for one name, tests beside what they test."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("agentspec", "cache", "backends", "reasoning", "benchmarks")
+MODULES = sorted(
+    path.relative_to(ROOT)
+    for package in PACKAGES
+    for path in (ROOT / package).rglob("*.py")
+    if not any(parent.is_symlink() for parent in path.parents)
+)
+TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
+
+MOST_MODULES = 16  # of a folder, without `__init__.py`
+MOST_LINES = 400
+
+
+def test_folders_are_small():
+    modules = [path for path in (*MODULES, *TESTS) if path.name != "__init__.py"]
+    crowded = {str(folder): count for folder, count in Counter(path.parent for path in modules).items()}
+    assert {folder: count for folder, count in crowded.items() if count > MOST_MODULES} == {}
+
+
+def test_files_are_short():
+    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in MODULES}
+    assert {path: count for path, count in lengths.items() if count > MOST_LINES} == {}
+
+
+def test_a_class_name_means_one_thing():
+    homes = defaultdict(list)
+    for path in MODULES:
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(str(path))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_tests_stand_where_the_code_does():
+    """`tests/cache/storage` tests `cache/storage`, `tests/proxy` tests `agentspec/proxy`."""
+    folders = {path.parent.relative_to("tests") for path in TESTS}
+    assert [str(folder) for folder in sorted(folders) if not (ROOT / "agentspec" / folder).is_dir()] == []
