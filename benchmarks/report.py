@@ -151,7 +151,7 @@ class RatioGoal:
 def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Ratio:
     """Median of `values[i] / baseline[i]`, with a percentile bootstrap over the pairs (Efron 1979).
 
-    Raises ValueError for sequences of different length or of fewer than seven pairs: fewer say nothing.
+    Raises ValueError for sequences of different length or of fewer than seven pairs, which prove nothing.
     """
     if len(values) != len(baseline) or len(values) < MIN_PAIRS:
         raise ValueError(f"need two equally long sequences of at least {MIN_PAIRS}: {len(values)}, {len(baseline)}")

@@ -47,7 +47,7 @@ def build(
     from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
     from agentspec.recordings.corpus import read_corpus
 
-    import_module("bm25s" if kind is KindName.bm25 else "faiss")  # a missing extra is told before the encoding
+    import_module("bm25s" if kind is KindName.bm25 else "faiss")  # a missing extra is reported before the encoding
     with progress(sized=True) as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         documents = list(counted(read_corpus(corpus, on_bad), str(corpus), advance))

@@ -100,7 +100,7 @@ def _describe(session: str | None, tenant: str | None, older_than: str | None, m
         f"older than {older_than}": older_than,
         f"holding the text, from models with the tokenizer of {model}": model,
     }
-    described = ", ".join(said for said, value in words.items() if value is not None)
+    described = ", ".join(what for what, value in words.items() if value is not None)
     if not described:
         raise ConfigurationError("say what to forget: --session, --tenant, --older-than or --text with --model")
     return described

@@ -69,8 +69,8 @@ def import_files(
     if json:
         print_json(counts | {"tokens": sum(len(row.tokens) for row in kept)})
         return
-    said = {"known": "known already", "refused": "refused by a pattern", "bad": "lines left out"}
-    more = "".join(f", {counts[name]} {words}" for name, words in said.items() if counts[name])
+    notes = {"known": "known already", "refused": "refused by a pattern", "bad": "lines left out"}
+    more = "".join(f", {counts[name]} {words}" for name, words in notes.items() if counts[name])
     typer.echo(f"imported {added} sequence{'' if added == 1 else 's'}{more}")
 
 
