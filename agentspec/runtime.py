@@ -270,7 +270,7 @@ def _run_apart(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def named_model(settings: Settings, name: str) -> tuple[str, str]:
     """The backend and its model that a strategy means by `name`: a plain model's, or a backend's own.
 
-    Raises `ConfigurationError` where nothing says which model that is.
+    Raises `ConfigurationError` where no setting names that model.
     """
     model = settings.models.get(name)
     backend_name = model.backend if isinstance(model, ModelSettings) else name

@@ -29,8 +29,8 @@ Message = Mapping[str, Any]
 class Namespace:
     """What isolates cached tokens: drafts never cross a namespace.
 
-    A tenant comes from an API key or the operator's settings, never from a request. The three hashes say
-    which model, tokenizer and chat template the token ids belong to; they are empty where no model is involved.
+    A tenant comes from an API key or the operator's settings, never from a request. The three hashes name
+    the model, tokenizer and chat template that the token ids belong to; they are empty where no model is involved.
     """
 
     tenant: str
@@ -189,12 +189,12 @@ class GenerateRequest:
 
     `tools` are described as OpenAI's API does; `tool_choice` is "auto", "none", "required" or a tool's name.
     `template_arguments` reach the chat template (`enable_thinking`, say). `return_prompt` asks for the prompt on the
-    first delta. What an answer thinks before it speaks is split off unless `split_reasoning` is off.
+    first delta. Reasoning before the answer is split off unless `split_reasoning` is off.
 
     `extra` holds request fields that only an upstream understands; the local engine refuses what it cannot honour
     before it gets this far. `speculation=False` never changes the answer, only how it is computed. A request with a
     lower `priority` is served first, as in vLLM. `latency_target_ms_per_token` is what the stream should keep after
-    its first token: drafts are spent on it before any are spent on throughput. It is a wish, never refused.
+    its first token: drafts are spent on it before any are spent on throughput. No request is refused for it.
     """
 
     model: str
@@ -293,8 +293,8 @@ class StepSpeculation(Speculation):
 
     `drafted` and `accepted` count the small model's tokens, `steps` the steps of the thinking. `spent_tokens` has all
     that each role generated, what was dropped included. `estimated_seconds_saved` compares the thinking's time with
-    that of as many tokens at the base model's own pace, measured while it writes; below 0 is lost. `degraded` says
-    which model was given up, and why. `trace` is the answer's name for `agentspec trace show`.
+    that of as many tokens at the base model's own pace, measured while it writes; below 0, time was lost. `degraded`
+    has the models that were given up, and why. `trace` is the answer's name for `agentspec trace show`.
     """
 
     lossy: bool = True
@@ -337,7 +337,7 @@ class RetrievalSpeculation(Speculation):
     `drafted` and `accepted` count the tokens generated from guessed documents, `steps` the rounds of the answer.
     `queries` went to the knowledge base in `batches`; `hit_rate` is the share of guesses that were right, None without
     any; `strides` has the number of guesses that each batch verified, 0 where the document was waited for. `redone`
-    counts batches that met another version of the knowledge base. `seconds` says where the time went.
+    counts batches that met another version of the knowledge base. `seconds` has the time by part of the work.
     """
 
     lossy: bool = False

@@ -173,10 +173,10 @@ def map_error(error: Exception, name: str) -> UpstreamError:
 def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:
     """An upstream's error answer as an exception that keeps it whole; its own message is quoted where it has one."""
     try:
-        said = json.loads(body)["error"]["message"]
+        message = json.loads(body)["error"]["message"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        said = None
-    text = f"upstream {name} answered {status}" + (f": {said[:2000]}" if isinstance(said, str) else "")
+        message = None
+    text = f"upstream {name} answered {status}" + (f": {message[:2000]}" if isinstance(message, str) else "")
     return UpstreamStatusError(text, status=status, body=body, headers=headers)
 
 

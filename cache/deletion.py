@@ -1,6 +1,6 @@
-"""What is to be forgotten: a selection in the caller's words, and its scope as other processes are told of it.
+"""What is to be forgotten: a selection as the caller gives it, and its scope as it is logged for other processes.
 
-The scope of a forget is kept in the database for the processes that follow it. It holds names as salted hashes and
+The scope of a deletion is kept in the database for the processes that follow it. It holds names as salted hashes and
 patterns not at all, since otherwise it would keep what was to be forgotten.
 """
 
@@ -28,7 +28,7 @@ _LEAST_TOKENS, _LEAST_CHARACTERS = 4, 8  # shorter pieces of a pattern at the ed
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where a forget applies, readable by those only who know the names. None: anywhere.
+    """Where a deletion applies; only a process that knows a name can tell that it is meant. None: anywhere.
 
     `before` is a time in seconds since 1970. `searched`: within the scope only what held a pattern was forgotten.
     """

@@ -99,7 +99,7 @@ def sequence_numbers(records: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def checksum(data: bytes | NDArray[np.uint8]) -> int:
-    """64 bits that differ when the data do, unless somebody made them not to."""
+    """64 bits that differ when the data do, except where collisions are made on purpose."""
     return _native.checksum(np.frombuffer(data, dtype=np.uint8))
 
 
@@ -260,7 +260,7 @@ class IndexDrafter:
         min_probability: float,
         chain: bool = False,
     ) -> Draft:
-        """`draft` for a caller who knows that context and budget are good."""
+        """`draft` without checks, for a context and a budget that are known to be good."""
         try:
             tree = self.native.draft(_natives(indexes), context[-DEPTH:], max_tokens, min_probability, chain)
         except ValueError as error:
@@ -299,9 +299,9 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
 
     An index that cannot be read within `patience` seconds, because others evict or forget, is left out.
     """
-    asked = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
+    native = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:
-        return [Draft(*tree) for tree in _native.draft_batch(asked, patience)]
+        return [Draft(*tree) for tree in _native.draft_batch(native, patience)]
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
 

@@ -189,7 +189,7 @@ class ReferenceDrafter:
     def observe(
         self, indexes: Sequence[tuple[ReferenceIndex, int]], context: Sequence[int], tokens: Sequence[int]
     ) -> None:
-        """Learn from what followed `context`: every level down to the one that held the token was asked."""
+        """Learn from what followed `context`: every level down to the one that held the token counts."""
         for i, token in enumerate(tokens):
             if token in self.ends:
                 self.ends[token] = self.ends[token][0], self.ends[token][1] + 1.0
@@ -220,11 +220,11 @@ class ReferenceDrafter:
     ) -> list[Node]:
         """Rows of (token, parent, path probability, match length, source), likeliest path first.
 
-        The order is by rates over all depths, what is told is corrected for depth.
+        The order is by rates over all depths, what is reported is corrected for depth.
         """
         tree: list[Node] = []
         open_: list[tuple[float, int, int, int, int, float]] = []
-        node, reach, told = -1, 1.0, 1.0
+        node, reach, reported = -1, 1.0, 1.0
         while len(tree) < max_tokens and context:
             path, at = [], node
             while at >= 0:
@@ -235,18 +235,18 @@ class ReferenceDrafter:
                 rate, corrected = hits / tries, self.depths.correct(len(path), hits / tries)
                 for token, share in self.shares(level, len(path)).items():
                     probability = reach * rate / level.weights * level.weight(token)
-                    if probability >= NEGLIGIBLE and told * corrected * share >= min_probability:
-                        entry = (-probability, node, token, level.length, level.source, told * corrected * share)
+                    if probability >= NEGLIGIBLE and reported * corrected * share >= min_probability:
+                        entry = (-probability, node, token, level.length, level.source, reported * corrected * share)
                         heappush(open_, entry)
-                reach, told = reach * (1.0 - rate), told * (1.0 - corrected)
+                reach, reported = reach * (1.0 - rate), reported * (1.0 - corrected)
             if not open_:
                 break
-            score, parent, token, length, source, told = heappop(open_)
+            score, parent, token, length, source, reported = heappop(open_)
             if chain:
                 open_.clear()
-            tree.append((token, parent, told, length, source))
+            tree.append((token, parent, reported, length, source))
             node, goes_on = len(tree) - 1, self.goes_on(token)
-            reach, told = -score * goes_on, told * goes_on
+            reach, reported = -score * goes_on, reported * goes_on
         return tree
 
     def shares(self, level: Level, depth: int) -> dict[int, float]:

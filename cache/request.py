@@ -83,7 +83,7 @@ class CacheRequest:
         """Propose a token tree that continues prompt and output; empty when nothing similar was seen.
 
         A `chain` has no branches, for targets that verify no trees. The output may have grown by tokens that `extend`
-        will be told later: the tree continues `behind` them.
+        will be given later: the tree continues `behind` them.
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
@@ -95,14 +95,14 @@ class CacheRequest:
         return draft
 
     def job(self, max_tokens: int, min_probability: float = 0.0, *, chain: bool = False) -> DraftJob:
-        """What `draft` asks for, to be proposed together with others. Raises as `draft`."""
+        """The arguments of a draft, for `propose_batch`. Raises as `draft`."""
         self._require_open()
         require_budget(max_tokens, min_probability)
         self._leave_forgotten()
         return self.drafter, self._indexes, self._context, max_tokens, min_probability, chain
 
     def expect(self, draft: Draft, behind: int = 0) -> None:
-        """Count a draft once `extend` is told what came in its place, `behind` tokens further on."""
+        """Count a draft once `extend` is given what came in its place, `behind` tokens further on."""
         self._drafts[self._length + behind] = draft
 
     def extend(self, tokens: TokensLike) -> None:

@@ -140,7 +140,7 @@ class Sessions:
     def invalidate(self, scope: Scope) -> None:
         """Forget the sessions in scope, those that requests hold included, but not for the age of their start.
 
-        Whether a session holds a pattern is not asked: it begins anew from its next prompt, which costs little.
+        Whether a session holds a pattern is not checked: it begins anew from its next prompt, which costs little.
         """
         for session in list(self):
             if scope.covers(session.label, time.time() if session.busy else session.used_at):

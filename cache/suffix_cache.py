@@ -88,15 +88,15 @@ class SuffixCache:
         """A cache in memory, or with `path`, a folder or `postgresql://user@host/database`, one that outlives it.
 
         `namespace` is where requests go that name none. `memory_bytes` bounds the index, `disk_bytes` the database with
-        its segments, the tenant's bounds what one tenant takes of them; the least recently used goes
-        first. One process per database is its writer, which keeps it within bounds; any number follow.
-        Mode "writer" raises `CacheLockedError` where another process is the writer, "auto" follows then. Where the
-        database cannot be had for now (no permission, no room, no server), "auto" warns and goes on in memory, and the
-        other modes raise `CacheUnavailableError`.
+        its segments, the tenant's bounds what one tenant takes of them; the least recently used goes first. One process
+        per database is its writer, which keeps it within bounds; any number follow. Mode "writer" raises
+        `CacheLockedError` where another process is the writer, "auto" follows then. Where the database is not to be had
+        for now (no permission, no room, no server), "auto" warns and goes on in memory, and the other modes raise
+        `CacheUnavailableError`.
 
         Sequences older than `retention` (seconds or a timedelta) are forgotten at once and every hour, by the writer.
         An output whose text one of `refuse_patterns` (regular expressions) is found in is used for its own session
-        only, as is one of a request without `decode`, whose text nobody knows. Raises `ConfigurationError` for
+        only, as is one of a request without `decode`, whose text is unknown. Raises `ConfigurationError` for
         settings that cannot work, `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):

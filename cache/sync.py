@@ -118,7 +118,7 @@ class StoreSync:
             )
 
     def maintain(self) -> None:
-        """Called every now and then: keep the budgets, whoever wrote, and write the segments that lack too much."""
+        """Called every now and then: keep the budgets, whichever process wrote, and save what segments lack."""
         self._store.enforce_budget()
         for partition in self._pool.partitions():
             paused = time.monotonic() - self._tried.get(partition.namespace.key, -_PAUSE) >= _PAUSE

@@ -1,4 +1,4 @@
-"""Token arrays at the door: everything inside works on contiguous int32."""
+"""Checking token ids: everything inside the cache works on contiguous int32 arrays."""
 
 from __future__ import annotations
 

@@ -14,13 +14,7 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.reasoning.delegation.trace_settings import TraceSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
-from agentspec.reasoning.settings import (
-    KnnLmSettings,
-    LookaheadSettings,
-    RaLMSpecSettings,
-    SpecReasonSettings,
-    SpeculativeThinkingSettings,
-)
+from agentspec.reasoning.settings import STRATEGIES
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, ServerSettings
 
@@ -33,13 +27,9 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ('[backends.NAME] with kind = "torch"', TorchSettings),
     ('[backends.NAME] with kind = "openai"', OpenAISettings),
     ("[models.NAME]", ModelSettings),
-    ('[models.NAME] with strategy = "specreason"', SpecReasonSettings),
-    ('[models.NAME] with strategy = "speculative_thinking"', SpeculativeThinkingSettings),
-    ('[models.NAME] with strategy = "lookahead"', LookaheadSettings),
+    *((f'[models.NAME] with strategy = "{name}"', settings) for name, settings in STRATEGIES.items()),
     ('[knowledge.NAME] with kind = "index"', IndexSettings),
     ('[knowledge.NAME] with kind = "remote"', RemoteSettings),
-    ('[models.NAME] with strategy = "ralmspec"', RaLMSpecSettings),
-    ('[models.NAME] with strategy = "knnlm"', KnnLmSettings),
     ("[traces]", TraceSettings),
 )
 

@@ -31,7 +31,7 @@ def to_delta(chunk: Any) -> Delta:
             logprobs=_logprobs(choice.get("logprobs")),
             finish_reason=_finish_reason(choice.get("finish_reason")),
             usage=read_usage(usage) if (usage := chunk.get("usage")) else None,
-            speculation=read_speculation(told) if (told := chunk.get("speculation")) else None,
+            speculation=read_speculation(counts) if (counts := chunk.get("speculation")) else None,
             extra={key: value for key, value in message.items() if key not in _MESSAGE_FIELDS and value is not None},
         )
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""The `x-agentspec-*` headers: a request's labels and switches, and what an answer says of the strategy behind it."""
+"""The `x-agentspec-*` headers: labels and switches of a request, the strategy of an answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_labels(headers: Mapping[str, str]) -> Labels:
 
 
 def read_switch(headers: Mapping[str, str], name: str) -> bool:
-    """A switch, which is on unless its header says `off`. Raises `InvalidRequestError` for any other word."""
+    """A switch, which is on unless its header says `off`. Raises `InvalidRequestError` for another value."""
     header = PREFIX + name
     value = headers.get(header, "on").strip().lower()
     if value not in ("on", "off"):
@@ -37,7 +37,7 @@ def read_switch(headers: Mapping[str, str], name: str) -> bool:
 
 
 def strategy_headers(summary: str, *, lossy: bool, speculation: bool) -> dict[str, str]:
-    """What tells a client that a strategy answers, and whether its answer may be another than without it."""
+    """Names the strategy that answers, under `lossy` where the answer may differ from the base model's."""
     if not lossy:
         return {f"{PREFIX}lossless": summary}
     return {f"{PREFIX}lossy": summary} if speculation else {}

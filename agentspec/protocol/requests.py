@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.messages import (
@@ -20,21 +20,21 @@ from agentspec.protocol.messages import (
     parse_tool_choice,
     parse_tools,
 )
-from agentspec.protocol.structured_outputs import FORM_FIELDS, parse_form
+from agentspec.protocol.structured_outputs import parse_form
 from agentspec.protocol.validation import (
     MAX_TOKEN_ID,
     Body,
     Count,
-    FewTexts,
     FewTokenIds,
-    Model,
     Number,
     Refused,
     Text,
+    Texts,
     TokenIds,
     must,
     only,
     short,
+    validated,
     wrong_type,
 )
 from agentspec.types import GenerateRequest, SamplingParams
@@ -44,13 +44,19 @@ T = TypeVar("T")
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 MAX_TOP_LOGPROBS = 20
+_FORM = "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
+_RULES = "n min_tokens ignore_eos bad_words prompt_logprobs".split()
+_SAMPLING = (
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop"
+    " stop_token_ids max_tokens".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """How an answer is written: as a stream or whole, and what it holds beside text.
 
-    `usage` asks for the usage on a stream's last chunk, `echo` for the prompt in front of a text completion.
+    `usage` adds the usage as a stream's last chunk, `echo` the prompt in front of a text completion.
     """
 
     stream: bool = False
@@ -81,7 +87,7 @@ class _CommonBody(Body):
     n: Count | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    bad_words: FewTexts | None = None
+    bad_words: Texts | None = None
     prompt_logprobs: Count | None = None
     response_format: Any = None
     structured_outputs: Any = None
@@ -93,7 +99,7 @@ class _CommonBody(Body):
     latency_target_ms_per_token: Number | None = None
     return_token_ids: bool | None = None
     stream_options: dict[str, Any] | None = None
-    # Taken where they say what is done anyway.
+    # Accepted only with the value that describes what is done anyway.
     skip_special_tokens: Annotated[Any, only(True)] = None
     spaces_between_special_tokens: Annotated[Any, only(True)] = None
     include_stop_str_in_output: Annotated[Any, only(False)] = None
@@ -102,10 +108,8 @@ class _CommonBody(Body):
 
     def rules(self) -> dict[str, Any]:
         """How many answers, how long and of what form at least, as sampling parameters."""
-        form = parse_form(self.given(*FORM_FIELDS))
-        words = {} if self.bad_words is None else {"bad_words": tuple(self.bad_words)}
-        given = self.given("n", "min_tokens", "ignore_eos", "prompt_logprobs")
-        return given | words | ({} if form is None else {"structured_outputs": form})
+        form = parse_form(self.given(*_FORM))
+        return self.given(*_RULES) | ({} if form is None else {"structured_outputs": form})
 
     def service(self) -> dict[str, Any]:
         """How soon the request is to be served. Its `priority` may put it behind others, never before them."""
@@ -119,31 +123,21 @@ class _GenerationBody(_CommonBody):
     stream: bool = False
     temperature: Number | None = None
     top_p: Number | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, AfterValidator(lambda top_k: max(0, top_k))] | None = None
     min_p: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: Biases | None = None
     seed: Annotated[int, must(lambda seed: -(2**63) <= seed < 2**63, " must be a 64-bit integer")] | None = None
-    stop: Annotated[FewTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] | None = None
+    stop: Annotated[Texts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] | None = None
     stop_token_ids: FewTokenIds | None = None
     max_tokens: Count | None = None
     best_of: Any = None
 
     def sampling(self, **others: Any) -> SamplingParams:
         """The sampling parameters that both routes spell alike, with `others`."""
-        floats = self.given(
-            "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
-        )
-        return SamplingParams(
-            **floats,
-            **self.given("logit_bias", "seed"),
-            top_k=max(0, self.top_k or 0),
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            **{"max_tokens": self.max_tokens, **self.rules(), **others},
-        )
+        return SamplingParams(**{**self.given(*_SAMPLING), **self.rules(), **others})
 
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
@@ -158,7 +152,7 @@ class _GenerationBody(_CommonBody):
         return usage
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuse what contradicts `sampling`, or could be answered by nothing but more of it."""
+        """Refuse fields that `sampling` cannot honour."""
         if self.stream and sampling.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs needs stream = false", param="prompt_logprobs")
         if self.best_of is not None and (type(self.best_of), self.best_of) != (int, sampling.n):
@@ -182,7 +176,7 @@ class _ChatFields(Body):
     add_generation_prompt: bool | None = None
 
     def chat(self, plain: GenerateRequest) -> dict[str, Any]:
-        """The fields of a `GenerateRequest` that only chat requests have; those of `plain` where nothing is said."""
+        """The fields of a `GenerateRequest` that only chat requests have; those of `plain` where the body has none."""
         tools = plain.tools if self.tools is None else parse_tools(self.tools)
         choice = plain.tool_choice if self.tool_choice is None else parse_tool_choice(self.tool_choice)
         names = [tool["function"]["name"] for tool in tools]
@@ -229,14 +223,6 @@ class _ChatBody(_ChatFields, _GenerationBody):
             message = "max_completion_tokens must be at least 1, not 0"
             raise InvalidRequestError(message, param="max_completion_tokens")
         return older if newer is None else newer
-
-
-class _TextPrompt(Model):
-    prompt: Text
-
-
-class _TokenPrompt(Model):
-    prompt: TokenIds
 
 
 class _CompletionBody(_GenerationBody):
@@ -328,6 +314,10 @@ def _messages(value: list[Any], limit: int) -> list[dict[str, Any]]:
     return [parse_message(message, f"messages[{index}]") for index, message in enumerate(value)]
 
 
+_TEXT: TypeAdapter[str] = TypeAdapter(Text)
+_TOKEN_IDS: TypeAdapter[Any] = TypeAdapter(TokenIds)
+
+
 def _prompt(value: Any) -> dict[str, Any]:
     """A string or an array of token ids; either may stand alone in an array, as some clients send it."""
     if value is None:
@@ -335,14 +325,14 @@ def _prompt(value: Any) -> dict[str, Any]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
     if isinstance(value, str):
-        return {"text": _TextPrompt.parse({"prompt": value}).prompt}
+        return {"text": validated(_TEXT, value, "prompt")}
     if not isinstance(value, list):
         raise wrong_type("prompt", "a string or an array of token ids", value)
     if any(isinstance(item, (str, list)) for item in value):
         raise InvalidRequestError("this model answers one prompt a request; send them one by one", param="prompt")
     if not value:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
-    return {"token_ids": tuple(_TokenPrompt.parse({"prompt": value}).prompt)}
+    return {"token_ids": validated(_TOKEN_IDS, value, "prompt")}
 
 
 def _or(given: T | None, default: T) -> T:

@@ -13,7 +13,7 @@ from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.usage import speculation_object, usage_object
 from agentspec.types import Delta, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
-LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON knows no infinity
+LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class ChunkBuilder:
         return {**head, "choices": choices, **more}
 
     def chunk(self, choice: dict[str, Any], delta: Delta, **more: Any) -> Iterator[dict[str, Any]]:
-        """The chunk of `choice`; after the last end of all the usage on a chunk of its own, if it was asked for."""
+        """The chunk of `choice`; after the last choice's end the usage on a chunk of its own, where requested."""
         self._ended += delta.finish_reason is not None
         ends = delta.finish_reason is not None and self._ended == self.request.sampling.n
         null_usage = {"usage": None} if self.format.usage else {}

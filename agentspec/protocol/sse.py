@@ -31,7 +31,7 @@ class SseDecoder:
 
     Lines end in LF, CRLF or CR. Splitting is done on bytes, where those never occur inside a UTF-8 sequence, and an
     event is decoded only once whole, so a cut between any two bytes is harmless. An event that the stream's end cuts
-    off is dropped, as the standard asks. Raises `UpstreamError` for an event above `max_event_bytes`, which also
+    off is dropped, as the standard requires. Raises `UpstreamError` for an event above `max_event_bytes`, which also
     bounds the memory held.
     """
 
@@ -83,7 +83,7 @@ class SseDecoder:
 
 
 class EventSplitter:
-    """Cuts a stream of bytes behind its events and passes every byte on, reading only what tells of counts or the end.
+    """Cuts a stream of bytes behind its events and passes every byte on, looking only for counts and for the end.
 
     The piece of an event that has no end yet is held back, up to `MAX_HELD` bytes: no client can use it.
     """

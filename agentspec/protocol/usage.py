@@ -1,4 +1,4 @@
-"""What an answer says about itself: OpenAI's `usage` object, and the `speculation` object beside it."""
+"""The counts in an answer: OpenAI's `usage` object, and the gateway's `speculation` object."""
 
 from __future__ import annotations
 

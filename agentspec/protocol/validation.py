@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic import model_validator as pydantic_validator
 
 from agentspec.errors import InvalidRequestError
+
+T = TypeVar("T")
 
 MAX_STOPS = 64
 MAX_TOKEN_ID = 2**31 - 1
@@ -19,7 +22,7 @@ INERT = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
 )
 # Lists and objects whose items are not named in a refusal: `stop`, not `stop[3]`.
-_UNDIVIDED = frozenset({"bad_words", "logit_bias", "prompt", "stop", "stop_token_ids"})
+_UNDIVIDED = re.compile(r"(^|\.)(bad_words|logit_bias|prompt|stop|stop_token_ids|(guided_)?choice)$")
 _EXPECTED = {
     "bool_type": "a boolean",
     "dict_type": "an object",
@@ -32,7 +35,7 @@ _EXPECTED = {
 
 
 class Refused(ValueError):
-    """A value that is refused. `sentence` goes on behind the field's name, or that of the part `below` it."""
+    """A value that is refused. `sentence` continues the field's name, or that of the part `below` it."""
 
     def __init__(self, sentence: str, below: str = "") -> None:
         super().__init__(sentence)
@@ -52,7 +55,7 @@ def must(holds: Callable[[Any], bool], sentence: str) -> AfterValidator:
 
 
 def only(*allowed: Any) -> BeforeValidator:
-    """Accept a field where its value asks for nothing: refuse any value but those in `allowed`."""
+    """Accept a field that is not supported where it changes nothing: with one of the values in `allowed`."""
 
     def check(value: Any) -> Any:
         if not any(value == choice and type(value) is type(choice) for choice in allowed):
@@ -104,10 +107,17 @@ Text = Annotated[str, must(is_text, NOT_TEXT)]
 Content = Annotated[Text, BeforeValidator(text_of)]
 Number = Annotated[float, BeforeValidator(_finite)]
 Count = Annotated[int, must(lambda count: 0 <= count <= MAX_TOKEN_ID, f" must lie between 0 and {MAX_TOKEN_ID}")]
-Texts = Annotated[list[Text], Field(fail_fast=True)]
-TokenIds = Annotated[list[Count], Field(fail_fast=True)]
-FewTexts = Annotated[Texts, Field(max_length=MAX_STOPS)]
-FewTokenIds = Annotated[TokenIds, Field(max_length=MAX_STOPS)]
+Texts = Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(tuple)]
+TokenIds = Annotated[list[Count], Field(fail_fast=True), AfterValidator(tuple)]
+FewTokenIds = Annotated[list[Count], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(tuple)]
+
+
+def validated(type: TypeAdapter[T], value: Any, name: str) -> T:
+    """`value`, which stands at `name`, as this type. Raises `InvalidRequestError` with `param`."""
+    try:
+        return type.validate_python(value, strict=True)
+    except ValidationError as error:
+        raise _refusal(error, name) from None
 
 
 class Model(BaseModel):
@@ -171,12 +181,11 @@ def shown_name(name: str) -> str:
 
 
 def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
-    """pydantic's first finding in our words."""
+    """pydantic's first error as a sentence."""
     found = error.errors(include_url=False)[0]
     for part in found["loc"]:
-        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
-        if part in _UNDIVIDED:
-            break
+        if not _UNDIVIDED.search(name):
+            name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     if found["type"] == "value_error":
         refused = found["ctx"]["error"]
         name, sentence = name + refused.below, refused.sentence

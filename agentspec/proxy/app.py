@@ -77,7 +77,7 @@ class Pages:
         }
 
     async def health(self, request: Request) -> Response:
-        """The process lives; nothing more."""
+        """The process answers; nothing more is checked."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""From bytes on the wire to a JSON object that can be trusted to be one."""
+"""Reads a request's body, and checks that it is one JSON object which every parser reads alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLANKS = " \t\n\r"
 
 
 async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
-    """The request's body. Reads at most `limit` bytes, whatever Content-Length says or leaves unsaid.
+    """The request's body. Reads at most `limit` bytes, whatever Content-Length claims.
 
     Raises `RequestTooLargeError`, `InvalidRequestError` for a body that is compressed, not declared as JSON, of two
     lengths or slower than a minute, and starlette's `ClientDisconnect`.

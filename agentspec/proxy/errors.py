@@ -24,13 +24,13 @@ from agentspec.protocol.sse import event
 from agentspec.proxy.logs import logger
 from agentspec.telemetry.safe_errors import class_of, frames_of
 
-# An upstream may say these about its own errors; everything else it sent stays with us.
+# Headers of an upstream's error answer that are passed on.
 _RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """An error as it goes out: HTTP status, extra headers, JSON body; `code` is what logs may say about it."""
+class ErrorResponse:
+    """An error as it is sent: HTTP status, extra headers, JSON body; `code` is its name in logs."""
 
     status: int
     body: bytes
@@ -38,16 +38,16 @@ class Failure:
     headers: dict[str, str]
 
 
-def failure(error: Exception, request_id: str = "") -> Failure:
-    """How `error` is answered. One that nobody raised on purpose says nothing but where the log says more."""
+def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
+    """How `error` is answered. One that was not raised on purpose reveals only the request's id in the log."""
     if isinstance(error, UpstreamStatusError):
         kept = {name: error.headers[name] for name in _RETRY_HEADERS if name in error.headers}
-        return Failure(error.status, error.upstream_body, "upstream_status", kept)
+        return ErrorResponse(error.status, error.upstream_body, "upstream_status", kept)
     if isinstance(error, HTTPException):
         return _http(error)
     code = error.code or error.type if isinstance(error, AgentSpecError) else "internal_error"
     status = error.status if isinstance(error, AgentSpecError) else 500
-    return Failure(status, encode(_body(error, request_id)), code, _headers(error))
+    return ErrorResponse(status, encode(_body(error, request_id)), code, _headers(error))
 
 
 def error_event(error: Exception, request_id: str = "") -> bytes:
@@ -80,10 +80,10 @@ def _body(error: Exception, request_id: str) -> dict[str, Any]:
 
 
 def outcome(error: Exception) -> str:
-    """What metrics call it: a fixed set of words."""
+    """Its `outcome` label in metrics, one of a fixed set."""
     if isinstance(error, (OverloadedError, ShuttingDownError, NotReadyError)):
         return "rejected"
-    return "client_error" if 400 <= failure(error).status < 500 else "server_error"
+    return "client_error" if 400 <= error_response(error).status < 500 else "server_error"
 
 
 def _headers(error: Exception) -> dict[str, str]:
@@ -94,7 +94,7 @@ def _headers(error: Exception) -> dict[str, str]:
     return {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
 
 
-def _http(error: HTTPException) -> Failure:
+def _http(error: HTTPException) -> ErrorResponse:
     """No such route, or not with this method."""
     message = {404: "no such route", 405: "method not allowed here"}.get(
         error.status_code, HTTPStatus(error.status_code).phrase
@@ -102,4 +102,4 @@ def _http(error: HTTPException) -> Failure:
     code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
     body: dict[str, Any] = InvalidRequestError(message).body()
     body["error"]["code"] = code
-    return Failure(error.status_code, encode(body), code or "http_error", dict(error.headers or {}))
+    return ErrorResponse(error.status_code, encode(body), code or "http_error", dict(error.headers or {}))

@@ -75,7 +75,7 @@ class Deadline:
 
 @asynccontextmanager
 async def until_disconnect(receive: Receive) -> AsyncIterator[anyio.CancelScope]:
-    """Cancel the block when the client goes away; `cancelled_caught` of the scope then says so.
+    """Cancel the block when the client goes away; `cancelled_caught` of the scope is then true.
 
     The body must have been read: from here on `receive` only ever reports the disconnect.
     """

@@ -14,10 +14,10 @@ from agentspec.runtime import Runtime
 
 
 class Loading:
-    """Starts a runtime in a thread for as long as the application lives. `error` is what the start failed with.
+    """Starts a runtime in a thread for the lifespan of the application. `error` is what the start failed with.
 
     Where the process ends with the application, `abort()` before the end has it not wait for a load under way, which
-    cannot be interrupted: `left_behind` then says that its thread still runs.
+    cannot be interrupted: `left_behind` is then true, as its thread still runs.
     """
 
     def __init__(self, runtime: Runtime) -> None:

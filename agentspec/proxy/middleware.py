@@ -13,7 +13,7 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.proxy.auth import Authenticator, request_id
-from agentspec.proxy.errors import failure, log_unexpected, outcome
+from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.limits import ConcurrencyLimiter
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
@@ -25,7 +25,7 @@ OPEN_ROUTES = ("/health",)
 
 @dataclass(slots=True)
 class GatewayMiddleware:
-    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes."""
+    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` is the state of the start."""
 
     routes: Router
     authenticator: Authenticator
@@ -73,7 +73,7 @@ class GatewayMiddleware:
 
 async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
     """Answer with the error, unless the answer has begun: then the connection can only be cut."""
-    failed = failure(error, record.request_id)
+    failed = error_response(error, record.request_id)
     record.fail(outcome(error), failed.code)
     log_unexpected(error, record.request_id)
     if record.body_begun:

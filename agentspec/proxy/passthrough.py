@@ -20,9 +20,9 @@ from agentspec.proxy.limits import Deadline
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Labels
 
-# Fields with which a gateway further on could be told to send the request, and its key, somewhere else.
+# Fields that could have a gateway further on send the request, and its key, to another address.
 URL_FIELDS = frozenset({"api_base", "base_url", "model_url"})
-# What stands below these is text, or the shape of text: no server takes an address from there.
+# Below these is text, or the shape of text: no server takes an address from there.
 _TEXT_FIELDS = frozenset(
     "messages prompt input prediction metadata response_format guided_json structured_outputs".split()
 )
@@ -61,7 +61,7 @@ async def upstream_body(
     """`body`, which holds `fields`, under the upstream's name for the model, with the labels where the upstream reads
     them; every other byte is kept.
 
-    Token ids are not asked for on behalf of a client: it would get events, and fields, that it did not ask for.
+    Token ids are not requested on behalf of a client: it would get events, and fields, that it did not request.
     """
     added = await backend.label_fields(labels, fields) if path in _LABELLED else {}
     if model != fields["model"]:

@@ -25,7 +25,7 @@ from agentspec.settings.load import ServerSettings, Settings
 def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     """Run the gateway until SIGTERM or SIGINT, then drain: new requests get 503, running ones `drain_timeout` seconds.
 
-    Returns once everything is flushed and closed; told to stop while a model loads, it ends the process at once with
+    Returns once everything is flushed and closed; a stop while a model loads ends the process at once with
     status 0, as nothing was served yet. Raises what building the backends raises.
     """
     logs.configure(log_level)

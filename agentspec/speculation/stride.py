@@ -1,7 +1,7 @@
 """How many documents to guess before the knowledge base is asked: none where guessing cannot pay.
 
 The optimal speculation stride of RaLMSpec (OS3; Zhang et al. 2024, arXiv 2401.14021, section 4 and appendix A.1), and
-around it what that formula leaves out: that a wrong round has to be spoken again, and that sequential retrieval is
+around it what that formula leaves out: that a wrong round has to be generated again, and that sequential retrieval is
 faster than any stride where the knowledge base is.
 """
 
@@ -26,12 +26,12 @@ BALANCE_FADE: Final = 0.8
 
 
 def expected(stride: int, gamma: float) -> float:
-    """Rounds that a stride brings in the mean: those up to the first wrong guess, and the one spoken again."""
+    """Rounds that a stride brings in the mean: those up to the first wrong guess, and the one generated again."""
     return sum(gamma**i for i in range(stride))
 
 
 def latency(stride: int, speak: float, ask: float, gamma: float, *, asynchronous: bool) -> float:
-    """Seconds of a stride by the paper's formula: rounds of `speak` seconds and one verification of `ask`."""
+    """Seconds of a stride by the paper's formula: rounds of `speak` seconds and a verification of `ask` seconds."""
     whole = stride * speak + ask
     if not asynchronous:
         return whole
@@ -50,17 +50,17 @@ def one_by_one(speak: float, ask: float) -> float:
     return speak + ask
 
 
-def in_strides(stride: int, speak: float, ask: float, gamma: float) -> float:
-    """Seconds of a kept round where a stride is spoken and then verified: OS3's, with the round spoken again."""
+def synchronous_seconds(stride: int, speak: float, ask: float, gamma: float) -> float:
+    """Seconds of a kept round where a stride is generated and then verified: OS3's, with the round generated again."""
     again = (1 - gamma**stride) * speak
     return (latency(stride, speak, ask, gamma, asynchronous=False) + again) / expected(stride, gamma)
 
 
-def side_by_side(speak: float, ask: float, gamma: float, stride: int = 1, waste: float = WASTE) -> float:
+def asynchronous_seconds(speak: float, ask: float, gamma: float, stride: int = 1, waste: float = WASTE) -> float:
     """Seconds of a kept round where verification runs beside the rounds that follow.
 
-    A right guess costs nothing but its round. A wrong one is found out when its search ends, as long as sequential
-    retrieval would have waited, later by the rounds that its batch was held for; what ran then is lost.
+    A right guess costs nothing but its round. A wrong one is noticed when its search ends, as late as in sequential
+    retrieval and by the rounds that its batch was held for; what ran meanwhile is lost.
     """
     return speak + (1 - gamma) * (ask + (stride - 1) / 2 * speak + waste * speak)
 
@@ -80,8 +80,8 @@ class RequestStride:
     """What all requests of one model and one knowledge base have measured together. Not thread-safe.
 
     `alone_ask` are the seconds of a search that was waited for, `alone` those of a round while no verification ran
-    beside it, by whether its document differs from that of the round before. `spent` is what speculated rounds have
-    taken of late, `plain` what they would have taken one by one. Where that is hardly more, speculation pauses, ever
+    beside it, by whether its document differs from that of the round before. `spent` are the seconds that speculated
+    rounds took lately, `plain` those of the same rounds one by one. Where that is hardly more, speculation pauses, ever
     longer, so that what trying costs stays a small part of the whole.
     """
 
@@ -192,8 +192,8 @@ class StrideGovernor:
 
     def _best(self, speak: float, ask: float) -> StridePlan:
         stride, gamma = self.optimal(), self.gamma
-        seconds = {StridePlan(stride): in_strides(stride, speak, ask, gamma)}
+        seconds = {StridePlan(stride): synchronous_seconds(stride, speak, ask, gamma)}
         if self.asynchronous:
-            seconds[StridePlan(1, True)] = side_by_side(speak, ask, gamma)
+            seconds[StridePlan(1, True)] = asynchronous_seconds(speak, ask, gamma)
         best = min(seconds, key=lambda plan: seconds[plan])
         return best if seconds[best] < MARGIN * one_by_one(speak, ask) else SEQUENTIAL

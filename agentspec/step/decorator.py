@@ -1,7 +1,7 @@
-"""`@step`: says which step of which workflow the model calls inside belong to, and counts what they cost.
+"""`@step`: labels the model calls inside with their step and workflow, and counts what they cost.
 
-Labels travel in context variables, so they follow asyncio tasks, and threads started through `copy_context`. They
-reach a model call through any door: `ChatAgentSpec` reads them itself, a plain OpenAI client takes `httpx_hooks`.
+Labels travel in context variables, so they follow asyncio tasks, and threads started through `copy_context`.
+`ChatAgentSpec` reads them itself, a plain OpenAI client takes `httpx_hooks`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def current_labels() -> Labels:
 
 
 def current_speculation() -> bool | None:
-    """Whether the steps around ask for speculation; None if none says anything."""
+    """Whether the steps around ask for speculation; None if none sets it."""
     return _scope.get().speculation
 
 

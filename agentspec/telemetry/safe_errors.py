@@ -1,4 +1,4 @@
-"""What logs may say of an error: where it arose. Its message stays out where it may quote a prompt."""
+"""What logs may contain of an error: its class and where it arose. No message that may quote a prompt."""
 
 from __future__ import annotations
 

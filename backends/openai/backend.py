@@ -60,8 +60,8 @@ class OpenAIBackend:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Stream `request` under its model name, or the settings' if it has none.
 
-        A vLLM server is asked for token ids and told the labels. The delta with the finish reason is held back until
-        the usage is known.
+        A request to a vLLM server also asks for token ids and carries the labels. The delta with the finish reason is
+        held back until the usage is known.
 
         Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for anything
         else that breaks: also a stream that ends without a finish reason, so that a cut answer never looks whole.
@@ -103,13 +103,13 @@ class OpenAIBackend:
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
 
     async def label_fields(self, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What to set in a body, which has the fields `given`, so that the upstream knows `labels`.
+        """The fields that carry `labels` in a body, which has the fields `given`.
 
         Nothing unless the upstream is vLLM and the settings allow it. Never raises; waits for an upstream that is not
-        known yet.
+        recognised yet.
         """
-        told = label_fields(labels, given) if self.settings.vllm_labels else {}
-        return told if told and await self._detector.is_vllm() else {}
+        added = label_fields(labels, given) if self.settings.vllm_labels else {}
+        return added if added and await self._detector.is_vllm() else {}
 
     async def metrics(self, name: str) -> UpstreamSample | None:
         """What a vLLM upstream counts of its drafts; None for others, for one without drafts or without an answer."""

@@ -39,7 +39,7 @@ def payload(request: GenerateRequest, model: str) -> tuple[str, dict[str, Any]]:
 
 
 def _chat(request: GenerateRequest) -> dict[str, Any]:
-    """What only chat requests say; as everywhere here, defaults are left unsaid."""
+    """The fields that only chat requests have; defaults are left out."""
     body: dict[str, Any] = {}
     if not (request.start_answer or request.continue_final):
         body["add_generation_prompt"] = False
@@ -57,7 +57,7 @@ def _chat(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _form(form: StructuredOutputs) -> dict[str, Any]:
-    """A JSON form as OpenAI asks for it, any other as vLLM does."""
+    """A JSON form in OpenAI's fields, any other in vLLM's."""
     if form.json_object:
         return {"response_format": {"type": "json_object"}}
     if isinstance(form.json, Mapping):

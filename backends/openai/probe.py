@@ -22,7 +22,7 @@ _BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
 class ProbeReport:
     """`reachable`: something OpenAI-like answered. `answers`: a chat request succeeded; only then can the rest be true.
 
-    `tokenizes`: it shows its tokenizer, as vLLM does. `error` says what went wrong first, None if nothing did. `vllm`
+    `tokenizes`: it shows its tokenizer, as vLLM does. `error` is what went wrong first, if anything. `vllm`
     is None for other servers.
     """
 
@@ -128,8 +128,8 @@ class _Prober:
         return False
 
     async def _try(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
-        """The answer, empty for a refusal. Asked twice where none came in time: a server that prepares itself when it
-        is first asked for something has it ready then."""
+        """The answer, empty for a refusal. Tried twice where none came in time: a server that prepares an ability on
+        first use has it ready then."""
         for _ in range(TRIES):
             try:
                 return await self.ask(messages, **fields)
@@ -147,7 +147,7 @@ class _Prober:
 
 
 def _context_length(listed: list[dict[str, Any]], model: str) -> int | None:
-    """Tokens that `model` takes, where the server says so in vLLM's words."""
+    """Tokens that `model` takes, where the server states it as vLLM does."""
     length = next((entry.get("max_model_len") for entry in listed if entry.get("id") == model), None)
     return length if isinstance(length, int) else None
 

@@ -24,9 +24,9 @@ _OWNER = "vllm"
 
 
 class VllmDetector:
-    """Whether an upstream is a vLLM server: as the settings say, or as it says itself when it is asked.
+    """Whether an upstream is a vLLM server: as configured, or found out by its `/models`.
 
-    One that does not answer counts as what it was before, and as another server where that is not known: requests then
+    One that does not answer counts as what it was before, and where that is not known as another server: requests then
     carry nothing that it might refuse. Safe to use from several event loops.
     """
 
@@ -53,8 +53,8 @@ class VllmDetector:
 async def says_vllm(endpoint: Endpoint) -> bool:
     """Whether the server calls itself the owner of its models, or else publishes vLLM's metrics.
 
-    Listing models is what any such server is asked all day; only one that refuses it, for want of a key, is asked for
-    metrics, which vLLM shows without. Raises `UpstreamError` where neither is answered.
+    Models are listed by any such server. Only one that refuses it, for want of a key, is asked for metrics, which
+    vLLM shows without one. Raises `UpstreamError` where neither is answered.
     """
     try:
         return owns_models(await list_models(endpoint, LOOK_SECONDS))
@@ -74,7 +74,7 @@ def owns_models(listed: list[dict[str, Any]]) -> bool:
 
 
 def label_fields(labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What to set in a request's body, which has the fields `given`, for our drafter in a vLLM server to know `labels`.
+    """The fields that carry `labels` to our drafter in a vLLM server, in a body which has the fields `given`.
 
     The client's own arguments stay, but for those of our names that `labels` has a value for. Arguments that are not an
     object are left for the server to refuse.
@@ -92,7 +92,7 @@ def token_id_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class VllmReport:
-    """What a vLLM server tells of itself. `labels`: it takes `vllm_xargs`. `metrics` is None where it shows none."""
+    """What a vLLM server shows of itself. `labels`: it takes `vllm_xargs`. `metrics` is None where it shows none."""
 
     version: str | None = None
     labels: bool = False
@@ -100,7 +100,7 @@ class VllmReport:
 
 
 async def read_version(endpoint: Endpoint, timeout: float) -> str | None:
-    """None where the server does not say."""
+    """None where the server does not show it."""
     try:
         answer = json.loads(await endpoint.fetch("GET", "/version", above=True, timeout=timeout))
     except (UpstreamError, ValueError, RecursionError):

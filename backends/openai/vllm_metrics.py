@@ -1,4 +1,4 @@
-"""What the Prometheus metrics of a vLLM server tell of its drafts."""
+"""The drafts of a vLLM server, from its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DrafterInfo:
 class ServerMetrics:
     """`published`: the server shows vLLM's metrics at all, without which nothing follows from what is missing.
 
-    `drafts` is None where nothing drafts, `drafter` where no plug-in of ours says who does.
+    `drafts` is None where nothing drafts, `drafter` where no plug-in of ours names the drafter.
     """
 
     published: bool = False

@@ -20,7 +20,8 @@ from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
+from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.engine.stats import EngineStats
 from agentspec.backends.torch.loader import LoadedModel, load, load_draft
 from agentspec.backends.torch.model.calibrate import measure_batches, measure_costs

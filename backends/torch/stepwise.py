@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from agentspec.backends.base import Floats, StepOutput
 from agentspec.backends.torch.engine.compute_thread import Tasks
-from agentspec.backends.torch.engine.sequence import EngineRequest
+from agentspec.backends.torch.engine.request import AnswerText, EngineRequest, prompt_of
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import SequenceCache
@@ -20,8 +20,7 @@ from agentspec.backends.torch.text.output_parser import OutputParser
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import AgentSpecError, EngineError, InvalidRequestError
 from agentspec.telemetry.safe_errors import error_location
-from agentspec.text.streaming_text import StreamingText
-from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Usage
+from agentspec.types import Delta, GenerateRequest, Usage
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -115,10 +114,7 @@ class TorchSession:
     ) -> None:
         self._target, self._request, self._tasks, self._parser = target, request, tasks, parser
         self._steps: TorchSteps | None = None
-        self._stream = StreamingText(
-            tokenizer.decoder(request.constraints.shown), request.prompt, request.sampling.stop
-        )
-        self._emitted = 0
+        self._answer = AnswerText(request, tokenizer)
         self._prompt = prompt_of(request, tokenizer) if request.original.return_prompt else None
 
     async def run(self, function: Callable[[TorchSteps], T]) -> T:
@@ -126,16 +122,20 @@ class TorchSession:
         return await self._call(lambda: function(steps))
 
     def tell(self, tokens: Sequence[int]) -> Delta:
-        text, told, finish = list[str](), list[int](), None
+        answer, fresh = self._answer, list[int]()
         for token in tokens:
-            told.append(token)
-            finish = self._take(token, text)
-            if finish is not None:
-                text.append(self._stream.finish())
+            fresh.append(token)
+            if answer.add(token):
                 break
-        usage = Usage(prompt_tokens=len(self._request.prompt), completion_tokens=self._emitted) if finish else None
+        usage = Usage(prompt_tokens=len(self._request.prompt), completion_tokens=answer.num_tokens)
         prompt, self._prompt = self._prompt, None
-        delta = Delta(text="".join(text), token_ids=tuple(told), finish_reason=finish, usage=usage, prompt=prompt)
+        delta = Delta(
+            text=answer.take(),
+            token_ids=tuple(fresh),
+            finish_reason=answer.finish,
+            usage=usage if answer.finish else None,
+            prompt=prompt,
+        )
         return self._parser.parse(delta)
 
     async def _begin(self) -> TorchSteps:
@@ -147,16 +147,6 @@ class TorchSession:
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await computed(self._tasks, function)
-
-    def _take(self, token: int, text: list[str]) -> FinishReason | None:
-        """Add the text of `token` to `text`; returns why the answer ends with it, if it does."""
-        self._emitted += 1
-        if token in self._request.stop_ids:
-            return "stop"
-        text.append(self._stream.feed(token, may_stop=self._emitted > self._request.sampling.min_tokens))
-        if self._stream.stopped:
-            return "stop"
-        return "length" if self._emitted >= self._request.max_tokens else None
 
 
 async def computed(tasks: Tasks, function: Callable[[], T]) -> T:
@@ -176,12 +166,6 @@ def states_of(target: TargetModel, texts: Sequence[Sequence[int]]) -> list[Float
         return []
     states = target.states_batch([BatchItem(target.new_cache(len(text)), text) for text in texts])
     return [rows.cpu().numpy() for rows in states]
-
-
-def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter) -> Prompt:
-    """The prompt as the model reads it."""
-    ids, text = tuple(request.prompt), request.original.text
-    return Prompt(tokenizer.decode(ids) if text is None else text, ids)
 
 
 def require_one_answer(request: GenerateRequest) -> None:

@@ -1,4 +1,4 @@
-"""Which database an address or a folder means, and what is said where it cannot be had."""
+"""Which database an address or a folder means, and the error for one that cannot be opened."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CIRCUMSTANCES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ED
 
 
 def connect(target: str | Path) -> Database:
-    """The database at an address or in a folder, which is made. Raises as `Store.open`."""
+    """The database at an address or in a folder, which is made. Raises as `SequenceStore.open`."""
     try:
         return PostgresDatabase(target) if _is_address(target) else SqliteDatabase(Path(target))
     except OSError as error:
-        refuse(str(target), error, passing=False)
+        raise_unusable(str(target), error, transient=False)
 
 
 def _is_address(target: str | Path) -> TypeGuard[str]:
@@ -43,11 +43,11 @@ def acquire_writer(database: Database, mode: str) -> None:
             raise
 
 
-def refuse(name: str, error: BaseException, *, passing: bool) -> NoReturn:
-    """Raise for a database that could not be opened what its user can act on."""
-    said = f"the cache database {name} cannot be opened: {reason(error)}"
-    if passing or isinstance(error, exc.OperationalError) or getattr(error, "errno", None) in _CIRCUMSTANCES:
-        raise CacheUnavailableError(said) from error
+def raise_unusable(name: str, error: BaseException, *, transient: bool) -> NoReturn:
+    """Raise the error for a database that could not be opened, by what its user can do about it."""
+    message = f"the cache database {name} cannot be opened: {reason(error)}"
+    if transient or isinstance(error, exc.OperationalError) or getattr(error, "errno", None) in _CIRCUMSTANCES:
+        raise CacheUnavailableError(message) from error
     if isinstance(error, exc.DBAPIError) and not isinstance(error, exc.ProgrammingError):
         raise damaged(name, reason(error)) from error
-    raise ConfigurationError(said, param="path") from error
+    raise ConfigurationError(message, param="path") from error

@@ -1,4 +1,4 @@
-"""What the store asks of a database; `cache/storage/sqlite.py` and `cache/storage/postgres.py` answer."""
+"""The interface of a database to the store; `cache/storage/sqlite.py` and `cache/storage/postgres.py` implement it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Database(ABC):
     def writing(self) -> AbstractContextManager[sa.Connection]:
         """A transaction that writes. There is one at a time among all processes, and it sees all that came before.
 
-        New rows therefore become visible in the order of their ids: who has seen one has seen all smaller ones.
+        New rows therefore become visible in the order of their ids: who reads one has read all smaller ones.
         """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Database(ABC):
 
     @abstractmethod
     def secure_erase(self, *, rewrite: bool) -> bool:
-        """Leave no byte of what was deleted, writing everything anew for it if asked; false as `shrink`."""
+        """Leave no byte of what was deleted, with `rewrite` by writing everything anew; false as `shrink`."""
 
     @abstractmethod
     def problems(self, connection: sa.Connection) -> list[str]:
@@ -77,6 +77,6 @@ class Database(ABC):
 
 
 def reason(error: BaseException) -> str:
-    """What a database said, without the statement and the values it was given."""
-    said = error.orig if isinstance(error, exc.DBAPIError) else error
-    return " ".join(str(said).split())
+    """The message of a database, without the statement and the values it was given."""
+    original = error.orig if isinstance(error, exc.DBAPIError) else error
+    return " ".join(str(original).split())

@@ -1,4 +1,4 @@
-"""Keeping a database within its budgets: a tenant over its share loses its own oldest sequences, nobody else's."""
+"""Keeping a database within its budgets: a tenant over its share loses only its own, oldest first."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def add(store: SequenceStore, rows: Iterable[SequenceRecord]) -> tuple[int, int]
     """Store the sequences that are not there yet, and wait until they are durable; returns (added, known).
 
     What is there already, with the same namespace, labels, tokens and end of the prompt, counts once for each time: a
-    file that is imported again adds nothing, and what a workflow said twice stays said twice.
+    file that is imported again adds nothing, and what a workflow generated twice stays there twice.
     Raises `CacheError` when they cannot be written.
     """
     there = Counter(map(identity, store.records()))

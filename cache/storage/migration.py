@@ -15,12 +15,12 @@ _alembic = threading.Lock()  # it keeps the migration in progress in module glob
 
 
 def prepare(database: Database) -> None:
-    """Bring the database to the newest schema, all of it or nothing, whoever else opens it meanwhile.
+    """Bring the database to the newest schema, all of it or nothing, even while other processes open it.
 
     Raises `CacheFormatError` where it is something else, damaged, or of a newer version.
     """
     with database.engine.connect() as connection:
-        if version_of(connection, database.name) == VERSION:  # the usual case, which waits for nobody
+        if version_of(connection, database.name) == VERSION:  # the usual case, which takes no lock
             return
     with database.writing() as connection:
         match version_of(connection, database.name):

@@ -53,34 +53,34 @@ class PostgresDatabase(Database):
         except ModuleNotFoundError as error:
             advice = "install it with: pip install 'agentspec[postgres]'"
             raise ConfigurationError(f"{self.name} needs {error.name}; {advice}", param="path") from None
-        self._leader: sa.Connection | None = None
-        self._elected = False
+        self._lease: sa.Connection | None = None
+        self._wants_lease = False
         self._lock = threading.Lock()
 
     # The writer holds a session's lock on a connection that does nothing else, and loses it with the connection.
 
     def acquire_writer(self) -> None:
         with self._lock:
-            self._leader = self._lead()
-            self._elected = True
+            self._lease = self._acquire_lease()
+            self._wants_lease = True
 
     @property
     def is_writer(self) -> bool:
-        return self._leader is not None
+        return self._lease is not None
 
     def renew_lease(self) -> None:
         with self._lock, contextlib.suppress(CacheLockedError):
-            if self._leader is not None:
+            if self._lease is not None:
                 try:
-                    self._leader.exec_driver_sql("SELECT 1")
+                    self._lease.exec_driver_sql("SELECT 1")
                     return
                 except exc.DBAPIError as error:
                     _log.warning("no longer the writer of %s: %s", self.name, reason(error))
-                    self._resign()
-            if self._elected:
-                self._leader = self._lead()
+                    self._release_lease()
+            if self._wants_lease:
+                self._lease = self._acquire_lease()
 
-    def _lead(self) -> sa.Connection:
+    def _acquire_lease(self) -> sa.Connection:
         connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()  # it never goes back to the pool, where the lock would outlive its purpose
         try:
@@ -94,11 +94,11 @@ class PostgresDatabase(Database):
             connection.close()
             raise
 
-    def _resign(self) -> None:
-        leader, self._leader = self._leader, None
-        if leader is not None:
+    def _release_lease(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
             with contextlib.suppress(exc.DBAPIError):  # it may be broken
-                leader.close()
+                lease.close()
 
     def _holder(self, connection: sa.Connection) -> str:
         query = (
@@ -165,8 +165,8 @@ class PostgresDatabase(Database):
 
     def close(self) -> None:
         with self._lock:
-            self._elected = False
-            self._resign()
+            self._wants_lease = False
+            self._release_lease()
         self.engine.dispose()
 
 

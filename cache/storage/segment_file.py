@@ -38,7 +38,7 @@ class Coverage:
 
     row: int
     rows: int
-    newest: int  # number of the sequence in the last of them, by which another database is told from this one
+    newest: int  # number of the sequence in the last of them, which tells another database from this one
     deletion: int  # forgets up to this number are followed
 
 
@@ -136,7 +136,7 @@ def _require_kind(fixed: bytes) -> None:
 
 
 def _tables(body: bytes, count: int) -> tuple[Namespace, list[SequenceMeta]]:
-    """The namespace and the origins. Lengths that do not fit are damage that somebody made."""
+    """The namespace and the origins. The checksum holds here, so lengths that do not fit were made on purpose."""
     begin = _NAMES.size + count * _TABLE.itemsize
     if len(body) < begin:
         raise CacheDamagedError("tables longer than the file")

@@ -137,8 +137,8 @@ class SegmentFolder:
     def load(self, key: str, wanted: Callable[[Segment], bool]) -> LoadedSegment | None:
         """The segment of a namespace, if it can be used and `wanted` says yes to its head.
 
-        One that is damaged, or another namespace's, is set aside. One of another version is left for whom it is of,
-        until the next is saved.
+        One that is damaged, or another namespace's, is set aside. One of another version stays until the next is saved,
+        for processes of that version.
         """
         try:
             with self._files.open(key + _SUFFIX) as file:
@@ -186,7 +186,7 @@ class SegmentFolder:
 
     def sweep(self) -> None:
         """Delete what a writer left that was killed. For a writer."""
-        with contextlib.suppress(OSError):  # they are in nobody's way
+        with contextlib.suppress(OSError):  # they do no harm
             for name in self._named(_NEW):
                 self._files.unlink(name)
 

@@ -18,7 +18,7 @@ from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
-from agentspec.cache.storage.connection import acquire_writer, connect, refuse
+from agentspec.cache.storage.connection import acquire_writer, connect, raise_unusable
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
@@ -92,7 +92,7 @@ class SequenceStore:
             return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes))
         except (OSError, exc.DBAPIError) as error:
             database.close()
-            refuse(database.name, error, passing=database.is_transient(error))
+            raise_unusable(database.name, error, transient=database.is_transient(error))
         except BaseException:
             database.close()
             raise
@@ -140,7 +140,7 @@ class SequenceStore:
         self._database.renew_lease()
 
     def enforce_budget(self) -> None:
-        """Keep the database within its budgets, whoever wrote to it. Called every now and then."""
+        """Keep the database within its budgets, whichever process wrote to it. Called every now and then."""
         self._budget.enforce()
 
     def newest(self, limit: int, beyond: Mapping[str, int] | None = None) -> list[SequenceRecord]:
@@ -312,7 +312,7 @@ class SequenceStore:
         try:
             record = self._decode(row)
         except CacheFormatError:
-            return True  # nobody can tell, and nobody can use it
+            return True  # it cannot be read to tell, nor used
         return selection.holds(np.concatenate((record.context, record.tokens)))
 
     def learned(self) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from agentspec.cache.storage.database import Database, Upsert
 from agentspec.errors import CacheFormatError, CacheLockedError
 
 DATABASE = "sequences.sqlite3"
-_PATIENCE = 3000  # milliseconds to wait for readers, while those who write wait for us
+_PATIENCE = 3000  # milliseconds to wait for readers, while writers wait for us
 _PRIMARY = 0xFF  # the part of SQLite's error codes that names the kind
 _PASSING = {
     sqlite3.SQLITE_BUSY,
@@ -111,8 +111,8 @@ class SqliteDatabase(Database):
             connection.close()
 
     def problems(self, connection: sa.Connection) -> list[str]:
-        said = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
-        return [line for line in said if line != "ok"]
+        lines = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
+        return [line for line in lines if line != "ok"]
 
     def is_transient(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)

@@ -217,7 +217,7 @@ def test_threads_go_on_while_it_forgets(location: str | Path) -> None:
         threads = [threading.Thread(target=work, args=(worker,)) for worker in range(3)]
         for thread in threads:
             thread.start()
-        for turn in range(12):
+        for turn in range(5):
             cache.forget(**({"session": "s0"} if turn % 2 else {"tokens": CANARY[:4]}))
         stop.set()
         for thread in threads:

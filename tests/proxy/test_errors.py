@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 
 from agentspec import errors
 from agentspec.protocol.sse import event
-from agentspec.proxy.errors import error_event, failure, log_unexpected, outcome
+from agentspec.proxy.errors import error_event, error_response, log_unexpected, outcome
 
 TREE = [
     kind
@@ -20,7 +20,7 @@ TREE = [
 @pytest.mark.parametrize("kind", TREE)
 def test_every_error_has_its_answer(kind: type[errors.AgentSpecError]) -> None:
     error = kind("what went wrong")
-    failed = failure(error)
+    failed = error_response(error)
     assert failed.status == kind.status and 400 <= failed.status < 600
     body = json.loads(failed.body)
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -30,21 +30,21 @@ def test_every_error_has_its_answer(kind: type[errors.AgentSpecError]) -> None:
 
 @pytest.mark.parametrize("kind", [errors.OverloadedError, errors.ShuttingDownError, errors.NotReadyError])
 def test_what_may_be_tried_again_says_when(kind: type[errors.AgentSpecError]) -> None:
-    assert int(failure(kind("later")).headers["retry-after"]) >= 1 and outcome(kind("later")) == "rejected"
+    assert int(error_response(kind("later")).headers["retry-after"]) >= 1 and outcome(kind("later")) == "rejected"
 
 
 def test_an_upstreams_error_is_kept_whole() -> None:
     error = errors.UpstreamStatusError(
         "no", status=418, body=b"tea", headers={"retry-after": "3", "set-cookie": "x", "x-should-retry": "false"}
     )
-    failed = failure(error)
+    failed = error_response(error)
     assert (failed.status, failed.body) == (418, b"tea")
     assert failed.headers == {"retry-after": "3", "x-should-retry": "false"}
     assert json.loads(error_event(error).removeprefix(b"data: "))["error"]["message"] == "no"
 
 
 def test_a_bug_says_nothing_about_itself() -> None:
-    failed = failure(ValueError("secret"), "req-7")
+    failed = error_response(ValueError("secret"), "req-7")
     assert failed.status == 500 and b"secret" not in failed.body and outcome(ValueError()) == "server_error"
     assert failed.code == json.loads(failed.body)["error"]["code"] == "internal_error" and b"req-7" in failed.body
     assert error_event(ValueError("secret"), "req-7") == event(failed.body)
@@ -53,7 +53,7 @@ def test_a_bug_says_nothing_about_itself() -> None:
 def test_a_failure_of_the_engine_leads_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     error = errors.EngineError("the engine failed on this request")
     error.__cause__ = ValueError("secret")
-    assert b"request req-7" in failure(error, "req-7").body and b"req-7" not in failure(error).body
+    assert b"request req-7" in error_response(error, "req-7").body and b"req-7" not in error_response(error).body
     with caplog.at_level("ERROR", "agentspec.proxy"):
         log_unexpected(error, "req-7")
         log_unexpected(errors.EngineError("on purpose"), "req-8")
@@ -64,5 +64,5 @@ def test_a_failure_of_the_engine_leads_to_the_log(caplog: pytest.LogCaptureFixtu
 
 
 def test_routing_errors() -> None:
-    assert failure(HTTPException(405, headers={"allow": "POST"})).headers == {"allow": "POST"}
-    assert json.loads(failure(HTTPException(418)).body)["error"]["message"] == "I'm a Teapot"
+    assert error_response(HTTPException(405, headers={"allow": "POST"})).headers == {"allow": "POST"}
+    assert json.loads(error_response(HTTPException(418)).body)["error"]["message"] == "I'm a Teapot"

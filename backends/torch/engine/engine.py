@@ -11,8 +11,9 @@ import torch
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.compute_thread import compute_thread
+from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.scheduler import Scheduler
-from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
+from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
 from agentspec.backends.torch.engine.step import Outcome, run_step
 from agentspec.errors import AgentSpecError, EngineError, ShuttingDownError
 from agentspec.telemetry.safe_errors import error_location

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import count
 
-from agentspec.backends.torch.engine.sequence import EngineRequest
+from agentspec.backends.torch.engine.request import EngineRequest
 
 MOST_FLOWS = 4096  # tenants and sessions whose service is remembered
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from agentspec.backends.torch.engine.sequence import EngineRequest, Sequence
+from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.backends.torch.engine.sequence import Sequence
 from agentspec.backends.torch.model.kv_cache import GROWTH, SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import ContextLengthError

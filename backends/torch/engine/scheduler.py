@@ -14,7 +14,8 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.fair_queue import FairQueue
 from agentspec.backends.torch.engine.kv_budget import KVBudget
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
-from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
+from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
 from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEstimate
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache

@@ -14,48 +14,17 @@ from agentspec.backends.torch.drafters.constrained import ConstrainedDrafter
 from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.logprobs import PromptScorer, token_logprobs
+from agentspec.backends.torch.engine.request import AnswerText, EngineRequest, prompt_of
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import KVCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.acceptance import accept_path
-from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor
-from agentspec.text.streaming_text import StreamingText
-from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, SamplingParams, TokenLogprob, Usage
-
-
-@dataclass(slots=True, eq=False)
-class EngineRequest:
-    """One choice of a request made ready for the engine; `original` is the request as it came.
-
-    `deliver` is called from the engine's thread and must not block.
-    """
-
-    original: GenerateRequest
-    prompt: list[int]
-    max_tokens: int
-    stop_ids: frozenset[int]
-    prediction: list[int] | None
-    deliver: Callable[[Delta | Exception], None]
-    cancelled: bool = False
-    constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
-    shares_prompt: bool = False
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.original.sampling
-
-    @property
-    def priority(self) -> int:
-        return self.original.priority
-
-    @property
-    def tenant(self) -> str:
-        return self.original.tenant
+from agentspec.types import Delta, FinishReason, GenerateRequest, TokenLogprob, Usage
 
 
 @dataclass(slots=True)
@@ -87,7 +56,6 @@ class Sequence:
         self.request = request
         self.tokens = list(request.prompt)
         self.kv_cache = kv_cache
-        self.finish: FinishReason | None = None
         self.started = perf_counter()
         self._first_at: float | None = None
         self._context = context
@@ -104,8 +72,7 @@ class Sequence:
             constraints=constraints,
             ahead=context.draws_ahead,
         )
-        decode = context.tokenizer.decoder(request.constraints.shown)
-        self._stream = StreamingText(decode, request.prompt, request.sampling.stop)
+        self._answer = AnswerText(request, context.tokenizer)
         predicted = request.prediction
         self._prediction = None if predicted is None else PredictionDrafter(predicted, len(request.prompt))
         self._drafter = self._open_drafter() if context.speculates(request.original) else None
@@ -116,7 +83,11 @@ class Sequence:
         self._prompt_due = request.original.return_prompt or self._scorer is not None
         self._logits = torch.empty(0)
         self._drawn_from: list[int] = []  # the rows of the logits behind this step's tokens
-        self._text: list[str] = []
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the answer has ended; None while it goes on."""
+        return self._answer.finish
 
     @property
     def seed(self) -> int:
@@ -158,7 +129,7 @@ class Sequence:
         if target is None or self._first_at is None:
             return 0.0
         elapsed = perf_counter() - self._first_at + step_seconds
-        return elapsed * 1000.0 / target - (self._emitted - 1)
+        return elapsed * 1000.0 / target - (self._answer.num_tokens - 1)
 
     def take_computed(self) -> int:
         """Tokens computed for it since the last call, those that were computed again left out."""
@@ -168,7 +139,7 @@ class Sequence:
 
     def propose(self) -> Proposal:
         """What may follow; no more than the answer may still use, since its last token needs no slot of its own."""
-        left = self.request.max_tokens - self._emitted
+        left = self.request.max_tokens - self._answer.num_tokens
         return self._speculator.propose(self.tokens, min(self._context.max_draft_tokens, left - 1))
 
     def flush_to_cache(self) -> None:
@@ -210,37 +181,20 @@ class Sequence:
         self.tokens.append(token)
         self.sampler.observe(token)
         self._drawn_from.append(row)
-        if token in self.request.stop_ids:
-            self.finish = "stop"
-        else:
-            # Stop strings count only behind `min_tokens`: before, text passes unscanned.
-            may_stop = self._emitted > self.request.sampling.min_tokens
-            self._text.append(self._stream.feed(token, may_stop=may_stop))
-            if self._stream.stopped:
-                self.finish = "stop"
-            elif self._emitted >= self.request.max_tokens:
-                self.finish = "length"
-        return self.finish is not None
-
-    @property
-    def _emitted(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+        return self._answer.add(token)
 
     def _delta(self, fresh: list[int]) -> Delta:
         self._context.counters.tokens += len(fresh)
-        if self.finish is not None:
-            self._text.append(self._stream.finish())
         delta = Delta(
-            text="".join(self._text),
+            text=self._answer.take(),
             token_ids=tuple(fresh),
             logprobs=self._logprobs(fresh),
             finish_reason=self.finish,
             usage=self._usage() if self.finish else None,
             speculation=self._speculator.speculation if self.finish else None,
-            prompt=self._prompt() if self._prompt_due else None,
+            prompt=prompt_of(self.request, self._context.tokenizer, self._scorer) if self._prompt_due else None,
         )
         self._prompt_due = False
-        self._text = []
         return delta
 
     def _logprobs(self, fresh: list[int]) -> tuple[TokenLogprob, ...]:
@@ -250,18 +204,13 @@ class Sequence:
         rows = self._logits.index_select(0, to_device(torch.tensor(self._drawn_from), self._logits.device))
         return tuple(token_logprobs(rows, fresh, sampling.top_logprobs, self._context.tokenizer.spell))
 
-    def _prompt(self) -> Prompt:
-        request, ids = self.request.original, tuple(self.request.prompt)
-        text = self._context.tokenizer.decode(ids) if request.text is None else request.text
-        return Prompt(text, ids, None if self._scorer is None else self._scorer.finish())
-
     def _usage(self) -> Usage:
         prediction = self._prediction
         if prediction is not None:
             prediction.follow(self.tokens)
         return Usage(
             prompt_tokens=len(self.request.prompt),
-            completion_tokens=self._emitted,
+            completion_tokens=self._answer.num_tokens,
             cached_tokens=self._reused,
             accepted_prediction_tokens=None if prediction is None else prediction.accepted,
             rejected_prediction_tokens=None if prediction is None else prediction.rejected,

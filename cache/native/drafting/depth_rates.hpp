@@ -1,7 +1,7 @@
-// Correction of a level's hit rate for how deep in a draft it is asked.
+// Correction of a level's hit rate for how deep in a draft it is used.
 //
 // Rates are learned over all tokens, but a draft begins where the last one failed, which is a hard place, and its deep
-// nodes are asked only after all above were right, which is an easy one. A second stage of running averages, by depth
+// nodes are reached only after all above were right, which is an easy one. A second stage of running averages, by depth
 // and by the rate itself, takes that out (adaptive probability maps: Mahoney, "Adaptive weighing of context models for
 // lossless data compression", 2005).
 #pragma once
@@ -15,7 +15,7 @@ namespace agentspec {
 class DepthRates {
 public:
     DepthRates();
-    /// The hit rate of a level asked at `depth` tokens below the context, whose rate over all depths is `rate`.
+    /// The hit rate of a level used at `depth` tokens below the context, whose rate over all depths is `rate`.
     double correct(int depth, double rate) const;
     void record(int depth, double rate, bool hit);
 

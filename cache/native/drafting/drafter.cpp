@@ -19,7 +19,7 @@ constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
 class LockedIndexes {
 public:
     LockedIndexes(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit, const Deadline& until = {})
-        : asked{{}, {}, scan_limit} {
+        : searched{{}, {}, scan_limit} {
         std::vector<const SuffixIndex*> order;
         for (const auto& [index, source] : indexes) {
             if (source < 0 || source >= kSources) throw std::invalid_argument("unknown source");
@@ -35,12 +35,12 @@ public:
         }
         for (const auto& [index, source] : indexes) {
             if (std::find(order.begin(), order.end(), index) == order.end()) continue;
-            asked.views.emplace_back(*index);
-            asked.sources.push_back(source);
+            searched.views.emplace_back(*index);
+            searched.sources.push_back(source);
         }
     }
 
-    Asked asked;
+    SearchedIndexes searched;
 
 private:
     std::vector<ReadLock> locks_;
@@ -48,7 +48,7 @@ private:
 
 struct Candidate {
     double probability;  // by rates over all depths: the better order to grow a tree in
-    double corrected;    // for depth: what is told
+    double corrected;    // for depth: what is reported
     int parent;
     Token token;
     int match_length, source;
@@ -95,9 +95,9 @@ public:
         if (walks_.size() > kKeptWalks) walks_.resize(kKeptWalks);
     }
 
-    DraftTree grow(const Asked& asked, std::span<const Token> context) {
+    DraftTree grow(const SearchedIndexes& searched, std::span<const Token> context) {
         if (max_tokens_ == 0 || context.empty()) return {};
-        walk(-1).start(asked, context);
+        walk(-1).start(searched, context);
         reaches_.push_back({1.0, 1.0, 0});
         wait(-1);
         while (tree_.tokens.size() < max_tokens_ && find()) add(take());
@@ -151,14 +151,14 @@ private:
         const double rate = learned_.rates.rate(level->key), corrected = learned_.depths.correct(reach.depth, rate);
         const Symbol& leader = level->leader();
         const double lead = level->weight(leader) / level->weights();
-        const double told_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
-        const double scale = reach.probability * rate / level->weights(), told = reach.corrected * corrected;
-        const double told_scale = lead < 1.0 ? told * (1.0 - told_lead) / (level->weights() * (1.0 - lead)) : 0.0;
+        const double reported_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
+        const double scale = reach.probability * rate / level->weights(), reported = reach.corrected * corrected;
+        const double reported_scale = lead < 1.0 ? reported * (1.0 - reported_lead) / (level->weights() * (1.0 - lead)) : 0.0;
         for (const Symbol& symbol : level->symbols) {
             const double weight = level->weight(symbol), probability = scale * weight;
-            const double told_here = &symbol == &leader ? told * told_lead : told_scale * weight;
-            if (probability < kNegligible || told_here < floor_) continue;
-            open_.push({probability, told_here, node, symbol.token, kLengths[level->key.length], level->key.source});
+            const double reported_here = &symbol == &leader ? reported * reported_lead : reported_scale * weight;
+            if (probability < kNegligible || reported_here < floor_) continue;
+            open_.push({probability, reported_here, node, symbol.token, kLengths[level->key.length], level->key.source});
         }
         reach.probability *= 1.0 - rate;
         reach.corrected *= 1.0 - corrected;
@@ -204,7 +204,7 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
                          double min_probability, bool chain, const Deadline& until) const {
     const LockedIndexes locked(indexes, scan_limit_, until);
     const std::shared_lock lock(mutex_);
-    return Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain).grow(locked.asked, context);
+    return Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain).grow(locked.searched, context);
 }
 
 void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,
@@ -219,7 +219,7 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
     }
 }
 
-/// The levels that were asked for each token, down to the one that held it. What was learned plays no part, so others
+/// The levels that were consulted for each token, down to the one that held it. What was learned plays no part, so others
 /// draft meanwhile.
 std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                                                  std::span<const Token> tokens) const {
@@ -229,7 +229,7 @@ std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> i
     for (std::size_t i = 0; i < tokens.size(); ++i) {
         LevelWalk& walk = walks[i % 2];
         if (i == 0) {
-            walk.start(locked.asked, context);
+            walk.start(locked.searched, context);
         } else {
             walk.follow(walks[(i - 1) % 2], tokens[i - 1]);
         }
@@ -241,7 +241,7 @@ std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> i
             const double lead = level->weight(leader) / level->weights();
             outcomes.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
             if (!hit) continue;
-            locked.asked.views[level->view].record_hit(found->newest);
+            locked.searched.views[level->view].record_hit(found->newest);
             break;
         }
     }

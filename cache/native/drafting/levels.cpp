@@ -54,16 +54,16 @@ int LevelWalk::Matches::next() const {
     return next;
 }
 
-void LevelWalk::start(const Asked& asked, std::span<const Token> context) {
-    asked_ = &asked;
+void LevelWalk::start(const SearchedIndexes& searched, std::span<const Token> context) {
+    searched_ = &searched;
     query_.assign(context);
-    matches_.resize(asked.views.size());
+    matches_.resize(searched.views.size());
     for (std::size_t view = 0; view < matches_.size(); ++view) begin(view, nullptr);
     restart();
 }
 
 void LevelWalk::follow(const LevelWalk& before, Token token) {
-    asked_ = before.asked_;
+    searched_ = before.searched_;
     query_.follow(before.query_, token);
     matches_.resize(before.matches_.size());
     for (std::size_t view = 0; view < matches_.size(); ++view) begin(view, &before.matches_[view]);
@@ -78,7 +78,7 @@ void LevelWalk::restart() {
 
 /// Look for the query in one index, where `before` was found when it was a token shorter.
 void LevelWalk::begin(std::size_t view, const Matches* before) {
-    const IndexView& index = asked_->views[view];
+    const IndexView& index = searched_->views[view];
     const Token* end = query_.end();
     const int most = query_.length();
     if (index.may_start(pair_before(end))) before = nullptr;
@@ -124,7 +124,7 @@ void LevelWalk::shorten() {
 double LevelWalk::bound(const HitRates& rates) const {
     if (length_ == 0) return 0.0;
     double bound = 0.0;
-    for (const int source : asked_->sources) {
+    for (const int source : searched_->sources) {
         bound = std::max(bound, rates.bound(source, length_index(length_), static_cast<int>(slots_.size())));
     }
     return bound;
@@ -136,12 +136,12 @@ void LevelWalk::widen(std::size_t view, int length) {
     level_.symbols.clear();
     level_.view = static_cast<int>(view);
     level_.newest = 0;
-    level_.key = {asked_->sources[view], length_index(length), 0.0, 0, static_cast<int>(slots_.size())};
+    level_.key = {searched_->sources[view], length_index(length), 0.0, 0, static_cast<int>(slots_.size())};
 
     Matches& matches = matches_[view];
     for (RunMatches& run : matches.runs) {
         if (run.next() < length) continue;
-        run.widen(length, asked_->scan_limit, [&](Token token, Position p, double weight) { offer(token, p, weight); });
+        run.widen(length, searched_->scan_limit, [&](Token token, Position p, double weight) { offer(token, p, weight); });
     }
     if (matches.tail.next() >= length) {
         matches.tail.widen(length, [&](Token token, Position position) { offer(token, position, 1.0); });

@@ -22,7 +22,7 @@ struct Symbol {
 /// Symbols first offered at this level, and what its confidence is keyed by.
 struct Level {
     LevelKey key;
-    int view;                 // place of the index among those asked
+    int view;                 // place of the index among those searched
     Position newest;          // newest occurrence of any of the symbols
     std::vector<Symbol> symbols;
 
@@ -64,8 +64,8 @@ private:
     std::size_t size_ = 0;
 };
 
-/// The indexes of one call; whoever walks holds every view's lock.
-struct Asked {
+/// The indexes of one call; a walk needs every view's lock held.
+struct SearchedIndexes {
     std::vector<IndexView> views;
     std::vector<int> sources;   // of the view at the same place
     std::uint32_t scan_limit;   // of more new matches than this in a run an even sample is looked at
@@ -75,7 +75,7 @@ struct Asked {
 /// with `start` or `follow`.
 class LevelWalk {
 public:
-    void start(const Asked& asked, std::span<const Token> context);
+    void start(const SearchedIndexes& searched, std::span<const Token> context);
     /// Begin at the context of `before` and the token behind it. A match is one token longer than it was there, which
     /// tells most searches to be of no use yet.
     void follow(const LevelWalk& before, Token token);
@@ -108,7 +108,7 @@ private:
     void shorten();
     void offer(Token token, Position position, double weight);
 
-    const Asked* asked_ = nullptr;
+    const SearchedIndexes* searched_ = nullptr;
     Query query_;
     std::vector<Matches> matches_;
     TokenSlots slots_;  // slot in level_.symbols, or kOffered

@@ -12,7 +12,7 @@
 namespace agentspec {
 
 /// Matches of a query, longest first. A match is one of the query before, a token shorter, that went on with the same
-/// token: where that had few, they are known, and the run is searched only once shorter ones are asked for.
+/// token: where that had few, they are known, and the run is searched only once shorter ones are needed.
 class RunMatches {
 public:
     /// `most`: the query's length.
@@ -21,7 +21,7 @@ public:
     /// In the same run, for the query that goes on from that of `before`. Not for one that a piece may begin behind.
     RunMatches(const RunMatches& before, const Token* query_end, int most);
 
-    /// The longest shared context, or more as long as nobody has looked.
+    /// The longest shared context, or more before the first search.
     int longest() const { return longest_; }
     /// The same among the positions not yet taken in; 0 when none shares a token.
     int next() const { return cursor_ ? cursor_->next() : next_; }

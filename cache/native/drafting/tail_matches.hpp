@@ -8,13 +8,13 @@
 
 namespace agentspec {
 
-/// Matches of a query, longest first, looked for when they are asked for. Reusable: `start` resets.
+/// Matches of a query, longest first, searched when they are first needed. Reusable: `start` resets.
 class TailMatches {
 public:
     /// `most`: no position but the oldest shares more tokens.
     void start(const Token* log, std::span<const Position> tail, const Token* query_end, int most);
 
-    /// The longest shared context, or more as long as nobody has looked.
+    /// The longest shared context, or more before the first search.
     int longest() const { return longest_; }
     /// The same among the positions not yet taken in; 0 when none shares a token.
     int next() const { return next_; }

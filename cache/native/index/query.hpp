@@ -1,4 +1,4 @@
-// What is asked: the end of a context, as the log would hold it.
+// What is searched for: the end of a context, as the log would hold it.
 #pragma once
 
 #include <span>

@@ -48,8 +48,9 @@ from transformers import (
 import agentspec.backends.torch
 from agentspec.backends.torch.drafters import DrafterFactory, make_draft
 from agentspec.backends.torch.engine.cache_session import CacheSession
+from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.scheduler import Schedule
-from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
+from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.engine.step import run_step
 from agentspec.backends.torch.loader import LoadedModel, prepare

@@ -17,7 +17,8 @@ from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import Engine, is_out_of_memory
 from agentspec.backends.torch.engine.kv_budget import KVBudget
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
-from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
+from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.cache import SuffixCache
 from agentspec.errors import ContextLengthError, EngineError, OverloadedError, ShuttingDownError
 from agentspec.speculation.governor import CHUNKS

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.engine.fair_queue import MOST_FLOWS, FairQueue, ServiceCounters
-from agentspec.backends.torch.engine.sequence import EngineRequest
+from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.types import GenerateRequest, Labels
 
 

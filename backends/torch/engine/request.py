@@ -1,0 +1,83 @@
+"""A request made ready for the engine, and the text of its answer as tokens are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agentspec.backends.torch.engine.logprobs import PromptScorer
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.text.streaming_text import StreamingText
+from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """One choice of a request made ready for the engine; `original` is the request as it came.
+
+    `deliver` is called from the engine's thread and must not block.
+    """
+
+    original: GenerateRequest
+    prompt: list[int]
+    max_tokens: int
+    stop_ids: frozenset[int]
+    prediction: list[int] | None
+    deliver: Callable[[Delta | Exception], None]
+    cancelled: bool = False
+    constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
+    shares_prompt: bool = False
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.original.sampling
+
+    @property
+    def priority(self) -> int:
+        return self.original.priority
+
+    @property
+    def tenant(self) -> str:
+        return self.original.tenant
+
+
+class AnswerText:
+    """The text of one answer as its tokens are added, and why it ends: `finish`, once it does."""
+
+    def __init__(self, request: EngineRequest, tokenizer: TokenizerAdapter) -> None:
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+        self._request = request
+        decode = tokenizer.decoder(request.constraints.shown)
+        self._stream = StreamingText(decode, request.prompt, request.sampling.stop)
+        self._fresh: list[str] = []
+
+    def add(self, token: int) -> bool:
+        """The answer now ends in `token`; True if it ends for good."""
+        self.num_tokens += 1
+        if token in self._request.stop_ids:
+            self.finish = "stop"
+        else:
+            # Stop strings count only behind `min_tokens`: before, text passes unscanned.
+            may_stop = self.num_tokens > self._request.sampling.min_tokens
+            self._fresh.append(self._stream.feed(token, may_stop=may_stop))
+            if self._stream.stopped:
+                self.finish = "stop"
+            elif self.num_tokens >= self._request.max_tokens:
+                self.finish = "length"
+        return self.finish is not None
+
+    def take(self) -> str:
+        """The text since the last call; at the end with all that was held back."""
+        if self.finish is not None:
+            self._fresh.append(self._stream.finish())
+        text, self._fresh = "".join(self._fresh), []
+        return text
+
+
+def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter, scorer: PromptScorer | None = None) -> Prompt:
+    """The prompt as the model reads it, with the log-probabilities of its tokens where it was scored."""
+    ids, text = tuple(request.prompt), request.original.text
+    shown = tokenizer.decode(ids) if text is None else text
+    return Prompt(shown, ids, None if scorer is None else scorer.finish())

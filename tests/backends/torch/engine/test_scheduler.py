@@ -1,0 +1,110 @@
+"""The scheduler by itself: whom it admits, whom it preempts, and how it divides a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch.engine.cache_session import CacheSession
+from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.backends.torch.engine.scheduler import Scheduler
+from agentspec.backends.torch.engine.sequence import EngineContext
+from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
+from agentspec.errors import OverloadedError, ShuttingDownError
+from agentspec.speculation.governor import CHUNKS
+from agentspec.types import GenerateRequest, SamplingParams
+
+PROMPT = list(range(20, 40))
+
+
+def request_of(prompt: list[int] = PROMPT, *, max_tokens: int = 8, **params: Any) -> EngineRequest:
+    original = GenerateRequest("m", token_ids=prompt, sampling=SamplingParams(), **params)
+    return EngineRequest(original, prompt, max_tokens, frozenset(), None, lambda item: None)
+
+
+@pytest.fixture
+def scheduler_of(lab: Any) -> Callable[..., Scheduler]:
+    return lambda **settings: Scheduler(EngineContext(lab.target, lab.tokenizer), TorchSettings(**settings))
+
+
+@pytest.fixture
+def opened(lab: Any) -> Callable[[EngineRequest], EngineSequence]:
+    context = EngineContext(lab.target, lab.tokenizer)
+    return lambda request: EngineSequence(request, context, lab.target.new_cache(1), CacheSession(None))
+
+
+def test_a_prompt_is_read_in_chunks_behind_the_sequences_that_draw(scheduler_of: Any, opened: Any) -> None:
+    scheduler = scheduler_of()
+    scheduler.add(request_of([1]))
+    scheduler.add(request_of(PROMPT * 20))
+    first, second = scheduler.schedule(opened).scheduled
+    assert (first.num_tokens, first.draws) == (1, True)
+    assert second.num_tokens in CHUNKS and not second.draws
+    assert second.batch_item.tokens == second.sequence.tokens[: second.num_tokens]
+
+
+def test_alone_a_prompt_takes_the_largest_chunk_and_draws_behind_its_last_token(scheduler_of: Any, opened: Any) -> None:
+    scheduler = scheduler_of()
+    scheduler.add(request_of(PROMPT * 20))
+    (only,) = scheduler.schedule(opened).scheduled
+    assert (only.num_tokens, only.draws) == (CHUNKS[0], False)
+    scheduler = scheduler_of()
+    scheduler.add(request_of())
+    (only,) = scheduler.schedule(opened).scheduled
+    assert (only.num_tokens, only.draws) == (len(PROMPT), True)
+
+
+def test_a_full_queue_refuses_and_a_finished_request_makes_room(scheduler_of: Any, opened: Any) -> None:
+    scheduler = scheduler_of(max_active=1, max_queue=1)
+    scheduler.add(request_of())
+    scheduler.add(request_of())
+    with pytest.raises(OverloadedError):
+        scheduler.add(request_of())
+    scheduler.schedule(opened)
+    assert (len(scheduler.active), scheduler.num_waiting) == (1, 1)
+    scheduler.remove(scheduler.active[0], clean=True)
+    scheduler.add(request_of())
+
+
+def test_a_lower_priority_preempts_a_higher_one_which_is_resumed(scheduler_of: Any, opened: Any) -> None:
+    scheduler = scheduler_of(max_active=1)
+    scheduler.add(request_of(priority=5))
+    scheduler.schedule(opened)
+    (slow,) = scheduler.active
+    scheduler.add(request_of(priority=0))
+    scheduler.schedule(opened)
+    (urgent,) = scheduler.active
+    assert urgent.request.priority == 0 and scheduler.num_waiting == 1 and scheduler.has_work
+    scheduler.remove(urgent, clean=True)
+    scheduler.schedule(opened)
+    assert scheduler.active == [slow] and scheduler.num_waiting == 0
+
+
+def test_equal_priorities_do_not_preempt_each_other(scheduler_of: Any, opened: Any) -> None:
+    scheduler = scheduler_of(max_active=1)
+    for _ in range(2):
+        scheduler.add(request_of(priority=1))
+        scheduler.schedule(opened)
+    assert len(scheduler.active) == scheduler.num_waiting == 1
+
+
+def test_a_request_that_cannot_be_opened_is_not_active(scheduler_of: Any) -> None:
+    scheduler = scheduler_of()
+    scheduler.add(request_of())
+    assert scheduler.schedule(lambda request: None).scheduled == [] and not scheduler.has_work
+
+
+def test_what_was_cancelled_is_gone_and_what_was_not_is_handed_back_at_the_end(scheduler_of: Any, opened: Any) -> None:
+    scheduler = scheduler_of(max_active=1)
+    running, waiting, cancelled = request_of(), request_of(), request_of()
+    for request in (running, waiting, cancelled):
+        scheduler.add(request)
+    scheduler.schedule(opened)
+    assert scheduler.cancel(cancelled) and not scheduler.cancel(cancelled)
+    assert set(map(id, scheduler.clear())) == {id(running), id(waiting)}
+    assert not scheduler.has_work and scheduler.kv_slots == 0
+    with pytest.raises(ShuttingDownError):
+        scheduler.add(request_of())
