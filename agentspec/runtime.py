@@ -105,6 +105,12 @@ class Runtime:
             self._build_strategies()
             self._started = True
 
+    async def start_for(self, model: str) -> None:
+        """`start` in a thread unless that was done. Raises `ModelNotFoundError` before it, and what `start` raises."""
+        self._resolve(model)
+        if not self.ready:
+            await anyio.to_thread.run_sync(self.start)
+
     def models(self) -> list[str]:
         """The model names that `route` knows; a sole upstream takes further ones."""
         return list(self._names)
@@ -132,9 +138,7 @@ class Runtime:
 
         Closing the iterator cancels the work. Raises what `route`, `start` and the backend raise.
         """
-        self._resolve(request.model)
-        if not self.ready:
-            await anyio.to_thread.run_sync(self.start)
+        await self.start_for(request.model)
         route = self.route(request.model)
         configured = self.settings.backends.get(route.backend_name)
         if configured is not None and configured.local:

@@ -1,6 +1,6 @@
 """Whole sessions of a coding agent, end to end: transformers, agentspec off, on, and on after other sessions.
 
-The prompt of each turn is the one before with an answer and what the tools said: it grows from about 400 to about 3900
+The prompt of each turn is the one before with an answer and the tools' output: it grows from about 400 to about 3900
 tokens. transformers reads it afresh each time, as `generate` does; agentspec keeps the session's key/value rows.
 Each session is run under all variants in an order that rotates. All see the same prompts, since the history is the
 script's (`agent_workflows`). Answers are greedy, a pair is one session under two variants, and time is wall time from
@@ -113,7 +113,7 @@ class AgentBench(EngineBench):
     def variants(self, warm: int, *, off: bool = False, kept: bool = False) -> dict[str, Ask]:
         """What is compared; on request also agentspec without drafts, and transformers with rows kept between turns.
 
-        Every measured session is new to its cold tenant. The warm one goes on remembering, measured sessions too.
+        Every measured session is new to its cold tenant. The warm one remembers measured sessions too.
         """
         optional: dict[str, Ask] = {}
         if off:

@@ -1,9 +1,9 @@
 """Scripted sessions of a coding agent: step by step it edits small files, and reads them again before each step.
 
 The code is that of the prompt sets. What the agent is shown depends on the script alone and never on what a model
-answers: files and earlier answers stand as if each step had been done rightly, so that every variant of a benchmark
-sees the same. A small model's own answers would not do as history: it soon repeats them word for word, which would
-flatter whoever drafts.
+answers: files and earlier answers are as if each step had been done correctly, so that every variant of a benchmark
+sees the same. A small model's own answers are no useful history: it soon repeats them word for word, which would
+flatter every drafter.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class WorkflowTurn:
-    """What the agent is told, and the answer that later turns have as their history."""
+    """What the agent is asked, and the answer that later turns have as their history."""
 
-    told: str
+    asked: str
     answer: str
 
 
@@ -43,12 +43,12 @@ class Workflow:
     turns: tuple[WorkflowTurn, ...]
 
     def messages(self, turn: int) -> list[Message]:
-        """The conversation up to what turn `turn` (from 0) is told, ready for its answer."""
-        said = [("system", SYSTEM)]
+        """The conversation up to what turn `turn` (from 0) asks, ready for its answer."""
+        messages = [("system", SYSTEM)]
         for earlier in self.turns[:turn]:
-            said += [("user", earlier.told), ("assistant", earlier.answer)]
-        said.append(("user", self.turns[turn].told))
-        return [{"role": role, "content": content} for role, content in said]
+            messages += [("user", earlier.asked), ("assistant", earlier.answer)]
+        messages.append(("user", self.turns[turn].asked))
+        return [{"role": role, "content": content} for role, content in messages]
 
 
 def measured_workflows(turns: int) -> list[Workflow]:
@@ -71,16 +71,16 @@ def workflow(files: Sequence[str], turns: int, *, seed: int) -> Workflow:
     rng = random.Random(seed)
     codes = list(files)
     targets = [(number, names) for number, code in enumerate(codes) for names in _groups(code)]
-    said: list[WorkflowTurn] = []
+    built: list[WorkflowTurn] = []
     for turn in range(turns):
         number, names = targets[turn % len(targets)]
         code = codes[number]
         wanted, codes[number] = _step(code, names, turn + turn // len(targets), rng)
-        done = f"{_tools(_module_name(codes[0]), codes, rng)}\n" if said else ""
+        done = f"{_tools(_module_name(codes[0]), codes, rng)}\n" if built else ""
         shown = f"{done}$ cat {_module_name(code)}.py\n{code}"
-        told = f"{shown}\n\n{wanted} Return the whole code.\n\n{_excerpt(code, names)}"
-        said.append(WorkflowTurn(told, _excerpt(codes[number], names)))
-    return Workflow(_module_name(codes[0]), tuple(said))
+        asked = f"{shown}\n\n{wanted} Return the whole code.\n\n{_excerpt(code, names)}"
+        built.append(WorkflowTurn(asked, _excerpt(codes[number], names)))
+    return Workflow(_module_name(codes[0]), tuple(built))
 
 
 def _step(code: str, names: Sequence[str], kind: int, rng: random.Random) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 Every variant answers the same token ids to the natural end of the text, one after another for each prompt and in an
 order that rotates from prompt to prompt, so that a busy machine affects all of them alike. A pair is one prompt under
 two variants; time is wall time including prefill. Each cache state of each table is a tenant of its own and no sequence
-is added while it is measured, though how far drafts can be trusted goes on being learned, as it would in use; key/value
+is added while it is measured, though acceptance rates are learned throughout, as in use; key/value
 rows are never kept between calls.
 """
 

@@ -1,7 +1,7 @@
 """KNN-LM with speculation off and on: the same prompts, interleaved, answers compared, and how far it could go.
 
 Each prompt is answered under all variants in an order that rotates. `off` asks the datastore for every token; `on` is
-the default; `every token asked` verifies all its guesses, so that the bound on decided tokens plays no part.
+the default; `every token asked` verifies all its guesses, without the bound on decided tokens.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ async def _measure(
     progress("reading the datastore")
     base = await KnnBackend.open(backend, folder, knobs, model=backend.model_name)
     table = KnnReport(base.entries)
-    await _timed(base, prompts[0], sampling, speculation=True)  # nothing is cold any more
+    await _timed(base, prompts[0], sampling, speculation=True)  # the first answer also pays for one-time setup
     for index, prompt in enumerate(prompts):
         progress(f"prompt {index + 1} of {len(prompts)}")
         for name, change in rotated(VARIANTS, index):

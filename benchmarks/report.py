@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 Verdict = Literal["aim met", "met", "missed", "not measured"]
 
 
-class Report(Protocol):
+class BenchmarkReport(Protocol):
     """The result of a benchmark."""
 
     def show(self) -> Iterator[RenderableType]:
@@ -38,12 +38,12 @@ class Report(Protocol):
         ...
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: BenchmarkReport, console: Console) -> None:
     for part in report.show():
         console.print(part)
 
 
-def write_json(report: Report, path: Path, environment: Mapping[str, Any]) -> None:
+def write_json(report: BenchmarkReport, path: Path, environment: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"environment": environment, **report.data()}, indent=1))
 
 
@@ -151,7 +151,7 @@ class RatioGoal:
 def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Ratio:
     """Median of `values[i] / baseline[i]`, with a percentile bootstrap over the pairs (Efron 1979).
 
-    Raises ValueError for sequences of different length or of fewer than seven pairs: fewer say nothing.
+    Raises ValueError for sequences of different length or of fewer than seven pairs, which prove nothing.
     """
     if len(values) != len(baseline) or len(values) < MIN_PAIRS:
         raise ValueError(f"need two equally long sequences of at least {MIN_PAIRS}: {len(values)}, {len(baseline)}")

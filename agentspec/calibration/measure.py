@@ -88,23 +88,23 @@ async def _solve(backend: StrategyBackend, problem: Problem, plan: CurvePlan, me
     sampling = SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens)
     messages = [{"role": "user", "content": problem.problem}]
     request = GenerateRequest(plan.model, messages=messages, sampling=sampling, store=False)
-    before, began, told = memo.seconds if memo else 0.0, time.perf_counter(), None
+    before, began, counts = memo.seconds if memo else 0.0, time.perf_counter(), None
     thinking = answer = ""
     async for delta in backend.generate(request):
         thinking += delta.extra.get("reasoning", "")
         answer += delta.text
-        told = delta.speculation or told
+        counts = delta.speculation or counts
     seconds = memo.seconds - before if memo else time.perf_counter() - began
-    assert isinstance(told, StepSpeculation)
+    assert isinstance(counts, StepSpeculation)
     return SolvedProblem(
         correct=is_correct(f"{thinking}\n{answer}", problem.answer),
         seconds=seconds,
-        steps=told.steps,
-        proposed=told.proposed_steps,
-        accepted=told.accepted_steps,
-        base_tokens=told.kept_tokens["base"],
-        small_tokens=told.kept_tokens["small"],
-        spent_tokens=sum(told.spent_tokens.values()),
+        steps=counts.steps,
+        proposed=counts.proposed_steps,
+        accepted=counts.accepted_steps,
+        base_tokens=counts.kept_tokens["base"],
+        small_tokens=counts.kept_tokens["small"],
+        spent_tokens=sum(counts.spent_tokens.values()),
     )
 
 

@@ -17,13 +17,13 @@ from agentspec.cli.common import FAILED, require_plot, require_writable
 from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, knobs_of
 
 if TYPE_CHECKING:
-    from agentspec.benchmarks.report import Progress, Report
+    from agentspec.benchmarks.report import BenchmarkReport, Progress
 
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
 
 REPORT_WIDTH = 150  # columns of a table that goes to a file
 TORCH = ("torch", "transformers")  # packages whose versions go into a JSON file
-R = TypeVar("R", bound="Report")
+R = TypeVar("R", bound="BenchmarkReport")
 
 ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")]
 
@@ -45,11 +45,6 @@ class ModelShape(StrEnum):
     tiny = "tiny"
     small = "1b"
     large = "8b"
-
-
-@app.callback()
-def bench() -> None:
-    """Measure speed-ups on this machine."""
 
 
 @app.command()
@@ -142,7 +137,7 @@ def gpu(
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file")] = None,
 ) -> None:
     """Check and time the local engine on a device with random weights; exit code 1 where a check fails."""
-    from agentspec.benchmarks.gpu import GpuPlan, run_gpu
+    from agentspec.benchmarks.gpu.bench import GpuPlan, run_gpu
 
     if bool(traces) != (tokenizer is not None):
         raise typer.BadParameter("--traces and --tokenizer go together")
@@ -204,8 +199,8 @@ def vllm(
 ) -> None:
     """Ask vLLM servers with other drafters, with ours and with none the same prompts: cold, warm, after a restart."""
     from agentspec.backends.model_store import fetch
-    from agentspec.benchmarks.vllm import VllmInstallation, run_vllm
-    from agentspec.benchmarks.vllm_server import find_environment
+    from agentspec.benchmarks.vllm.bench import VllmInstallation, run_vllm
+    from agentspec.benchmarks.vllm.server import find_environment
     from agentspec.errors import ConfigurationError
 
     found = environment or find_environment()

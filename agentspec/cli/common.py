@@ -1,4 +1,4 @@
-"""What the commands share: one line for an error, --config and --json, settings."""
+"""What all commands share: one line for an error, --config and --json, settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 class ErrorGroup(TyperGroup):
-    """Reports an error of ours as one line on stderr, without a traceback."""
+    """Reports an `AgentSpecError` as one line on stderr, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

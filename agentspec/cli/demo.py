@@ -37,8 +37,8 @@ TASKS = (
 )
 
 
-class State(TypedDict, total=False):
-    """The task, and what each step made of it."""
+class RefinementState(TypedDict, total=False):
+    """The task, and the output of each step."""
 
     task: str
     code: str
@@ -47,7 +47,7 @@ class State(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class DemoCall:
     """One model call of the workflow in one mode."""
 
     mode: str
@@ -57,7 +57,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class AnswerDifference:
     """Where the answers of the two modes first differ: `position` counts characters."""
 
     task: int
@@ -108,17 +108,19 @@ def _runtime(model: str) -> Runtime:
     return runtime
 
 
-def _run(runtime: Runtime, model: str, tasks: int, max_tokens: int, advance: Callable[[str, str], None]) -> list[Call]:
+def _run(
+    runtime: Runtime, model: str, tasks: int, max_tokens: int, advance: Callable[[str, str], None]
+) -> list[DemoCall]:
     """Task by task, the modes taking turns at going first, so that whatever else the machine does hits both."""
     from agentspec.step import workflow
 
     graphs = {mode: _graph(runtime, model, max_tokens, mode, advance) for mode in MODES}
-    calls: list[Call] = []
+    calls: list[DemoCall] = []
     for number, task in enumerate(TASKS[:tasks]):
         for mode in MODES if number % 2 == 0 else MODES[::-1]:
             with workflow(mode, session=f"task-{number}"):
                 final = graphs[mode].invoke({"task": task})
-            calls += [Call(mode, number, step, final[result]) for step, result in RESULTS.items()]
+            calls += [DemoCall(mode, number, step, final[result]) for step, result in RESULTS.items()]
     return calls
 
 
@@ -130,7 +132,7 @@ def _graph(runtime: Runtime, model: str, max_tokens: int, mode: str, advance: Ca
 
     on = mode == "on"
     chat = ChatAgentSpec(model=model, runtime=runtime, temperature=0.0, max_tokens=max_tokens, speculation=on, store=on)
-    builder: Any = StateGraph(State)
+    builder: Any = StateGraph(RefinementState)
     for name, instruction in STEPS.items():
         builder.add_node(name, _node(name, instruction, chat, lambda text: advance(mode, text)))
     for before, after in zip([START, *STEPS], [*STEPS, END], strict=True):
@@ -138,11 +140,13 @@ def _graph(runtime: Runtime, model: str, max_tokens: int, mode: str, advance: Ca
     return builder.compile(name="self-refinement")
 
 
-def _node(name: str, instruction: str, chat: Any, advance: Callable[[str], None]) -> Callable[[State], dict[str, str]]:
+def _node(
+    name: str, instruction: str, chat: Any, advance: Callable[[str], None]
+) -> Callable[[RefinementState], dict[str, str]]:
     from agentspec import step
 
     @step(name)
-    def node(state: State) -> dict[str, str]:
+    def node(state: RefinementState) -> dict[str, str]:
         pieces = []
         for chunk in chat.stream(instruction.format(**state)):
             pieces.append(str(chunk.content))
@@ -153,7 +157,7 @@ def _node(name: str, instruction: str, chat: Any, advance: Callable[[str], None]
     return node
 
 
-def divergences(calls: Sequence[Call]) -> list[Divergence]:
+def divergences(calls: Sequence[DemoCall]) -> list[AnswerDifference]:
     """The calls whose answers differ between the modes."""
     answers = {(call.mode, call.task, call.step): call.text for call in calls}
     found = []
@@ -161,11 +165,11 @@ def divergences(calls: Sequence[Call]) -> list[Divergence]:
         off, on = answers["off", task, step], answers["on", task, step]
         if mode == "off" and off != on:
             position = next((at for at, pair in enumerate(zip(off, on, strict=False)) if pair[0] != pair[1]), None)
-            found.append(Divergence(task, step, min(len(off), len(on)) if position is None else position))
+            found.append(AnswerDifference(task, step, min(len(off), len(on)) if position is None else position))
     return found
 
 
-def statement(calls: Sequence[Call], differences: Sequence[Divergence]) -> str:
+def statement(calls: Sequence[DemoCall], differences: Sequence[AnswerDifference]) -> str:
     """Whether the outputs are identical, as compared."""
     compared = sum(call.mode == "off" for call in calls)
     characters = sum(len(call.text) for call in calls if call.mode == "off")
@@ -247,9 +251,9 @@ def _record(
     model: str,
     tasks: int,
     max_tokens: int,
-    calls: Sequence[Call],
+    calls: Sequence[DemoCall],
     rows: dict[tuple[str, str], StepRow],
-    differences: Sequence[Divergence],
+    differences: Sequence[AnswerDifference],
 ) -> dict[str, Any]:
     return {
         "model": model,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentspec.cli.cache.files import SkipOption, choose, counted
 from agentspec.cli.common import JsonOption, print_json
+from agentspec.cli.recorded_files import SkipOption, choose, counted, progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import TaskID
-
     from agentspec.reasoning.retrieval.knowledge.base import Hit
 
 app = typer.Typer(help="Make knowledge bases, look into them, serve them.", no_args_is_help=True)
@@ -50,14 +47,19 @@ def build(
     from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
     from agentspec.recordings.corpus import read_corpus
 
-    with _bars() as (console, start):
+    import_module("bm25s" if kind is KindName.bm25 else "faiss")  # a missing extra is reported before the encoding
+    with progress(sized=True) as (console, advance):
         on_bad, bad = choose(skip_bad, console)
-        advance = start(None)
         documents = list(counted(read_corpus(corpus, on_bad), str(corpus), advance))
         encoder = None if kind is KindName.bm25 else load_encoder(model)
         try:
             manifest = folder.build(
-                documents, out, kind.value, encoder=encoder, model=_lasting(model), advance=start(len(documents))
+                documents,
+                out,
+                kind.value,
+                encoder=encoder,
+                model=_lasting(model),
+                advance=partial(advance, total=len(documents)),
             )
         finally:
             if encoder is not None:
@@ -122,33 +124,3 @@ def _lasting(model: str) -> str:
 def _shortened(title: str, text: str, width: int = 80) -> str:
     shown = " ".join(f"{title}: {text}".removeprefix(": ").split())
     return shown if len(shown) <= width else f"{shown[: width - 3]}..."
-
-
-@contextmanager
-def _bars() -> Iterator[tuple[Console, Callable[[int | None], Callable[[str, int], None]]]]:
-    """Bars on stderr: `start(total)` gives an `advance(what, count)` whose bars end at `total`, if that is known."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bars:
-
-        def start(total: int | None) -> Callable[[str, int], None]:
-            tasks: dict[str, TaskID] = {}
-
-            def advance(what: str, count: int) -> None:
-                if what not in tasks:
-                    tasks[what] = bars.add_task(what, total=total)
-                bars.advance(tasks[what], count)
-
-            return advance
-
-        yield console, start

@@ -17,18 +17,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Build a KNN-LM datastore, and generate with it.", no_args_is_help=True)
 
-
 ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")]
 NeighboursOption = Annotated[int | None, typer.Option(help="Nearest entries that share their part of the mixture")]
 WeightOption = Annotated[float | None, typer.Option(help="That part, from 0 to 1")]
 DistanceOption = Annotated[
     float | None, typer.Option(help="Squared distance that makes an entry count e times less: the temperature")
 ]
-
-
-@app.callback()
-def knn() -> None:
-    """Build a KNN-LM datastore, and generate with it."""
 
 
 @app.command()

@@ -17,11 +17,6 @@ app = typer.Typer(help="Show what strategies decided, answer by answer.", no_arg
 TraceId = Annotated[str, typer.Argument(metavar="ID", help="The answer's speculation.trace; `last` is the newest")]
 
 
-@app.callback()
-def trace() -> None:
-    """Show what strategies decided, answer by answer. Traces are kept where [traces] path says so."""
-
-
 @app.command()
 def show(
     trace: TraceId,

@@ -60,7 +60,7 @@ def verify(
 
 def _prompts(backend: TorchBackend, calls: Path | None) -> Iterator[Sequence[int]]:
     """Token ids of the prompts of recorded calls, or of built-in ones: text that repeats and text that does not."""
-    from agentspec.cli.cache.files import recorded_calls
+    from agentspec.cli.recorded_files import recorded_calls
     from agentspec.recordings.calls import refuse
     from agentspec.recordings.prompt_sets import load_prompts
 

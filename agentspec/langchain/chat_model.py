@@ -261,7 +261,10 @@ class ChatAgentSpec(BaseChatModel):
         failed = False
         try:
             with anyio.fail_after(self.timeout):
-                async with aclosing(self._attempts(call)) as deltas:
+                runtime = self._runtime(call.model)
+                await runtime.start_for(call.model)
+                began = time.perf_counter()  # loading a model is no model time
+                async with aclosing(self._attempts(runtime, call)) as deltas:
                     async for delta in deltas:
                         usage, speculation = delta.usage or usage, delta.speculation or speculation
                         yield delta
@@ -273,9 +276,8 @@ class ChatAgentSpec(BaseChatModel):
         finally:
             observe(usage, speculation, time.perf_counter() - began, labels=call.labels, failed=failed)
 
-    async def _attempts(self, call: GenerateRequest) -> AsyncGenerator[Delta]:
+    async def _attempts(self, runtime: Runtime, call: GenerateRequest) -> AsyncGenerator[Delta]:
         """Try again, at most `max_retries` times, as long as nothing has come and it may go better the next time."""
-        runtime = self._runtime(call.model)
         for attempt in range(self.max_retries + 1):
             begun = False
             try:

@@ -1,6 +1,6 @@
-"""RecordedCall model calls in JSON lines: traces, logged requests with their responses, conversations for fine-tuning.
+"""Recorded model calls in JSON lines: traces, logged requests with their responses, conversations for fine-tuning.
 
-Lines that are not what their format says are reported by file and line; what to do about them is the reader's choice.
+Lines that are not what their format says are reported by file and line; the caller chooses what to do about them.
 docs/cache.md describes the formats.
 """
 
@@ -19,7 +19,7 @@ from agentspec.types import Labels, Message
 
 
 class Format(StrEnum):
-    """What a file holds. `checkpoints` and `export` are read elsewhere: they are known here by sight alone."""
+    """What a file holds. `checkpoints` and `export` are read elsewhere and only recognised here."""
 
     trace = "trace"
     log = "log"
@@ -32,7 +32,7 @@ class Format(StrEnum):
 class RecordedCall:
     """One call: what was asked (`prompt` where it was plain text), what the model answered, and where that stands.
 
-    `finished`: the answer came to its own end. `created_at` is in seconds since 1970, None where nobody wrote it down.
+    `finished`: the answer came to its own end. `created_at` is in seconds since 1970, None where it was not recorded.
     """
 
     place: str
@@ -143,9 +143,9 @@ class _Traces:
         if not isinstance(answer, str):
             raise TypeError("response must be a string")
         history = [] if record.get("reset") else self._history.get(session, [])
-        said = {"role": "assistant", "content": answer}
-        yield RecordedCall(place, _labels(record, session), [*history, *added], said)
-        self._history[session] = [*history, *added, said]
+        message = {"role": "assistant", "content": answer}
+        yield RecordedCall(place, _labels(record, session), [*history, *added], message)
+        self._history[session] = [*history, *added, message]
 
 
 def _parse_chat(record: dict[str, Any], place: str) -> Iterator[RecordedCall]:

@@ -1,4 +1,4 @@
-"""RecordedCall model calls as token arrays, read from gzip-compressed JSON lines.
+"""Recorded model calls as token arrays, read from gzip-compressed JSON lines.
 
 A line is one call: `{"session", "messages_delta": [{"role", "content"}], "response"}`. The delta holds the messages
 added since the session's previous call, that call's own answer excluded; `"reset": true` starts from an empty history.
@@ -29,7 +29,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class EncodedCall:
-    """One recorded call: what was asked, and what the model really wrote, its end of turn included."""
+    """One recorded call: the prompt, and what the model really wrote, its end of turn included."""
 
     session: str
     prompt: Tokens
@@ -53,7 +53,7 @@ def read_calls(path: Path, encode: Encode, limit: int | None = None) -> list[Enc
 
 
 def chatml(encode: Encode) -> Callable[[RecordedCall], EncodedCall]:
-    """RecordedCall calls as token arrays, for models with a ChatML template.
+    """Recorded calls as token arrays, for models with a ChatML template.
 
     Messages are encoded one by one, each once however many prompts repeat it. That is the encoding of the whole prompt
     because the tokenizer splits at its special tokens first; raises `ConfigurationError` where `<|im_start|>` and

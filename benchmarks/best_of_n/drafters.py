@@ -24,7 +24,7 @@ from agentspec.cache.index import DEPTH, SuffixIndex
 from agentspec.cache.tokens import EMPTY
 from agentspec.types import Draft, Source
 
-STAND, RECYCLING = 6, 7  # sources, for the governor to tell them apart
+STAND, RECYCLING = 6, 7  # sources, which the governor learns about one by one
 LONGEST = 4  # tokens of an n-gram
 KEPT = 10  # continuations of an n-gram
 DEEPEST = 8  # tokens of a path in a fixed tree

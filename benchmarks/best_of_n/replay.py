@@ -168,7 +168,7 @@ def replay(
 
 @dataclass(slots=True)
 class DraftCutter:
-    """Cuts drafts as the engine's governor does, where there is a cost, and teaches it what became of them."""
+    """Cuts drafts as the engine's governor does, where there is a cost, and reports to it what was accepted."""
 
     governor: Governor
     budget: int
@@ -253,7 +253,7 @@ def speed_ratio(outcome: Outcome, baseline: Outcome, *, resamples: int = 10_000)
 
 
 def curve(points: dict[int, float]) -> Cost:
-    """A cost that is linear between measured sizes (tokens: seconds) and goes on behind the last as before it."""
+    """A cost that is linear between measured sizes (tokens: seconds) extrapolated beyond the last."""
     sizes, seconds = np.array(sorted(points), dtype=np.float64), np.array([points[size] for size in sorted(points)])
     rise = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
 

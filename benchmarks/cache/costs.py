@@ -158,7 +158,7 @@ def request_start_cost() -> float:
 
 
 def draft_latency(cache: SuffixCache, *, beside: Callable[[], None] | None = None) -> Latency:
-    """Drafts of a request that goes on as the cached text would, with `beside` repeated in another thread."""
+    """Drafts of a request that continues as the cached text would, with `beside` repeated in another thread."""
     cached = cache.stats().tokens
     text = _continuation(cached, 2000 + _STEP * (_MEASURED + _WARMUP))
     request = cache.request(text[:2000], store=False)

@@ -75,7 +75,7 @@ def _in_agents_view(message: Mapping[str, Any]) -> bool:
 
 
 def _mini_swe_agent(file: Path) -> Iterator[Record]:
-    """A run of mini-swe-agent 1 or 2; two runs of an instance are told apart by their folders."""
+    """A run of mini-swe-agent 1 or 2; two runs of an instance differ by their folders."""
     instance = file.name.removesuffix(".json").removesuffix(".traj")
     yield from calls(f"{instance}@{file.parent.parent.name}", json.loads(file.read_text("utf-8"))["messages"])
 
@@ -90,19 +90,19 @@ def _intercode(file: Path) -> Iterator[Record]:
 
 
 def _aider(file: Path) -> Iterator[Record]:
-    """A chat history in Markdown. Text in quotes is aider's, behind four hashes the user's, all other the model's."""
+    """A chat history in Markdown: quotes are aider's, headings of level four the user's, the rest is the model's."""
     for started, chat in _chats(file.read_text("utf-8")):
         messages: list[Record] = []
-        asked, said = list[str](), list[str]()
+        asked, answered = list[str](), list[str]()
         for line in chat:
             if re.match(r"> Tokens: .* received", line):
-                if asked and "".join(said).strip():
-                    messages += [_message("user", asked), _message("assistant", said)]
-                asked, said = [], []
+                if asked and "".join(answered).strip():
+                    messages += [_message("user", asked), _message("assistant", answered)]
+                asked, answered = [], []
             elif line.startswith(("#### ", "> ")):
                 asked.append(line.split(" ", 1)[1])
             else:
-                said.append(line)
+                answered.append(line)
         yield from calls(f"{file.stem}-{started}", messages)
 
 
@@ -127,7 +127,7 @@ _READERS: dict[LogSource, Callable[[Path], Iterator[Record]]] = {
 
 
 def calls(session: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Record]:
-    """A record for each assistant message that answers a user: what was new before it, and what it says.
+    """A record for each assistant message that answers a user: what was new before it, and its text.
 
     A greeting before the user's first message was not the model's; it counts as prompt.
     """

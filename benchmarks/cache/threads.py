@@ -34,7 +34,7 @@ class Gains:
 
 
 def measure_gains(cache: SuffixCache, text: Tokens, tree: int) -> Gains:
-    """Draft trees of up to `tree` tokens for requests that go on from different places of `text`."""
+    """Draft trees of up to `tree` tokens for requests that continue different places of `text`."""
     with _requests(cache, text) as requests:
         drafting = [partial(_draft, request, tree) for request in requests[:2]]
         rounds = [(_two_threads(_hash), _two_threads(*drafting), _batch(cache, requests, tree)) for _ in range(_ROUNDS)]

@@ -18,8 +18,8 @@ from agentspec.types import Delta, GenerateRequest, Message, Speculation
 WARM = warm_name(20)
 
 
-def flow_of(name: str, *told: str) -> Workflow:
-    return Workflow(name, tuple(WorkflowTurn(text, text.upper()) for text in told))
+def flow_of(name: str, *asked: str) -> Workflow:
+    return Workflow(name, tuple(WorkflowTurn(text, text.upper()) for text in asked))
 
 
 FLOWS = [flow_of("stack", "ab", "cd", "ef"), flow_of("queue", "gh", "ij", "kl")]

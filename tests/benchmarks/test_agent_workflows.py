@@ -31,19 +31,19 @@ def test_a_session_is_the_same_each_time_and_shows_python_at_every_turn() -> Non
     for flow in (*measured_workflows(TURNS), *other_workflows(MOST_OTHERS, TURNS)):
         assert len(flow.turns) == TURNS
         for turn in flow.turns:
-            assert functions(shown_file(turn.told)), flow.name
+            assert functions(shown_file(turn.asked)), flow.name
 
 
 def test_history_and_files_are_as_if_each_step_had_been_done_rightly() -> None:
     first, second, third = workflow([CODE], 3, seed=0).turns
-    assert "Add a docstring to each function" in first.told and '"""Get n."""' not in first.told
+    assert "Add a docstring to each function" in first.asked and '"""Get n."""' not in first.asked
     assert first.answer == '```python\n    def get_n(self, n):\n        """Get n."""\n        return self.n + n\n```'
     assert (
-        "without any changes" in second.told and second.told.endswith(second.answer) and second.answer == first.answer
+        "without any changes" in second.asked and second.asked.endswith(second.answer) and second.answer == first.answer
     )
-    new = third.told.partition("Rename n to ")[2].split()[0]
+    new = third.asked.partition("Rename n to ")[2].split()[0]
     assert f"def get_n(self, {new}):" in third.answer and f"return self.n + {new}" in third.answer
-    assert new not in third.told.partition("Rename")[0]
+    assert new not in third.asked.partition("Rename")[0]
 
 
 def test_a_prompt_is_the_one_before_with_an_answer_and_what_came_then() -> None:

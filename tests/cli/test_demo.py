@@ -7,13 +7,13 @@ import pytest
 from typer.testing import CliRunner
 
 from agentspec.cli import app
-from agentspec.cli.demo import Call, Divergence, divergences, speedup, statement
+from agentspec.cli.demo import AnswerDifference, DemoCall, divergences, speedup, statement
 from agentspec.step.report import StepRow
 
 
-def calls(off: str, on: str) -> list[Call]:
-    same = [Call(mode, 0, "write", "x = 1") for mode in ("off", "on")]
-    return [*same, Call("off", 1, "revise", off), Call("on", 1, "revise", on)]
+def calls(off: str, on: str) -> list[DemoCall]:
+    same = [DemoCall(mode, 0, "write", "x = 1") for mode in ("off", "on")]
+    return [*same, DemoCall("off", 1, "revise", off), DemoCall("on", 1, "revise", on)]
 
 
 def test_equal_answers_are_called_identical() -> None:
@@ -24,7 +24,7 @@ def test_equal_answers_are_called_identical() -> None:
 @pytest.mark.parametrize(("off", "on", "position"), [("abcd", "abXd", 2), ("abc", "ab", 2), ("", "a", 0)])
 def test_a_difference_is_found_and_said(off: str, on: str, position: int) -> None:
     found = divergences(calls(off, on))
-    assert found == [Divergence(1, "revise", position)]
+    assert found == [AnswerDifference(1, "revise", position)]
     said = statement(calls(off, on), found)
     assert "NOT identical: 1 of 2 calls" in said and f"task 2, revise: from character {position}" in said
 

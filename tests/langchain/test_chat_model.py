@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Annotated, Any, TypedDict, cast
 
 import pytest
@@ -30,7 +31,7 @@ from agentspec.settings.load import Settings
 from agentspec.step.decorator import report, step, workflow
 from agentspec.step.report import StepRow
 from agentspec.testing import Answer, FakeBackend, Scripted
-from agentspec.types import Labels, Speculation, Usage
+from agentspec.types import GenerateRequest, Labels, Speculation, Usage
 
 pytestmark = pytest.mark.anyio
 SPECULATION = Speculation(drafted=4, accepted=3, steps=2, estimated_seconds_saved=0.25)
@@ -220,6 +221,23 @@ def test_a_step_labels_and_counts_its_calls() -> None:
     assert not fake.requests[0].speculation
     got = row("plan", "w")
     assert (got.runs, got.calls, got.completion_tokens) == (1, 2, 4) and got.model_seconds > 0
+
+
+def test_loading_a_model_is_no_model_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("agentspec.langchain.chat_model.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    class SlowToStart(Runtime):
+        def start(self) -> None:
+            clock[0] += 60.0
+            super().start()
+
+    def answer(request: GenerateRequest) -> str:
+        clock[0] += 2.0
+        return "one"
+
+    ChatAgentSpec(model="fake", runtime=SlowToStart(backends={"fake": FakeBackend(answer)})).invoke("hi")
+    assert row(None).model_seconds == 2.0
 
 
 class State(TypedDict):

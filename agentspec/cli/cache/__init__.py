@@ -1,4 +1,4 @@
-"""`agentspec cache`: what the token cache holds, and making it forget. Its other commands are beside it."""
+"""`agentspec cache`: what the token cache holds, whether it is sound, and making it forget or shrink."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli.cache import check, replay, transfer
+from agentspec.cli.cache import replay, transfer
 from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, shown
-from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
+from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, print_json
 
 if TYPE_CHECKING:
     from agentspec.settings.load import Settings
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 _FORGET_MEMORY = 1 << 20  # bytes; forgetting needs the database, not the index
 
 app = typer.Typer(help="Look into the token cache, fill it, look after it, or make it forget.", no_args_is_help=True)
-
-
-@app.callback()
-def cache() -> None:
-    """Look into the token cache, fill it, look after it, or make it forget."""
 
 
 @app.command()
@@ -105,7 +100,7 @@ def _describe(session: str | None, tenant: str | None, older_than: str | None, m
         f"older than {older_than}": older_than,
         f"holding the text, from models with the tokenizer of {model}": model,
     }
-    described = ", ".join(said for said, value in words.items() if value is not None)
+    described = ", ".join(what for what, value in words.items() if value is not None)
     if not described:
         raise ConfigurationError("say what to forget: --session, --tenant, --older-than or --text with --model")
     return described
@@ -113,6 +108,44 @@ def _describe(session: str | None, tenant: str | None, older_than: str | None, m
 
 app.command("import")(transfer.import_files)
 app.command()(transfer.export)
-app.command()(check.verify)
-app.command()(check.compact)
+
+
+@app.command()
+def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOption = False) -> None:
+    """Check the database, every sequence and the index built from them; exit code 1 if something is wrong.
+
+    Changes nothing. A server may use the folder meanwhile.
+    """
+    from rich.console import Console
+
+    from agentspec.cache.check import verify as problems_of
+
+    settings = load(config)
+    folder = folder_of(settings, path)
+    with Console(stderr=True).status("starting") as status:
+        problems = list(
+            problems_of(folder, int(settings.cache.memory_bytes), lambda stage: status.update(f"the {stage}"))
+        )
+    if json:
+        print_json({"ok": not problems, "problems": problems})
+    else:
+        typer.echo("\n".join(problems) or f"ok: {shown(folder)}")
+    if problems:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOption = False) -> None:
+    """Give back what the cache on disk does not need. Refused while a server writes to the folder."""
+    from agentspec.cache import SuffixCache
+
+    folder = folder_of(load(config), path)
+    with SuffixCache.open(folder, mode="writer") as opened:
+        before, after = opened.stats().disk_bytes, opened.compact()
+    if json:
+        print_json({"before": before, "disk_bytes": after})
+        return
+    typer.echo(f"{shown(folder)} takes {after} bytes, {before} before")
+
+
 app.command()(replay.replay)

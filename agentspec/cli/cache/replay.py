@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentspec.cli.cache.files import Files, FormatOption, SkipOption, choose, counted, progress, recorded_calls
 from agentspec.cli.cache.folder import adapter_of, reference_of
 from agentspec.cli.common import ConfigOption, JsonOption, load, print_json, require_plot
+from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, counted, progress, recorded_calls
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall
 

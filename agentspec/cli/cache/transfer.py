@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentspec.cli.cache.files import (
+from agentspec.cli.cache.folder import PathOption, adapter_of, folder_of, reference_of, shown
+from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
+from agentspec.cli.recorded_files import (
     Advance,
     Files,
     FormatOption,
@@ -20,8 +22,6 @@ from agentspec.cli.cache.files import (
     progress,
     recorded_calls,
 )
-from agentspec.cli.cache.folder import PathOption, adapter_of, folder_of, reference_of, shown
-from agentspec.cli.common import ConfigOption, JsonOption, load, print_json
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.recordings.calls import BadLineError, Format, OnBad, RecordedCall, detect, lines
 from agentspec.types import DEFAULT_TENANT
@@ -69,8 +69,8 @@ def import_files(
     if json:
         print_json(counts | {"tokens": sum(len(row.tokens) for row in kept)})
         return
-    said = {"known": "known already", "refused": "refused by a pattern", "bad": "lines left out"}
-    more = "".join(f", {counts[name]} {words}" for name, words in said.items() if counts[name])
+    notes = {"known": "known already", "refused": "refused by a pattern", "bad": "lines left out"}
+    more = "".join(f", {counts[name]} {words}" for name, words in notes.items() if counts[name])
     typer.echo(f"imported {added} sequence{'' if added == 1 else 's'}{more}")
 
 

@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
-from agentspec.benchmarks.vllm import ask
-from agentspec.benchmarks.vllm_server import SUFFIX, VllmServer, find_environment
+from agentspec.benchmarks.vllm.bench import ask
+from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer, find_environment
 from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cli.doctor.checks import Check, check_upstream
 from agentspec.proxy import create_app

@@ -42,7 +42,7 @@ LINE, FREE = curve({1: 1.0, 2: 2.0}), curve({1: 1.0, 2: 1.0})
 
 
 def rows(*likeliest: list[int]) -> TopTokens:
-    """TopTokens whose first token has half of the probability, the second a quarter, and so on."""
+    """Rows whose first token has half of the probability, the second a quarter, and so on."""
     ids = np.array(likeliest, dtype=np.int32)
     return TopTokens(ids, np.broadcast_to(np.log(0.5 ** np.arange(1, ids.shape[1] + 1)), ids.shape).astype(np.float32))
 

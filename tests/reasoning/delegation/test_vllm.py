@@ -11,7 +11,7 @@ import pytest
 from agentspec.backends.base import text_side
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
-from agentspec.benchmarks.vllm_server import VllmServer, find_environment
+from agentspec.benchmarks.vllm.server import VllmServer, find_environment
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings

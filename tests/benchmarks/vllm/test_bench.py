@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from agentspec.benchmarks.report import print_report, write_json
-from agentspec.benchmarks.vllm import (
+from agentspec.benchmarks.vllm.bench import (
     ARCTIC,
     COLD,
     CONTROL,
@@ -27,7 +27,7 @@ from agentspec.benchmarks.vllm import (
     drafting_cost,
     variants,
 )
-from agentspec.benchmarks.vllm_server import VllmServer, find_environment, free_port
+from agentspec.benchmarks.vllm.server import VllmServer, find_environment, free_port
 from agentspec.cli import app
 
 EVENTS = [
@@ -118,10 +118,10 @@ def test_the_report_judges_by_intervals(tmp_path: Path) -> None:
 
 
 def test_drafting_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentspec.benchmarks import vllm
+    from agentspec.benchmarks.vllm import bench
 
-    monkeypatch.setattr(vllm, "STEPS", 40)
-    monkeypatch.setattr(vllm, "STEP_SECONDS", 0.002)
+    monkeypatch.setattr(bench, "STEPS", 40)
+    monkeypatch.setattr(bench, "STEP_SECONDS", 0.002)
     cost = drafting_cost(2, 20_000)
     assert cost.requests == 2
     assert 0 < cost.median_ms <= cost.p99_ms

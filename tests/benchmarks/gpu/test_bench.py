@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from agentspec.benchmarks.gpu import GpuPlan, GpuReport, run_gpu
+from agentspec.benchmarks.gpu.bench import GpuPlan, GpuReport, run_gpu
 from agentspec.benchmarks.report import Figure, print_report, write_json
 from agentspec.benchmarks.runs import OFF
 

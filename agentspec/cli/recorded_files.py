@@ -1,11 +1,11 @@
-"""The files of recorded calls that commands of `agentspec cache` read: options, progress, bad lines."""
+"""Files of recorded calls and documents that commands read: options, progress, bad lines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
-Advance = Callable[[str, int], None]
+
+
+class Advance(Protocol):
+    """Moves the bar of `what` on by `count`."""
+
+    def __call__(self, what: str, count: int, *, total: int | None = None) -> None: ...
+
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE", exists=True, dir_okay=False)]
 FormatOption = Annotated[
@@ -55,19 +61,32 @@ def counted(items: Iterator[T], what: str, advance: Advance) -> Iterator[T]:
 
 
 @contextmanager
-def progress() -> Iterator[tuple[Console, Advance]]:
-    """A bar on stderr: `advance(what, count)`, where another `what` begins a bar of its own."""
+def progress(*, sized: bool = False) -> Iterator[tuple[Console, Advance]]:
+    """Bars on stderr: `advance(what, count)`, where another `what` begins a bar of its own, of `total` if given.
+
+    `sized` shows how much of the total is done, and the time left.
+    """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bars:
+    done: ProgressColumn = MofNCompleteColumn() if sized else TextColumn("{task.completed:.0f}")
+    left = (TimeRemainingColumn(),) if sized else ()
+    name = TextColumn("{task.description}", markup=False)
+    with Progress(name, BarColumn(), done, TimeElapsedColumn(), *left, console=console) as bars:
         tasks: dict[str, Any] = {}
 
-        def advance(what: str, count: int) -> None:
+        def advance(what: str, count: int, *, total: int | None = None) -> None:
             if what not in tasks:
-                tasks[what] = bars.add_task(what.replace("[", r"\["), total=None)
+                tasks[what] = bars.add_task(what, total=total)
             bars.advance(tasks[what], count)
 
         yield console, advance

@@ -106,7 +106,7 @@ def read_bytes(target: TargetModel) -> int:
 
 
 def _is_weight(value: object) -> bool:
-    """Weights that layers of ours hold as plain attributes, copies in float32 or packed."""
+    """Weights that agentspec's layers hold as plain attributes, copies in float32 or packed."""
     return isinstance(value, torch.Tensor)
 
 

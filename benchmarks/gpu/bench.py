@@ -31,7 +31,7 @@ from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.tokenizer import read_tokenizer
 from agentspec.benchmarks import report
-from agentspec.benchmarks.gpu_model import ON, ForcedEngine, build, byte_tokenizer, copied_bytes, read_bytes
+from agentspec.benchmarks.gpu.random_model import ON, ForcedEngine, build, byte_tokenizer, copied_bytes, read_bytes
 from agentspec.benchmarks.report import MIN_PAIRS, Figure, Progress
 from agentspec.benchmarks.runs import OFF, RunTable
 from agentspec.cache import SuffixCache
@@ -65,7 +65,7 @@ class GpuPlan:
 
 @dataclass(slots=True)
 class GpuReport:
-    """What was found. `steps` are seconds by (context, tokens of the forward); `checks` say what holds."""
+    """What was found. `steps` are seconds by (context, tokens of the forward); `checks` by what must hold."""
 
     shape: str
     device: str
@@ -310,7 +310,7 @@ def _clocked(target: TargetModel, rows: SequenceCache, size: int) -> float:
 
 @torch.inference_mode()
 def waits(target: TargetModel, sampling: SamplingParams) -> int | None:
-    """How often the host waits for the device in a step that draws 8 tokens; None where that cannot be told."""
+    """How often the host waits for the device in a step that draws 8 tokens; None where that is not known."""
     if target.device.type != "cuda":
         return None
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentspec.cli.cache.files import choose, counted, progress, recorded_calls
+from agentspec.cli.recorded_files import choose, counted, progress, recorded_calls
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.calls import BadLineError, refuse
 

@@ -1,8 +1,8 @@
-"""vLLM with and without drafters, ours among them: the same prompts to servers that run side by side.
+"""vLLM without drafts, with other drafters and with agentspec's: the same prompts to servers that run side by side.
 
 All servers are up at once and only one is asked at a time, in an order that rotates from prompt to prompt, so that a
-busy machine hits all of them alike; an idle vLLM takes next to no processor time. A step is one engine step, which is
-one chunk of a stream.
+busy machine affects all of them alike; an idle vLLM takes next to no processor time. A step is one engine step, which
+is one chunk of a stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
 from agentspec.benchmarks.report import MIN_PAIRS, Progress, Ratio, RatioGoal, paired_ratio, rotated
-from agentspec.benchmarks.vllm_server import SUFFIX, VllmServer
+from agentspec.benchmarks.vllm.server import SUFFIX, VllmServer
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
 from agentspec.recordings.prompt_sets import load_prompts
@@ -220,7 +220,7 @@ def _passes(
 
 
 def _control(found: VllmBenchReport, servers: Mapping[str, VllmServer], rounds: int, progress: Progress) -> None:
-    """Sampled answers that do not repeat: without drafts, with ours, and with what any suffix method costs."""
+    """Sampled answers that do not repeat: they show what drafting in vain costs each suffix method."""
     compared = {name: servers[name] for name in (NONE, ARCTIC, PLUGIN) if name in servers}
     prompts = load_prompts("control")
     for index in range(rounds):
