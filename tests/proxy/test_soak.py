@@ -135,7 +135,7 @@ class Server:
         return Sample(time.monotonic(), rss, len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")))
 
     def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
     @property
@@ -165,7 +165,7 @@ def serving(model: str, folder: Path) -> Iterator[Server]:
         server = Server(popen, log)
         try:
             wait(lambda: server.started, 120)
-            wait(lambda: server.started and httpx.get(f"{server.url}/ready").status_code == 200, 240)
+            wait(lambda: server.started and httpx.get(f"{server.url}/ready", timeout=60).status_code == 200, 240)
             yield server
         finally:
             popen.kill()
