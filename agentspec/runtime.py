@@ -194,13 +194,13 @@ class Runtime:
         if not wanted or self._strategies:
             return
         from agentspec.reasoning.delegation.trace import open_folder
-        from agentspec.reasoning.factory import Named, Parts, open_strategy, prepare
+        from agentspec.reasoning.factory import Dependencies, ModelRef, open_strategy, prepare
 
-        def find(name: str) -> Named:
+        def find(name: str) -> ModelRef:
             backend_name, model = named_model(self.settings, name)
-            return Named(self._backends[backend_name], model)
+            return ModelRef(self._backends[backend_name], model)
 
-        parts = Parts(find, self._know, open_folder(self.settings.traces))
+        parts = Dependencies(find, self._know, open_folder(self.settings.traces))
         built = {name: open_strategy(name, cast(Any, settings), parts) for name, settings in wanted.items()}
         _run_apart(lambda: _prepare_all(built.values(), prepare))
         self._strategies = built

@@ -49,7 +49,7 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class TextSide(Protocol):
+class Tokenization(Protocol):
     """A backend that shows what becomes of text before its model sees it. Prompts of token ids need `token_ids` too."""
 
     async def render(
@@ -73,10 +73,10 @@ class TextSide(Protocol):
         ...
 
 
-def text_side(backend: Backend) -> TextSide | None:
+def tokenization_of(backend: Backend) -> Tokenization | None:
     """The text side of a backend that takes prompts of token ids; an endpoint's is known once it was probed."""
     shown = getattr(backend, "text_side", backend)
-    return shown if isinstance(shown, TextSide) and backend.capabilities.token_ids else None
+    return shown if isinstance(shown, Tokenization) and backend.capabilities.token_ids else None
 
 
 @runtime_checkable

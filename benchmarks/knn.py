@@ -19,7 +19,7 @@ from agentspec.benchmarks.stats import Ratio, paired_ratio, rotated
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
 from agentspec.reasoning.retrieval.knn.build import open_lines
-from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 from agentspec.types import GenerateRequest, KnnSpeculation, SamplingParams
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def read_prompts(file: Path, limit: int) -> list[str]:
 
 
 def run_knn(
-    model: str, folder: Path, prompts: Sequence[str], sampling: SamplingParams, knobs: KnnKnobs, progress: Progress
+    model: str, folder: Path, prompts: Sequence[str], sampling: SamplingParams, knobs: KnnSettings, progress: Progress
 ) -> KnnTable:
     """One run for each prompt and variant. Raises what the backend raises."""
     from agentspec.backends.settings import TorchSettings
@@ -107,7 +107,7 @@ async def _measure(
     folder: Path,
     prompts: Sequence[str],
     sampling: SamplingParams,
-    knobs: KnnKnobs,
+    knobs: KnnSettings,
     progress: Progress,
 ) -> KnnTable:
     progress("reading the datastore")

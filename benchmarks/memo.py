@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from agentspec.backends.base import Backend, Capabilities, TextSide, text_side
-from agentspec.reasoning.delegation.model_role import Writer
+from agentspec.backends.base import Backend, Capabilities, Tokenization, tokenization_of
+from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.runtime import closing_items
 from agentspec.types import Delta, GenerateRequest
 
@@ -34,7 +34,7 @@ class Memo:
     made: int = 0
     remembered: int = 0
 
-    def writers(self, writers: Mapping[str, Writer]) -> dict[str, Writer]:
+    def writers(self, writers: Mapping[str, ModelRole]) -> dict[str, ModelRole]:
         """The same roles over backends that remember; one writer in two roles stays one."""
         copies = {id(w): replace(w, backend=Remembering(w.backend, self)) for w in writers.values()}
         return {role: copies[id(writer)] for role, writer in writers.items()}
@@ -52,8 +52,8 @@ class Remembering:
         return self._inner.capabilities
 
     @property
-    def text_side(self) -> TextSide | None:
-        return text_side(self._inner)
+    def text_side(self) -> Tokenization | None:
+        return tokenization_of(self._inner)
 
     async def aclose(self) -> None:
         """The backend behind is closed by who built it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.prompts import SCORE_PREFILL, SCORE_QUESTION
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
@@ -82,7 +82,7 @@ def overhead(rounds: int = 15) -> Figure:
 def _overhead() -> float:
     base, small = Timed(_model("base")), Timed(_model("small"))
     settings = SpecReasonSettings(base="b", small="s", pipelined=False)
-    steps, seconds = asyncio.run(_think(StrategyBackend.of(settings, base=base, small=small)))
+    steps, seconds = asyncio.run(_think(DelegationBackend.of(settings, base=base, small=small)))
     return 1000 * (seconds - base.seconds - small.seconds) / steps
 
 
@@ -104,7 +104,7 @@ def _asleep(acceptance: float, *, pipelined: bool) -> float:
 
     base = _model("base", STEP_SECONDS, score=score)
     settings = SpecReasonSettings(base="b", small="s", pipelined=pipelined)
-    return asyncio.run(_think(StrategyBackend.of(settings, base=base, small=_model("small", STEP_SECONDS))))[1]
+    return asyncio.run(_think(DelegationBackend.of(settings, base=base, small=_model("small", STEP_SECONDS))))[1]
 
 
 def _model(word: str, seconds: float = 0.0, **options: Any) -> ThinkingModel:
@@ -116,7 +116,7 @@ def _model(word: str, seconds: float = 0.0, **options: Any) -> ThinkingModel:
     return ThinkingModel(step, **options)
 
 
-async def _think(backend: StrategyBackend) -> tuple[int, float]:
+async def _think(backend: DelegationBackend) -> tuple[int, float]:
     """Run the thinking alone: its steps and seconds."""
     request = GenerateRequest("fast", messages=QUESTION, sampling=SamplingParams(temperature=0.0))
     thinking, began = Thinking(request, backend.settings, backend.writers), time.perf_counter()
@@ -133,9 +133,9 @@ def score_cost(backend: TorchBackend, rounds: int = 9) -> Figure:
 
 
 async def _score_cost(backend: TorchBackend, rounds: int) -> list[float]:
-    from agentspec.reasoning.delegation.model_role import Writer
+    from agentspec.reasoning.delegation.model_role import ModelRole
 
-    writer = Writer("judge", backend, backend.model_name)
+    writer = ModelRole("judge", backend, backend.model_name)
     request = GenerateRequest(backend.model_name, messages=QUESTION, store=True)
     context = await writer.open(request, "")
     await context.extend("First, there are 15 sheep. Then 7 more are bought, so the farmer has 15 + 7 sheep.\n\n" * 8)

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentspec.benchmarks.memo import Memo
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
@@ -178,7 +178,7 @@ async def measure_curve(
     tried = {point.name: plan.settings(strategy, point.threshold) for point in curve.points}
     async with Runtime(settings, **given) as runtime:
         built = runtime.route(plan.model).backend
-        assert isinstance(built, StrategyBackend)
+        assert isinstance(built, DelegationBackend)
         for number, problem in enumerate(problems[curve.problems :], curve.problems + 1):
             memo = Memo()
             writers = memo.writers(built.writers) if plan.reuses else built.writers
@@ -194,7 +194,7 @@ async def measure_curve(
             save(curve)
 
 
-async def _solve(backend: StrategyBackend, problem: Problem, plan: Plan, memo: Memo | None) -> Solved:
+async def _solve(backend: DelegationBackend, problem: Problem, plan: Plan, memo: Memo | None) -> Solved:
     sampling = SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens)
     messages = [{"role": "user", "content": problem.problem}]
     request = GenerateRequest(plan.model, messages=messages, sampling=sampling, store=False)

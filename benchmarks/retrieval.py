@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.retrieval_bases import KINDS, Bases, Question
 from agentspec.benchmarks.stats import Ratio, paired_ratio, rotated
-from agentspec.reasoning.retrieval.events import Said
+from agentspec.reasoning.retrieval.events import VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
 from agentspec.speculation.stride import RequestStride
@@ -42,7 +42,7 @@ class Run:
 
     tokens: tuple[int, ...]
     seconds: float
-    account: Account
+    account: SearchStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +196,12 @@ class Bench:
             sampling=SamplingParams(temperature=temperature, seed=seed, max_tokens=self.max_tokens),
             tenant=f"run-{next(self.runs)}",
         )
-        account, began = Account(), time.perf_counter()
+        account, began = SearchStats(), time.perf_counter()
         tokens: list[int] = []
         given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "settings": settings, "account": account}
         events = sequential(request, **given) if variant == SEQUENTIAL else ralmspec(request, **given, pace=pace)
         async for event in events:
-            if isinstance(event, Said):
+            if isinstance(event, VerifiedText):
                 tokens += event.token_ids
         return Run(tuple(tokens), time.perf_counter() - began, account)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from agentspec.backends.base import Backend, Embeds
 from agentspec.errors import AgentSpecError, ConfigurationError
-from agentspec.reasoning.delegation.backend import StrategyBackend
-from agentspec.reasoning.delegation.model_role import Writer
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.delegation.templates import Template
 from agentspec.reasoning.delegation.trace import TraceFolder
 from agentspec.reasoning.retrieval.backend import RetrievalBackend
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ModelRef:
     """What a name in a strategy's settings means: a backend, and the model's name there."""
 
     backend: Backend
@@ -40,18 +40,18 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Dependencies:
     """What strategies are made of: `find` says what base, small and judge mean, `know` what a knowledge base's name."""
 
-    find: Callable[[str], Named]
+    find: Callable[[str], ModelRef]
     know: Callable[[str], KnowledgeBase]
     traces: TraceFolder | None = None
 
 
-Strategy = StrategyBackend | RetrievalBackend | KnnStrategy
+Strategy = DelegationBackend | RetrievalBackend | KnnStrategy
 
 
-def open_strategy(name: str, settings: AnyStrategy, parts: Parts) -> Strategy:
+def open_strategy(name: str, settings: AnyStrategy, parts: Dependencies) -> Strategy:
     """The strategy of `[models.name]`. Raises `ConfigurationError`, and what opening a knowledge base raises."""
     if isinstance(settings, KnnLmSettings):
         base = parts.find(settings.base)
@@ -63,15 +63,15 @@ def open_strategy(name: str, settings: AnyStrategy, parts: Parts) -> Strategy:
 
 
 def build(
-    name: str, settings: Delegation, find: Callable[[str], Named], traces: TraceFolder | None = None
-) -> StrategyBackend:
+    name: str, settings: Delegation, find: Callable[[str], ModelRef], traces: TraceFolder | None = None
+) -> DelegationBackend:
     """The strategy of `[models.name]` that delegates, its templates read. Raises `ConfigurationError`."""
     writers = {role: _writer(role, settings, find) for role in ("base", "small")}
     if isinstance(settings, (SpecReasonSettings, LookaheadSettings)):
         writers["judge"] = _writer("judge", settings, find) if settings.judge else writers["base"]
     if isinstance(settings, LookaheadSettings) and settings.compare == "embedding":
         _require_embeddings(name, writers["judge"])
-    return StrategyBackend(name, settings, writers, traces)
+    return DelegationBackend(name, settings, writers, traces)
 
 
 async def prepare(strategy: Strategy) -> list[str]:
@@ -110,7 +110,7 @@ async def _prepare_retrieval(strategy: RetrievalBackend) -> list[str]:
     return []
 
 
-async def _prepare(strategy: StrategyBackend) -> list[str]:
+async def _prepare(strategy: DelegationBackend) -> list[str]:
     answers: dict[int, bool] = {}
     for role, writer in strategy.writers.items():
         if id(writer) not in answers:  # a judge may be the base model's
@@ -124,15 +124,15 @@ async def _prepare(strategy: StrategyBackend) -> list[str]:
     return [role for role, writer in strategy.writers.items() if not answers[id(writer)]]
 
 
-async def _examine(writer: Writer, settings: Delegation) -> None:
+async def _examine(writer: ModelRole, settings: Delegation) -> None:
     await writer.check(settings.think_start)
     if writer.continues_messages:
         writer.keeps_thinking = await _keeps_thinking(writer, settings)
 
 
-def _writer(role: str, settings: Delegation, find: Callable[[str], Named]) -> Writer:
+def _writer(role: str, settings: Delegation, find: Callable[[str], ModelRef]) -> ModelRole:
     named, template = find(getattr(settings, role)), getattr(settings, f"{role}_template")
-    return Writer(role, named.backend, named.model, Template(template) if template else None)
+    return ModelRole(role, named.backend, named.model, Template(template) if template else None)
 
 
 async def _answers(backend: Backend) -> bool:
@@ -141,14 +141,14 @@ async def _answers(backend: Backend) -> bool:
     return probe is None or bool((await probe(PROBE_SECONDS)).answers)
 
 
-async def _probed(writer: Writer) -> bool:
+async def _probed(writer: ModelRole) -> bool:
     """Whether the model answers, if need be by completing raw text: one without a chat template refuses messages."""
     if await _answers(writer.backend):
         return True
     return writer.template is not None and await _completes(writer)
 
 
-async def _completes(writer: Writer) -> bool:
+async def _completes(writer: ModelRole) -> bool:
     request = GenerateRequest(writer.model, text="One", sampling=SamplingParams(max_tokens=1), store=False)
     try:
         return bool([delta async for delta in writer.deltas(request, PROBE_SECONDS)])
@@ -156,7 +156,7 @@ async def _completes(writer: Writer) -> bool:
         return False
 
 
-async def _keeps_thinking(writer: Writer, settings: Delegation) -> bool:
+async def _keeps_thinking(writer: ModelRole, settings: Delegation) -> bool:
     """Whether the endpoint's template leaves closed thinking in a message it continues.
 
     Templates of reasoning models delete it; then a prompt is shorter with the closing mark than without.
@@ -172,7 +172,7 @@ async def _keeps_thinking(writer: Writer, settings: Delegation) -> bool:
     return closed >= opened
 
 
-async def _prompt_tokens(writer: Writer, begun: str) -> int:
+async def _prompt_tokens(writer: ModelRole, begun: str) -> int:
     messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": begun}]
     request = GenerateRequest(writer.model, messages=messages, continue_final=True, store=False)
     request = replace(request, sampling=SamplingParams(max_tokens=1))
@@ -182,7 +182,7 @@ async def _prompt_tokens(writer: Writer, begun: str) -> int:
     return counted
 
 
-def _require_logprobs(strategy: StrategyBackend, role: str, writer: Writer) -> None:
+def _require_logprobs(strategy: DelegationBackend, role: str, writer: ModelRole) -> None:
     settings = strategy.settings
     averages = isinstance(settings, SpecReasonSettings) and settings.score == "average" and role == "judge"
     if averages and not writer.backend.capabilities.logprobs:
@@ -192,7 +192,7 @@ def _require_logprobs(strategy: StrategyBackend, role: str, writer: Writer) -> N
         )
 
 
-def _require_embeddings(name: str, judge: Writer) -> None:
+def _require_embeddings(name: str, judge: ModelRole) -> None:
     if not isinstance(judge.backend, Embeds):
         raise ConfigurationError(
             f'models.{name}.compare = "embedding" needs a judge whose endpoint embeds texts: set judge to a backend of'

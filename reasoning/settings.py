@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
 
 
@@ -133,7 +133,7 @@ class RaLMSpecSettings(RetrievalSettings, StrategySettings):
     )
 
 
-class KnnLmSettings(KnnKnobs, StrategySettings):
+class KnnLmSettings(KnnSettings, StrategySettings):
     """`[models.NAME] strategy = "knnlm"`: KNN-LM (arXiv 1911.00172), searched as RaLMSpec does, lossless."""
 
     lossy: ClassVar[bool] = False

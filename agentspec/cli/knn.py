@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentspec.reasoning.retrieval.knn.build import Progress
-    from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+    from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 
 app = typer.Typer(help="Build a KNN-LM datastore, and generate with it.", no_args_is_help=True)
 
@@ -65,12 +65,12 @@ def build(
     anyio.run(run)
 
 
-def knobs_of(neighbours: int | None, weight: float | None, distance: float | None) -> KnnKnobs:
+def knobs_of(neighbours: int | None, weight: float | None, distance: float | None) -> KnnSettings:
     """The knobs given, the others as they are by default."""
-    from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+    from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 
     given = {"neighbours": neighbours, "weight": weight, "temperature": distance}
-    return KnnKnobs.model_validate({name: value for name, value in given.items() if value is not None})
+    return KnnSettings.model_validate({name: value for name, value in given.items() if value is not None})
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from agentspec.proxy.errors import event_body, log_unexpected, outcome
 from agentspec.proxy.passthrough import check_upstream_fields, labelled, pass_through
 from agentspec.proxy.request_record import Exchange
 from agentspec.proxy.responses import DONE, Gathered, Writer, encode, event
-from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.retrieval.backend import RetrievalBackend
 from agentspec.reasoning.retrieval.knn.backend import KnnStrategy
 from agentspec.runtime import Runtime
@@ -73,7 +73,7 @@ class Generation:
         self, fields: Mapping[str, Any], caller: Caller, exchange: Exchange, backend: Backend
     ) -> tuple[GenerateRequest, Writer]:
         speculation = self.settings.speculation_object
-        if isinstance(backend, StrategyBackend) and self.path != "/chat/completions":
+        if isinstance(backend, DelegationBackend) and self.path != "/chat/completions":
             raise InvalidRequestError(f"the model {exchange.model!r} answers chat completions only", param="model")
         if self.path == "/chat/completions":
             request, exchange.stream, usage = chat.parse(fields, caller, max_messages=self.settings.max_messages)
@@ -115,7 +115,7 @@ class Generation:
 
 def strategy_header(backend: Backend, request: GenerateRequest) -> tuple[bytes, str] | None:
     """What tells a client that a strategy answers, and whether its answer may be another than without it."""
-    if not isinstance(backend, (StrategyBackend, RetrievalBackend, KnnStrategy)):
+    if not isinstance(backend, (DelegationBackend, RetrievalBackend, KnnStrategy)):
         return None
     if not backend.settings.lossy:
         return b"x-agentspec-lossless", backend.settings.summary

@@ -12,7 +12,7 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
 from agentspec.backends.openai.payload import label_headers, payload, to_delta
 from agentspec.backends.openai.probe import ProbeReport, probe
-from agentspec.backends.openai.tokenization import ServerTextSide
+from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import Recognition, label_fields, read_metrics, token_id_fields
 from agentspec.backends.openai.vllm_metrics import Acceptance
 from agentspec.backends.settings import OpenAISettings
@@ -35,7 +35,7 @@ class OpenAIBackend:
         self._endpoint = Endpoint(settings, transport=transport)
         self._recognition = Recognition(self._endpoint, settings.vllm)
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
-        self._text_side: ServerTextSide | None = None
+        self._text_side: ServerTokenization | None = None
 
     def __repr__(self) -> str:
         return f"OpenAIBackend({self._endpoint!r})"
@@ -46,7 +46,7 @@ class OpenAIBackend:
         return self._capabilities
 
     @property
-    def text_side(self) -> ServerTextSide | None:
+    def text_side(self) -> ServerTokenization | None:
         """The server's tokenizer, once `probe` has found that it shows one."""
         return self._text_side
 
@@ -139,7 +139,7 @@ class OpenAIBackend:
                 context_length=report.context_length,
             )
             model = self.settings.model or report.models[0]
-            self._text_side = ServerTextSide(self._endpoint, model) if report.tokenizes else None
+            self._text_side = ServerTokenization(self._endpoint, model) if report.tokenizes else None
         return report
 
     async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:

@@ -10,15 +10,15 @@ from typing import Any
 
 from agentspec.backends.base import Backend, Capabilities
 from agentspec.errors import InvalidRequestError
-from agentspec.reasoning.delegation.base_only import base_alone
-from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, Said
+from agentspec.reasoning.delegation.base_only import base_only
+from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, ThinkingText
 from agentspec.reasoning.delegation.lookahead import lookahead
-from agentspec.reasoning.delegation.model_role import Writer
+from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.delegation.spec_reason import spec_reason
 from agentspec.reasoning.delegation.speculative_thinking import speculative_thinking
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
-from agentspec.reasoning.delegation.timing import BasePace, Watch
+from agentspec.reasoning.delegation.timing import BaseThroughput, Stopwatch
 from agentspec.reasoning.delegation.trace import TraceFolder, Tracer
 from agentspec.reasoning.settings import (
     Delegation,
@@ -31,7 +31,7 @@ Run = Callable[[Thinking], AsyncGenerator[Event]]
 
 
 @dataclass(slots=True)
-class Tally:
+class StepCounters:
     """What an answer's events come to. A step that the small model wrote as final counts as proposed too.
 
     `base_tokens` in `base_seconds` is what the base model wrote of it.
@@ -68,7 +68,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class StrategyBackend:
+class DelegationBackend:
     """A model that thinks by a strategy. `writers` has the roles base and small, and judge where one is asked.
 
     The models stay their owners' to close. Answers carry a `StepSpeculation`; with `traces` every decision is kept.
@@ -76,18 +76,18 @@ class StrategyBackend:
 
     name: str
     settings: Delegation
-    writers: dict[str, Writer]
+    writers: dict[str, ModelRole]
     traces: TraceFolder | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(logprobs=True))
-    pace: BasePace = field(default_factory=BasePace)
+    pace: BaseThroughput = field(default_factory=BaseThroughput)
 
     @classmethod
     def of(
         cls, settings: Delegation, *, base: Backend, small: Backend, judge: Backend | None = None, name: str = "fast"
-    ) -> StrategyBackend:
+    ) -> DelegationBackend:
         """A strategy over backends that are there already; its settings' names serve as the models' names."""
-        writers = {"base": Writer("base", base, settings.base), "small": Writer("small", small, settings.small)}
-        writers["judge"] = Writer("judge", judge, "judge") if judge is not None else writers["base"]
+        writers = {"base": ModelRole("base", base, settings.base), "small": ModelRole("small", small, settings.small)}
+        writers["judge"] = ModelRole("judge", judge, "judge") if judge is not None else writers["base"]
         return cls(name, settings, writers)
 
     async def aclose(self) -> None:
@@ -100,14 +100,14 @@ class StrategyBackend:
         messages, and what the base model raises.
         """
         thinking = Thinking(_checked(request), self.settings, self.writers)
-        tally, tracer = Tally(), self._tracer(request)
-        thought, answered = Watch(), Watch()
+        tally, tracer = StepCounters(), self._tracer(request)
+        thought, answered = Stopwatch(), Stopwatch()
         try:
             async with aclosing(thought.over(self.think(thinking))) as events:
                 async for event in events:
                     tally.add(event)
                     tracer.add(event)
-                    if isinstance(event, Said):
+                    if isinstance(event, ThinkingText):
                         yield reasoning(event.text)
             async with aclosing(answered.over(self._answer(thinking))) as deltas:
                 async for delta in deltas:
@@ -127,7 +127,7 @@ class StrategyBackend:
         """Every event of the thinking. Without `speculation` the base model thinks alone."""
         for lost in await thinking.open():
             yield lost
-        run = self._run() if thinking.request.speculation else base_alone
+        run = self._run() if thinking.request.speculation else base_only
         async with aclosing(run(thinking)) as events:
             async for event in events:
                 yield event
@@ -163,7 +163,7 @@ class StrategyBackend:
         role = self.settings.answer_by
         return role if thinking.has(role) else "base"
 
-    async def _answering(self, thinking: Thinking, writer: Writer, role: str, sampling: Any) -> GenerateRequest:
+    async def _answering(self, thinking: Thinking, writer: ModelRole, role: str, sampling: Any) -> GenerateRequest:
         """The request for the answer. Tools stand in the prompt, so that a model that has some gets messages."""
         request = thinking.request
         shaped = bool(request.tools) or any(name in request.extra for name in SHAPED)
@@ -187,7 +187,7 @@ class StrategyBackend:
             sampling=sampling,
         )
 
-    def _closed(self, thinking: Thinking, writer: Writer) -> str:
+    def _closed(self, thinking: Thinking, writer: ModelRole) -> str:
         """The thinking as the beginning of a message. As plain text where a template would delete closed thinking."""
         if writer.keeps_thinking:
             return self.settings.think_start + thinking.text + self._end()
@@ -200,7 +200,7 @@ class StrategyBackend:
         folder = self.traces if request.store else None
         return Tracer(folder, uuid.uuid4().hex[:16], self.name, self.settings, request)
 
-    def _sum(self, thinking: Thinking, tally: Tally, tracer: Tracer, seconds: float) -> StepSpeculation:
+    def _sum(self, thinking: Thinking, tally: StepCounters, tracer: Tracer, seconds: float) -> StepSpeculation:
         """The account of an answer whose thinking took `seconds`. At the base model's own pace nothing is saved."""
         self.pace.wrote(tally.base_tokens, tally.base_seconds)
         delegates = thinking.request.speculation

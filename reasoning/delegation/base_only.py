@@ -9,7 +9,7 @@ from agentspec.reasoning.delegation.events import Event
 from agentspec.reasoning.delegation.thinking import Thinking
 
 
-async def base_alone(thinking: Thinking) -> AsyncGenerator[Event]:
+async def base_only(thinking: Thinking) -> AsyncGenerator[Event]:
     """Step after step of the base model."""
     while thinking.over is None:
         async with aclosing(thinking.write("base")) as events:

@@ -8,7 +8,7 @@ from agentspec.reasoning.delegation.steps import Author, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ThinkingText:
     """Text that is final: it goes to the client now."""
 
     author: Author
@@ -70,4 +70,4 @@ class Ended:
     reason: str
 
 
-Event = Said | Proposed | Scored | Accepted | Rewritten | Triggered | Failed | Ended
+Event = ThinkingText | Proposed | Scored | Accepted | Rewritten | Triggered | Failed | Ended

@@ -16,7 +16,7 @@ from agentspec.reasoning.delegation.model_role import failing
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
-from agentspec.reasoning.speculative_task import cancel, result
+from agentspec.reasoning.speculative_task import cancel_tasks, task_result
 
 RATE = 0.2  # how fast a measured time or an outcome is followed
 PRIOR = 0.6  # acceptance before anything is known
@@ -24,7 +24,7 @@ RETURN = 0.1  # how fast it comes back while nothing is drafted, so that draftin
 
 
 @dataclass(slots=True)
-class Pace:
+class DepthPlanner:
     """How many steps to draft: those with the most expected steps per second, from what was measured.
 
     Expected steps of a round at acceptance a and depth d are (1 - a^(d+1)) / (1 - a) (section 3 of the paper). A round
@@ -64,12 +64,12 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Chain:
+class DraftChain:
     """One round under way: the small model's steps one behind another, and the base model's own step behind each."""
 
     thinking: Thinking
     depth: int
-    pace: Pace
+    pace: DepthPlanner
     drafts: list[Step] = field(default_factory=list)
     own: list[asyncio.Task[Step]] = field(default_factory=list)
     _grown: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -77,14 +77,14 @@ class Chain:
     failure: Exception | None = None
     whole: bool = False
 
-    async def __aenter__(self) -> Chain:
+    async def __aenter__(self) -> DraftChain:
         self.own.append(self._write(self.thinking.context("base").fork()))
         self._growing = asyncio.create_task(self._grow())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await cancel(*([self._growing] if self._growing else []))
-        await cancel(*self.own)
+        await cancel_tasks(*([self._growing] if self._growing else []))
+        await cancel_tasks(*self.own)
 
     async def draft(self, index: int) -> Step | None:
         """The draft at `index`, waited for; None if the chain ends before it."""
@@ -125,7 +125,7 @@ class Chain:
 
 async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> AsyncGenerator[Event]:
     """Rounds of drafted steps: keep those that the base model would have made too, then one step of its own."""
-    pace = Pace(settings.depth)
+    pace = DepthPlanner(settings.depth)
     while thinking.over is None:
         depth = pace.depth() if thinking.has("small") and thinking.room("small") else 0
         if depth == 0:
@@ -135,7 +135,7 @@ async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> AsyncGen
                     yield event
             pace.wrote(0, time.perf_counter() - began)
             continue
-        async with Chain(thinking, depth, pace) as chain:
+        async with DraftChain(thinking, depth, pace) as chain:
             async with aclosing(_round(thinking, settings, chain)) as events:
                 async for event in events:
                     yield event
@@ -145,10 +145,10 @@ async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> AsyncGen
                 yield thinking.give_up("small", chain.failure)
 
 
-async def _round(thinking: Thinking, settings: LookaheadSettings, chain: Chain) -> AsyncGenerator[Event]:
+async def _round(thinking: Thinking, settings: LookaheadSettings, chain: DraftChain) -> AsyncGenerator[Event]:
     """Keep drafts up to the first that differs from the base model's own step, and that step in its place."""
     for index in range(chain.depth + 1):
-        own = await result(chain.own[index])
+        own = await task_result(chain.own[index])
         chain.pace.wrote(chain.depth, own.seconds)
         draft = await chain.draft(index) if index < chain.depth else None
         same = False

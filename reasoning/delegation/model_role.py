@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from agentspec.backends.base import NONE, Backend, TextSide, text_side
+from agentspec.backends.base import NONE, Backend, Tokenization, tokenization_of
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, UpstreamTimeoutError
-from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TokenContext, Turn
+from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TokenContext, TurnMarkup
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Ending, Step, StepReader
 from agentspec.reasoning.delegation.templates import Template
-from agentspec.reasoning.delegation.timing import Watch
+from agentspec.reasoning.delegation.timing import Stopwatch
 from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
 
 Spend = Callable[[int], None]
@@ -20,7 +20,7 @@ _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
 
 
 @dataclass(frozen=True, slots=True)
-class Pen:
+class StepLimits:
     """How a step is to be written. `across` lets it run over blank lines, up to its limit.
 
     `within` says that it begins in the middle of a paragraph, which a blank line may end at once.
@@ -32,7 +32,7 @@ class Pen:
     across: bool = False
     within: bool = False
 
-    def limited(self, tokens: int, *, across: bool = False, within: bool = False) -> Pen:
+    def limited(self, tokens: int, *, across: bool = False, within: bool = False) -> StepLimits:
         return replace(self, sampling=replace(self.sampling, max_tokens=tokens), across=across, within=within)
 
     def reader(self) -> StepReader:
@@ -44,7 +44,7 @@ class Pen:
 
 
 @dataclass(slots=True)
-class Writer:
+class ModelRole:
     """A backend's model that goes on where its own or another's text ends.
 
     It works with token ids where the backend shows its text side, with raw completions under a `template`, and
@@ -57,12 +57,12 @@ class Writer:
     model: str
     template: Template | None = None
     keeps_thinking: bool = True
-    _turn: Turn | None = field(default=None, init=False)
+    _turn: TurnMarkup | None = field(default=None, init=False)
 
     @property
-    def side(self) -> TextSide | None:
+    def side(self) -> Tokenization | None:
         """The backend's text side, where prompts may be token ids."""
-        return text_side(self.backend)
+        return tokenization_of(self.backend)
 
     @property
     def continues_messages(self) -> bool:
@@ -103,7 +103,7 @@ class Writer:
         ids = await self.side.tokenize(prompt, begins=self.template is not None)
         return TokenContext(base, self.side, turn, ids, self.backend.capabilities.context_length)
 
-    async def turn(self, think_start: str) -> Turn:
+    async def turn(self, think_start: str) -> TurnMarkup:
         """The text between an open answer, a question and the next answer, learned from the template itself."""
         if self._turn is None:
             said = [_message("user", _ASKED), _message("assistant", _THOUGHT), _message("user", _ASKED)]
@@ -114,16 +114,18 @@ class Writer:
                     f"the chat template of the {self.role} model {self.model!r} changes the messages it is given:"
                     f" set {self.role}_template to one that does not"
                 )
-            self._turn = Turn(before, after.removesuffix(think_start).removesuffix(think_start.rstrip()))
+            self._turn = TurnMarkup(before, after.removesuffix(think_start).removesuffix(think_start.rstrip()))
         return self._turn
 
-    async def write(self, context: Context, author: Author, pen: Pen, spend: Spend) -> AsyncGenerator[str | Step]:
+    async def write(
+        self, context: Context, author: Author, pen: StepLimits, spend: Spend
+    ) -> AsyncGenerator[str | Step]:
         """One step from `context`, which is not changed: its text as it becomes certain, and the step at the end.
 
         `spend` hears of tokens as they come, so that those of a step that is given up count too. Raises what the
         backend raises, and `UpstreamTimeoutError` after `pen.seconds`.
         """
-        watch, reader = Watch(), pen.reader()
+        watch, reader = Stopwatch(), pen.reader()
         request = context.request(replace(pen.sampling, stop=pen.stops(told=self.side is not None)))
         ids: list[int] = []
         counted, last = 0, Delta()
@@ -166,10 +168,10 @@ class Writer:
         return text, tops
 
     async def deltas(
-        self, request: GenerateRequest, seconds: float, watch: Watch | None = None
+        self, request: GenerateRequest, seconds: float, watch: Stopwatch | None = None
     ) -> AsyncGenerator[Delta]:
         """The backend's answer, of which `seconds` are waited for it; closing it cancels the backend's work."""
-        watch, answer = watch or Watch(), self.backend.generate(request)
+        watch, answer = watch or Stopwatch(), self.backend.generate(request)
         async with _closing(answer):
             while True:
                 try:
@@ -180,7 +182,7 @@ class Writer:
                     raise UpstreamTimeoutError(f"the {self.role} model took more than {seconds:g} seconds") from None
                 yield delta
 
-    async def _ending(self, reader: StepReader, ids: Sequence[int], last: Delta, pen: Pen) -> AsyncIterator[str]:
+    async def _ending(self, reader: StepReader, ids: Sequence[int], last: Delta, pen: StepLimits) -> AsyncIterator[str]:
         """The end of the step that the backend did not send: a stop string is not part of its text."""
         if reader.ended is None and last.finish_reason == "stop":
             if self.side is not None and ids:

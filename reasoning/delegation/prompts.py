@@ -36,10 +36,10 @@ _NAMES_SCORE = re.compile(r"\b(?:score|rating|grade)\b\s*(?:is|of|as|should be|m
 
 def quoted(text: str) -> str:
     """`text` as it may stand between the marks: it cannot close them, nor open a turn."""
-    return defused(text.strip()).replace("<<<", "< < <").replace(">>>", "> > >")
+    return escape_markers(text.strip()).replace("<<<", "< < <").replace(">>>", "> > >")
 
 
-def defused(text: str) -> str:
+def escape_markers(text: str) -> str:
     """`text` without anything that a tokenizer would read as the mark of a turn."""
     return _TURN_MARKS.sub(lambda mark: mark.group() + " ", text)
 

@@ -11,7 +11,7 @@ from agentspec.reasoning.delegation.model_role import failing
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.reasoning.speculative_task import Ahead
+from agentspec.reasoning.speculative_task import SpeculativeTask
 
 
 async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> AsyncGenerator[Event]:
@@ -20,7 +20,7 @@ async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> Async
     While a step is scored the small model already drafts the one behind it, which is cancelled if the step is
     rejected. Without a judge or a small model the base model writes on alone.
     """
-    async with Ahead[Step]() as ahead:
+    async with SpeculativeTask[Step]() as ahead:
         while thinking.over is None:
             rejected = None
             if drafting(thinking, settings):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.reasoning.delegation.context import Context
-from agentspec.reasoning.delegation.events import Accepted, Event, Failed, Rewritten, Said
-from agentspec.reasoning.delegation.model_role import Pen, Spend, Writer, failing
+from agentspec.reasoning.delegation.events import Accepted, Event, Failed, Rewritten, ThinkingText
+from agentspec.reasoning.delegation.model_role import ModelRole, Spend, StepLimits, failing
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
 from agentspec.reasoning.settings import DelegationSettings
 from agentspec.types import GenerateRequest, SamplingParams
@@ -44,7 +44,7 @@ class Thinking:
     What the base model raises ends the answer.
     """
 
-    def __init__(self, request: GenerateRequest, settings: DelegationSettings, writers: dict[str, Writer]) -> None:
+    def __init__(self, request: GenerateRequest, settings: DelegationSettings, writers: dict[str, ModelRole]) -> None:
         self.request = request
         self.settings = settings
         self.writers = writers
@@ -52,7 +52,7 @@ class Thinking:
         self.counts = Counts()
         self.failed: dict[str, str] = {}
         self.over: str | None = None
-        self.pen = Pen(_sampling(request, settings), settings.think_end, settings.call_timeout)
+        self.pen = StepLimits(_sampling(request, settings), settings.think_end, settings.call_timeout)
         self._contexts: dict[str, Context] = {}
 
     async def open(self) -> list[Failed]:
@@ -94,7 +94,7 @@ class Thinking:
         """What the model in `role` was shown; a judge that is the base model shares its context."""
         return self._contexts[role] if role in self._contexts else self._contexts["base"]
 
-    def writer(self, role: str) -> Writer:
+    def writer(self, role: str) -> ModelRole:
         return self.writers[role]
 
     def give_up(self, role: str, error: Exception) -> Failed:
@@ -116,13 +116,13 @@ class Thinking:
             limits.append(left - pending - (self.writers[role].backend.capabilities.context_length or 0) // RESERVED)
         return max(0, min(limits))
 
-    def ration(self, role: str, tokens: int | None = None, *, across: bool = False, pending: int = 0) -> Pen:
+    def ration(self, role: str, tokens: int | None = None, *, across: bool = False, pending: int = 0) -> StepLimits:
         """The pen for the next step of `role`: its room, or `tokens` of it."""
         room = self.room(role, pending)
         limit = max(1, room if tokens is None else min(tokens, room))
         return self.pen.limited(limit, across=across, within=not pending and self._within())
 
-    async def draft(self, context: Context, pen: Pen | None = None, role: Author = "small") -> Step:
+    async def draft(self, context: Context, pen: StepLimits | None = None, role: Author = "small") -> Step:
         """A step of `role` from `context`, undecided. Raises what its backend raises."""
         pen = pen or self.ration(role)
         async with aclosing(self.writers[role].write(context, role, pen, self._spend(role))) as pieces:
@@ -132,7 +132,7 @@ class Thinking:
         raise AssertionError("a writer ends with its step")
 
     async def write(
-        self, author: Author, pen: Pen | None = None, *, rejected: Step | None = None
+        self, author: Author, pen: StepLimits | None = None, *, rejected: Step | None = None
     ) -> AsyncGenerator[Event]:
         """Let `author` write on, its words final as they come. Raises what its backend raises."""
         pen = pen or self.ration(author)
@@ -143,7 +143,7 @@ class Thinking:
                     async for event in self.keep(piece, said=True, rejected=rejected):
                         yield event
                 elif piece:
-                    yield Said(author, piece)
+                    yield ThinkingText(author, piece)
 
     async def keep(self, step: Step, *, said: bool = False, rejected: Step | None = None) -> AsyncGenerator[Event]:
         """Make `step` part of the thinking, and tell every model. `said` if its text went out already."""
@@ -160,7 +160,7 @@ class Thinking:
         self.counts.kept[step.author] += step.tokens
         self.over = self.over or self._reason()
         if step.text and not said:
-            yield Said(step.author, step.text)
+            yield ThinkingText(step.author, step.text)
         yield Rewritten(step, rejected) if rejected is not None else Accepted(step)
 
     def _within(self, back: int = 0) -> bool:

@@ -14,7 +14,7 @@ FADING = 0.9  # what is left of older figures with each answer
 
 
 @dataclass(slots=True)
-class Watch:
+class Stopwatch:
     """Runs while work is waited for, and stands still while what came of it is passed on."""
 
     seconds: float = 0.0
@@ -43,7 +43,7 @@ class Watch:
 
 
 @dataclass(slots=True)
-class BasePace:
+class BaseThroughput:
     """How fast the base model writes, from its own steps and answers; newer ones count more."""
 
     tokens: float = 0.0

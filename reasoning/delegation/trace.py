@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.reasoning.delegation.events import Event, Said
+from agentspec.reasoning.delegation.events import Event, ThinkingText
 from agentspec.reasoning.delegation.trace_settings import TraceSettings
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.types import GenerateRequest
@@ -95,7 +95,7 @@ class Tracer:
         return self.folder is not None
 
     def add(self, event: Event) -> None:
-        if self.folder is None or isinstance(event, Said):
+        if self.folder is None or isinstance(event, ThinkingText):
             return
         seconds = round(time.perf_counter() - self._began, 6)
         self._records.append({"event": type(event).__name__.lower(), "at": seconds, **_plain(event)})

@@ -8,12 +8,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentspec.backends.base import Backend, Capabilities, text_side
+from agentspec.backends.base import Backend, Capabilities, tokenization_of
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.events import Ended, Event, Said
+from agentspec.reasoning.retrieval.events import AnswerEnded, Event, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
-from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.speculation.stride import RequestStride
@@ -36,7 +36,7 @@ class RetrievalBackend:
     model: str
     knowledge: KnowledgeBase
     pace: RequestStride = field(default_factory=RequestStride)
-    _caches: OrderedDict[str, DocumentCache] = field(default_factory=OrderedDict)
+    _caches: OrderedDict[str, RetrievedDocuments] = field(default_factory=OrderedDict)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -47,7 +47,7 @@ class RetrievalBackend:
 
     def check(self) -> None:
         """Raises `ConfigurationError` for a model whose prompts cannot be token ids."""
-        if text_side(self.base) is None:
+        if tokenization_of(self.base) is None:
             raise ConfigurationError(
                 f"models.{self.name}.base: the model {self.model!r} takes no token ids, which retrieval needs:"
                 " name a local model, or a vLLM server's"
@@ -59,17 +59,17 @@ class RetrievalBackend:
         Raises `KnowledgeBaseError` where the knowledge base fails, `InvalidRequestError` for what a model with
         retrieval cannot honour, and what the base model raises.
         """
-        account, tokens = Account(), 0
+        account, tokens = SearchStats(), 0
         async with aclosing(self._events(request, account)) as events:
             async for event in events:
-                if isinstance(event, Said):
+                if isinstance(event, VerifiedText):
                     tokens += len(event.token_ids)
                     yield Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
-                elif isinstance(event, Ended):
+                elif isinstance(event, AnswerEnded):
                     usage = Usage(prompt_tokens=event.prompt_tokens, completion_tokens=tokens)
                     yield Delta(finish_reason=event.finish, usage=usage, speculation=self._sum(account))
 
-    def _events(self, request: GenerateRequest, account: Account) -> AsyncGenerator[Event]:
+    def _events(self, request: GenerateRequest, account: SearchStats) -> AsyncGenerator[Event]:
         given: dict[str, Any] = {
             "backend": self.base,
             "knowledge": self.knowledge,
@@ -81,17 +81,17 @@ class RetrievalBackend:
             return sequential(asked, **given)
         return ralmspec(asked, **given, pace=self.pace, cache=self._cache(request.tenant))
 
-    def _cache(self, tenant: str) -> DocumentCache | None:
+    def _cache(self, tenant: str) -> RetrievedDocuments | None:
         """The tenant's own, where documents may outlive a request; None for a fresh one."""
         if self.settings.cache == "request":
             return None
-        cache = self._caches.setdefault(tenant, DocumentCache(self.settings.cache_bytes))
+        cache = self._caches.setdefault(tenant, RetrievedDocuments(self.settings.cache_bytes))
         self._caches.move_to_end(tenant)
         if len(self._caches) > MOST_TENANTS:
             self._caches.popitem(last=False)
         return cache
 
-    def _sum(self, account: Account) -> RetrievalSpeculation:
+    def _sum(self, account: SearchStats) -> RetrievalSpeculation:
         return RetrievalSpeculation(
             drafted=account.guessed_tokens + account.dropped_tokens,
             accepted=account.guessed_tokens,

@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentspec.backends.base import TextSide
+from agentspec.backends.base import Tokenization
 from agentspec.backends.template_messages import plain
 from agentspec.errors import ContextLengthError
-from agentspec.reasoning.delegation.prompts import defused
+from agentspec.reasoning.delegation.prompts import escape_markers
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.types import GenerateRequest, Message
 
@@ -17,14 +17,14 @@ BEHIND = "\n\n"  # between the document and what it is read for
 
 
 @dataclass(slots=True)
-class Prompt:
+class DocumentPrompt:
     """The question's tokens around the place of the document; `asked` are those that the first query is made of.
 
     `length` is that of the model's context: where it does not hold everything, the document is cut and the question
     is not.
     """
 
-    side: TextSide
+    side: Tokenization
     head: tuple[int, ...]
     tail: tuple[int, ...]
     asked: tuple[int, ...]
@@ -34,7 +34,9 @@ class Prompt:
     _read: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    async def of(cls, request: GenerateRequest, side: TextSide, document_tokens: int, length: int | None) -> Prompt:
+    async def of(
+        cls, request: GenerateRequest, side: Tokenization, document_tokens: int, length: int | None
+    ) -> DocumentPrompt:
         """Raises `InvalidRequestError` for messages that are not text or that the template refuses."""
         gap = tuple(await side.tokenize(BEHIND))
         if request.messages is not None:
@@ -71,7 +73,7 @@ class Prompt:
             return ()
         written = f"{document.title}\n{document.text}" if document.title else document.text
         if written not in self._read:
-            self._read[written] = tuple(await self.side.tokenize(defused(written)))[: self.document_tokens]
+            self._read[written] = tuple(await self.side.tokenize(escape_markers(written)))[: self.document_tokens]
         room = self.room(taken)
         fits = self.document_tokens if room is None else max(0, room - len(self._gap))
         kept = self._read[written][:fits]
@@ -79,7 +81,7 @@ class Prompt:
 
 
 async def _of_messages(
-    messages: Sequence[Message], side: TextSide
+    messages: Sequence[Message], side: Tokenization
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """The rendered messages around the beginning of the last user message's text, and that text."""
     users = [at for at, message in enumerate(messages) if message.get("role") == "user"]
@@ -91,7 +93,7 @@ async def _of_messages(
     return tuple(await side.tokenize(head)), tuple(await side.tokenize(tail)), tuple(await side.tokenize(asked))
 
 
-async def _of_text(request: GenerateRequest, side: TextSide) -> tuple[tuple[int, ...], tuple[int, ...]]:
+async def _of_text(request: GenerateRequest, side: Tokenization) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What a model wants at a prompt's beginning stays there; the document comes behind it."""
     begin = tuple(await side.tokenize("", begins=True))
     ids = tuple(request.token_ids or ()) if request.text is None else tuple(await side.tokenize(request.text))

@@ -11,13 +11,13 @@ import time
 from collections.abc import AsyncGenerator
 
 from agentspec.backends.base import Backend
-from agentspec.reasoning.retrieval.events import Ended, Event, Retrieved, Said
+from agentspec.reasoning.retrieval.events import AnswerEnded, Event, Retrieved, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
-from agentspec.reasoning.retrieval.knowledge.search_client import Account, Library, first, name_of
-from agentspec.reasoning.retrieval.round_generator import Speaker
+from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, SearchStats, first, name_of
+from agentspec.reasoning.retrieval.round_generator import RoundGenerator
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
-from agentspec.reasoning.retrieval.speculation import Course
+from agentspec.reasoning.retrieval.speculation import SpeculationState
 from agentspec.speculation.stride import RequestStride, StrideGovernor
 from agentspec.types import GenerateRequest
 
@@ -28,12 +28,12 @@ async def sequential(
     backend: Backend,
     knowledge: KnowledgeBase,
     settings: RetrievalSettings | None = None,
-    account: Account | None = None,
+    account: SearchStats | None = None,
 ) -> AsyncGenerator[Event]:
     """Ask, wait, speak a round, until the answer is over: the definition of the answer. Raises as `ralmspec` does."""
-    settings, account = settings or RetrievalSettings(), account or Account()
-    speaker = await Speaker.open(request, backend, settings)
-    library = Library(knowledge, settings.search_timeout, account)
+    settings, account = settings or RetrievalSettings(), account or SearchStats()
+    speaker = await RoundGenerator.open(request, backend, settings)
+    library = SearchClient(knowledge, settings.search_timeout, account)
     answer, said = await speaker.begin(), 0
     while not answer.over:
         query = await library.query(await speaker.query(answer))
@@ -49,10 +49,10 @@ async def sequential(
         account.generate += time.perf_counter() - spoken
         text = answer.certain(speaker.stops)
         fresh = answer.token_ids[len(before.token_ids) :], answer.logprobs[len(before.logprobs) :]
-        yield Said(text[said:], *fresh, name_of(document))
+        yield VerifiedText(text[said:], *fresh, name_of(document))
         said = len(text)
     assert answer.finish is not None
-    yield Ended(answer.finish, speaker.prompt.tokens)
+    yield AnswerEnded(answer.finish, speaker.prompt.tokens)
 
 
 async def ralmspec(
@@ -61,25 +61,24 @@ async def ralmspec(
     backend: Backend,
     knowledge: KnowledgeBase,
     settings: RetrievalSettings | None = None,
-    account: Account | None = None,
+    account: SearchStats | None = None,
     pace: RequestStride | None = None,
-    cache: DocumentCache | None = None,
+    cache: RetrievedDocuments | None = None,
 ) -> AsyncGenerator[Event]:
     """Guess documents, verify them in batches, take back what was wrong, until the answer is over.
 
-    `Said` events carry verified text alone. `account` is filled on the way. `pace` is what earlier answers of the same
-    model and knowledge base have measured; `cache` may be given to several answers of one tenant. Closing the iterator
+    `account` is filled on the way. `pace` is what earlier answers of the same model and knowledge base have measured; `cache` may be given to several answers of one tenant. Closing the iterator
     cancels what is generated and asked.
 
     Raises `KnowledgeBaseError` where the knowledge base fails, at the beginning or later: without it nobody knows how
     the answer goes on. Raises `InvalidRequestError` for what rounds cannot honour, and what the backend raises.
     """
-    settings, account = settings or RetrievalSettings(), account or Account()
-    speaker = await Speaker.open(request, backend, settings)
-    library = Library(knowledge, settings.search_timeout, account)
+    settings, account = settings or RetrievalSettings(), account or SearchStats()
+    speaker = await RoundGenerator.open(request, backend, settings)
+    library = SearchClient(knowledge, settings.search_timeout, account)
     governor = StrideGovernor(pace or RequestStride(), settings.stride, settings.asynchronous)
-    cache = DocumentCache(settings.cache_bytes) if cache is None else cache
-    async with Course(speaker, library, cache, governor) as course:
+    cache = RetrievedDocuments(settings.cache_bytes) if cache is None else cache
+    async with SpeculationState(speaker, library, cache, governor) as course:
         yield await course.retrieve(settings.prefetch)
         while not course.answer.over:
             course.replan()
@@ -92,4 +91,4 @@ async def ralmspec(
             for event in await course.settle():
                 yield event
         assert course.answer.finish is not None
-        yield Ended(course.answer.finish, speaker.prompt.tokens)
+        yield AnswerEnded(course.answer.finish, speaker.prompt.tokens)

@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from agentspec.backends.base import Backend, TextSide, text_side
+from agentspec.backends.base import Backend, Tokenization, tokenization_of
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
-from agentspec.reasoning.retrieval.prompt import Prompt
+from agentspec.reasoning.retrieval.prompt import DocumentPrompt
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
-from agentspec.reasoning.retrieval.transcript import REPLACEMENT, Piece, Transcript
+from agentspec.reasoning.retrieval.transcript import REPLACEMENT, RoundOutput, Transcript
 from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, SamplingParams, TokenLogprob
 
 # What holds for an answer as a whole, of which a round knows only its own tokens.
@@ -24,23 +24,23 @@ _DEFAULTS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class RoundGenerator:
     """Generates rounds, each a function of the answer so far and of the document alone: whoever asks again gets the
     same tokens, as far as the backend's depend on its prompt, its sampling and its seed alone."""
 
     backend: Backend
-    side: TextSide
+    side: Tokenization
     request: GenerateRequest
     settings: RetrievalSettings
-    prompt: Prompt
+    prompt: DocumentPrompt
     limit: int
     seed: int | None
 
     @classmethod
-    async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> Speaker:
+    async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> RoundGenerator:
         """Raises `InvalidRequestError` for what rounds cannot honour, `ContextLengthError` for a question that is too
         long by itself, and `ConfigurationError` for a backend that takes no token ids."""
-        side = text_side(backend)
+        side = tokenization_of(backend)
         if side is None:
             raise ConfigurationError(
                 f"retrieval needs a model whose prompts can be token ids, which {request.model!r} does not take:"
@@ -48,7 +48,7 @@ class Speaker:
             )
         _check(request)
         length = backend.capabilities.context_length
-        prompt = await Prompt.of(request, side, settings.document_tokens, length)
+        prompt = await DocumentPrompt.of(request, side, settings.document_tokens, length)
         wanted, room = request.sampling.max_tokens, prompt.room()
         prompt.require(1 if wanted is None else wanted)
         limit = wanted or min(settings.max_tokens, settings.max_tokens if room is None else room)
@@ -93,7 +93,7 @@ class Speaker:
         return replace(labels, session=f"{labels.session}/{document.id}")
 
 
-async def _generate(backend: Backend, request: GenerateRequest) -> Piece:
+async def _generate(backend: Backend, request: GenerateRequest) -> RoundOutput:
     ids: list[int] = []
     logprobs: list[TokenLogprob] = []
     text = ""
@@ -104,7 +104,7 @@ async def _generate(backend: Backend, request: GenerateRequest) -> Piece:
             ids += delta.token_ids
             logprobs += delta.logprobs
             text, finish = text + _said(delta), delta.finish_reason or finish
-    return Piece(tuple(ids), text, finish, tuple(logprobs))
+    return RoundOutput(tuple(ids), text, finish, tuple(logprobs))
 
 
 def _said(delta: Delta) -> str:

@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from agentspec.reasoning.retrieval.events import Event, Retrieved, RolledBack, Said, Speculated, Verified
-from agentspec.reasoning.retrieval.knowledge.base import Document, Found, Query
-from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
-from agentspec.reasoning.retrieval.knowledge.search_client import Library, first, name_of
-from agentspec.reasoning.retrieval.round_generator import Speaker
+from agentspec.reasoning.retrieval.events import Event, Retrieved, RolledBack, Speculated, Verified, VerifiedText
+from agentspec.reasoning.retrieval.knowledge.base import Document, Query, SearchResult
+from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, first, name_of
+from agentspec.reasoning.retrieval.round_generator import RoundGenerator
 from agentspec.reasoning.retrieval.transcript import Transcript
-from agentspec.reasoning.speculative_task import cancel
+from agentspec.reasoning.speculative_task import cancel_tasks
 from agentspec.speculation.stride import MOST, SEQUENTIAL, StrideGovernor, StridePlan
 
 FLIGHTS = 4  # verifications at once; what is guessed meanwhile goes into the next one
@@ -44,45 +44,47 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class VerificationBatch:
     """The queries of `rounds` on their way; the task gives what was found and the seconds it took."""
 
     rounds: list[Round]
-    task: asyncio.Task[tuple[Found, float]]
+    task: asyncio.Task[tuple[SearchResult, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class TrueDocument:
     """The document that the knowledge base named for the next round."""
 
     document: Document | None
 
 
-class Course:
+class SpeculationState:
     """The state of `ralmspec`. `answer` is verified; `ahead` are the rounds behind it, the last one perhaps under way.
 
     Leaving the block cancels what is generated and asked.
     """
 
-    def __init__(self, speaker: Speaker, library: Library, cache: DocumentCache, governor: StrideGovernor) -> None:
+    def __init__(
+        self, speaker: RoundGenerator, library: SearchClient, cache: RetrievedDocuments, governor: StrideGovernor
+    ) -> None:
         self.speaker, self.library, self.cache, self.governor = speaker, library, cache, governor
         self.account = library.account
         self.answer = Transcript()
         self.plan: StridePlan = SEQUENTIAL
         self.ahead: deque[Round] = deque()
-        self._truth: Truth | None = None
+        self._truth: TrueDocument | None = None
         self._speaking: asyncio.Task[Transcript] | None = None
-        self._flight: deque[Batch] = deque()
+        self._flight: deque[VerificationBatch] = deque()
         self._document: str | None = None
         self._said = 0
         self._kept_at = (time.perf_counter(), 0.0)
 
-    async def __aenter__(self) -> Course:
+    async def __aenter__(self) -> SpeculationState:
         self.answer = await self.speaker.begin()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await cancel(*([self._speaking] if self._speaking else []), *(batch.task for batch in self._flight))
+        await cancel_tasks(*([self._speaking] if self._speaking else []), *(batch.task for batch in self._flight))
 
     @property
     def tip(self) -> Transcript:
@@ -118,7 +120,7 @@ class Course:
         self.governor.pace.asked(seconds, alone=True)
         self.account.asked(1, 0)
         self.account.retrieve += seconds
-        self._truth = Truth(first(found.hits[0]))
+        self._truth = TrueDocument(first(found.hits[0]))
         if guess is not None:
             right = guess.document.id == name_of(self._truth.document) and found.version == self.cache.version
             self.governor.verified(int(right), wrong=not right)
@@ -133,7 +135,7 @@ class Course:
         if truth is None:
             query = await self.library.query(await self.speaker.query(tip))
             hit = self.cache.best(query, self.library.base.metric)
-            truth = Truth(None if hit is None else hit.document)
+            truth = TrueDocument(None if hit is None else hit.document)
         named = name_of(truth.document)
         changed = named != (name_of(self.ahead[-1].document) if self.ahead else self._document)
         self.ahead.append(Round(tip, truth.document, query, self.cache.version, changed, bool(self._flight)))
@@ -158,7 +160,7 @@ class Course:
         self.ahead[-1].beside = True
         queries = [round.query for round in rounds if round.query is not None]
         task = asyncio.create_task(self._search(queries, self.speaker.settings.prefetch))
-        self._flight.append(Batch(rounds, task))
+        self._flight.append(VerificationBatch(rounds, task))
         self.account.asked(len(rounds), len(rounds))
 
     async def advance(self) -> None:
@@ -186,7 +188,7 @@ class Course:
         round.after, round.seconds = task.result(), time.perf_counter() - round.began
         self.governor.pace.spoke(round.seconds, changed=round.changed, alone=not round.beside)
 
-    async def _judge(self, batch: Batch) -> list[Event]:
+    async def _judge(self, batch: VerificationBatch) -> list[Event]:
         """Compare guesses with what was found, by id; back to the first wrong one (RaLMSpec, algorithm 1, line 9)."""
         found, seconds = batch.task.result()
         self.governor.pace.asked(seconds, alone=False)
@@ -214,7 +216,7 @@ class Course:
         for _ in dropped:
             self.ahead.pop()
         task, self._speaking = self._speaking, None
-        await cancel(*([task] if task else []), *(batch.task for batch in self._flight))
+        await cancel_tasks(*([task] if task else []), *(batch.task for batch in self._flight))
         self._flight.clear()
         if dropped[-1].after is None:
             dropped[-1].seconds = time.perf_counter() - dropped[-1].began
@@ -222,7 +224,7 @@ class Course:
         self.account.rolled_back += sum(round.seconds for round in dropped)
         self.account.dropped_rounds += len(dropped)
         self.account.dropped_tokens += tokens
-        self._truth = Truth(truth)
+        self._truth = TrueDocument(truth)
         return RolledBack(len(wrong.before.token_ids), name_of(truth), len(dropped), tokens)
 
     def _commit(self) -> Iterator[Event]:
@@ -237,7 +239,7 @@ class Course:
             self._weigh(round)
             text = self.answer.certain(self.speaker.stops)
             fresh = self.answer.token_ids[len(before.token_ids) :], self.answer.logprobs[len(before.logprobs) :]
-            yield Said(text[self._said :], *fresh, name_of(round.document))
+            yield VerifiedText(text[self._said :], *fresh, name_of(round.document))
             self._said = len(text)
 
     def _weigh(self, round: Round) -> None:
@@ -250,7 +252,7 @@ class Course:
     def _unsent(self) -> list[Round]:
         return [round for round in self.ahead if round.query is not None and not round.sent]
 
-    async def _search(self, queries: list[Query], count: int) -> tuple[Found, float]:
+    async def _search(self, queries: list[Query], count: int) -> tuple[SearchResult, float]:
         began = time.perf_counter()
         found = await self.library.search(queries, count)
         return found, time.perf_counter() - began

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from agentspec.backends.base import TextSide
+from agentspec.backends.base import Tokenization
 from agentspec.types import FinishReason, TokenLogprob
 
 REPLACEMENT = "\ufffd"
@@ -13,7 +13,7 @@ CONTEXT_TOKENS = 6  # decoded along, so that the first token keeps its leading s
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RoundOutput:
     """What one round generated. `text` is what the backend made of it, `finish` why it stopped."""
 
     token_ids: tuple[int, ...]
@@ -38,7 +38,7 @@ class Transcript:
     finish: FinishReason | None = None
 
     @classmethod
-    async def behind(cls, prompt: Sequence[int], side: TextSide) -> Transcript:
+    async def behind(cls, prompt: Sequence[int], side: Tokenization) -> Transcript:
         """An answer that is still empty, to a prompt that ends in `prompt`."""
         window = tuple(prompt[-CONTEXT_TOKENS:])
         return cls(window, await side.detokenize(window) if window else "")
@@ -53,7 +53,9 @@ class Transcript:
             return self.text
         return self.text[: len(self.text) - max((_begun(self.text, stop) for stop in stops), default=0)]
 
-    async def extended(self, piece: Piece, side: TextSide, limit: int, stops: Sequence[str] = ()) -> Transcript:
+    async def extended(
+        self, piece: RoundOutput, side: Tokenization, limit: int, stops: Sequence[str] = ()
+    ) -> Transcript:
         """With one more round, up to `limit` tokens in all; what ends the answer adds no text of its own."""
         grown = replace(self, token_ids=self.token_ids + piece.token_ids, logprobs=self.logprobs + piece.logprobs)
         spelled = await grown._spelled(piece.token_ids, side)
@@ -69,7 +71,7 @@ class Transcript:
             return replace(await spelled._flushed(side), finish="length")
         return spelled
 
-    async def _spelled(self, token_ids: tuple[int, ...], side: TextSide) -> Transcript:
+    async def _spelled(self, token_ids: tuple[int, ...], side: Tokenization) -> Transcript:
         """With the text of `token_ids`; bytes that form no character yet are left for the next round."""
         if not token_ids:
             return self
@@ -82,7 +84,7 @@ class Transcript:
         last = window[-CONTEXT_TOKENS:]
         return replace(self, window=last, known=await side.detokenize(last), text=self.text + added)
 
-    async def _flushed(self, side: TextSide) -> Transcript:
+    async def _flushed(self, side: Tokenization) -> Transcript:
         """With what was held back, unfinished as it is."""
         whole = await side.detokenize(self.window) if self.window else ""
         return replace(self, known=whole, text=self.text + _added(whole, self.known))
@@ -94,7 +96,7 @@ def _added(whole: str, known: str) -> str:
     return whole[len(known) :]
 
 
-async def _ends_silently(piece: Piece, side: TextSide) -> bool:
+async def _ends_silently(piece: RoundOutput, side: Tokenization) -> bool:
     """Whether the last token ended the answer and is no part of its text."""
     if not piece.token_ids:
         return False

@@ -17,7 +17,7 @@ from agentspec.benchmarks.reasoning_curve_report import print_curve, write_plot
 from agentspec.benchmarks.reasoning_report import print_report, write_json
 from agentspec.benchmarks.reasoning_report import write_plot as write_prediction
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
-from agentspec.reasoning.delegation.model_role import Writer
+from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import Answer, FakeBackend, ThinkingModel
@@ -161,7 +161,7 @@ async def test_a_measurement_goes_on_where_it_was_stopped(tmp_path: Path) -> Non
 async def test_a_call_that_fails_is_not_remembered() -> None:
     answers = iter([UpstreamError("gone"), "one\n\n"])
     memo = Memo()
-    writer = memo.writers({"base": Writer("base", FakeBackend(lambda request: next(answers)), "m")})["base"]
+    writer = memo.writers({"base": ModelRole("base", FakeBackend(lambda request: next(answers)), "m")})["base"]
     with pytest.raises(UpstreamError):
         [delta async for delta in writer.backend.generate(GenerateRequest("m", text="?"))]
     for _ in range(2):

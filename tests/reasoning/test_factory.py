@@ -8,8 +8,8 @@ import pytest
 from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import ProbeReport
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
-from agentspec.reasoning.delegation.backend import StrategyBackend
-from agentspec.reasoning.factory import Named, build, prepare
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.factory import ModelRef, build, prepare
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Script, ThinkingModel
 from agentspec.types import GenerateRequest, Message
@@ -32,9 +32,9 @@ def step(thinking: str) -> Script:
     return "one Answer: 4\n\n"
 
 
-def strategy(base: ThinkingModel, small: ThinkingModel, **knobs: Any) -> StrategyBackend:
+def strategy(base: ThinkingModel, small: ThinkingModel, **knobs: Any) -> DelegationBackend:
     settings = SpecReasonSettings(base="base", small="small", **knobs)
-    return build("fast", settings, lambda name: Named({"base": base, "small": small}[name], name))
+    return build("fast", settings, lambda name: ModelRef({"base": base, "small": small}[name], name))
 
 
 @pytest.mark.parametrize(("kind", "keeps"), [(ThinkingModel, True), (Forgetful, False)])
@@ -100,7 +100,7 @@ async def test_a_judge_of_its_own_sees_the_thinking_and_decides() -> None:
     base, small = ThinkingModel(lambda text: "base Answer: 4\n\n"), ThinkingModel(step)
     settings = SpecReasonSettings(base="base", small="small", judge="judge")
     models = {"base": base, "small": small, "judge": judge}
-    backend = build("fast", settings, lambda name: Named(models[name], name))
+    backend = build("fast", settings, lambda name: ModelRef(models[name], name))
     said = "".join([delta.extra.get("reasoning", "") async for delta in backend.generate(ASK)])
     assert said == "base Answer: 4\n\n" and base.asked == [] and len(judge.asked) == 1
     assert {request.model for request in judge.requests} == {"judge"}

@@ -89,21 +89,21 @@ def _datastore(strategy: KnnLmSettings, settings: Settings) -> str:
     """What a KNN-LM's datastore holds. Raises `ConfigurationError` for one that its model cannot use."""
     from agentspec.backends.model_store import resolve
     from agentspec.backends.torch.model.lora import with_adapter
-    from agentspec.reasoning.retrieval.knn.store import Store
+    from agentspec.reasoning.retrieval.knn.store import Datastore
     from agentspec.runtime import named_model
 
     base = settings.backends[named_model(settings, strategy.base)[0]]
     if isinstance(base, OpenAISettings):
         raise ConfigurationError(f'KNN-LM needs a local model: {strategy.base!r} is no backend of kind "torch"')
     fingerprint = with_adapter(resolve(base.model).fingerprint, base.adapter)
-    store = Store.open(strategy.datastore, fingerprint=fingerprint, model=strategy.base)
+    store = Datastore.open(strategy.datastore, fingerprint=fingerprint, model=strategy.base)
     return f"base = {strategy.base}; {store.manifest.entries} entries in {strategy.datastore}"
 
 
 def _described(built: Strategy, role: str) -> str:
-    from agentspec.reasoning.delegation.backend import StrategyBackend
+    from agentspec.reasoning.delegation.backend import DelegationBackend
 
-    if not isinstance(built, StrategyBackend):
+    if not isinstance(built, DelegationBackend):
         return f"base = {built.settings.base} (token ids)"
     writer = built.writers[role]
     if role == "judge" and writer is built.writers["base"]:
@@ -119,16 +119,16 @@ def _prepared(name: str, settings: Settings) -> tuple[Strategy, list[str]]:
     """
     import anyio
 
-    from agentspec.reasoning.factory import Named, Parts, open_strategy, prepare
+    from agentspec.reasoning.factory import Dependencies, ModelRef, open_strategy, prepare
     from agentspec.runtime import named_model
 
     backends: dict[str, Backend] = {}
 
-    def find(role: str) -> Named:
+    def find(role: str) -> ModelRef:
         backend_name, model = named_model(settings, role)
         if backend_name not in backends:
             backends[backend_name] = _stand_in(settings.backends[backend_name])
-        return Named(backends[backend_name], model)
+        return ModelRef(backends[backend_name], model)
 
     async def probed() -> list[str]:
         try:
@@ -138,7 +138,7 @@ def _prepared(name: str, settings: Settings) -> tuple[Strategy, list[str]]:
                 await backend.aclose()
 
     strategy: Any = settings.models[name]
-    built = open_strategy(name, strategy, Parts(find, lambda knowledge: cast(Any, None)))
+    built = open_strategy(name, strategy, Dependencies(find, lambda knowledge: cast(Any, None)))
     with _unlogged():
         return built, anyio.run(probed)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agentspec.backends.base import Backend, Capabilities, HiddenStates, StepByStep
 from agentspec.errors import ConfigurationError, NotReadyError
-from agentspec.reasoning.retrieval.knn.generate import KnnPlayer, knn_lm
+from agentspec.reasoning.retrieval.knn.generate import KnnDecoder, knn_lm
 from agentspec.reasoning.retrieval.knn.mixture import Mixture
-from agentspec.reasoning.retrieval.knn.search import Datastore, NeighbourCache
-from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
-from agentspec.reasoning.retrieval.knn.store import Store
+from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache
+from agentspec.reasoning.retrieval.knn.settings import KnnSettings
+from agentspec.reasoning.retrieval.knn.store import Datastore
 from agentspec.reasoning.retrieval.knn.stride import KnnStride
 from agentspec.types import Delta, GenerateRequest
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Local(Backend, HiddenStates, StepByStep, Protocol):
+class LocalModel(Backend, HiddenStates, StepByStep, Protocol):
     """What KNN-LM needs of a model: it runs here, shows its hidden states and is made to go step by step."""
 
 
@@ -33,22 +33,22 @@ class KnnBackend:
     `request.speculation` is whether neighbours are guessed; the answer is the same either way.
     """
 
-    def __init__(self, base: Local, datastore: Datastore, knobs: KnnKnobs) -> None:
+    def __init__(self, base: LocalModel, datastore: DatastoreSearch, knobs: KnnSettings) -> None:
         self.knobs = knobs
         self._base, self._datastore = base, datastore
         self._mixture = Mixture(knobs.weight, knobs.temperature)
 
     @classmethod
-    async def open(cls, base: Backend, folder: Path, knobs: KnnKnobs, *, model: str) -> KnnBackend:
+    async def open(cls, base: Backend, folder: Path, knobs: KnnSettings, *, model: str) -> KnnBackend:
         """Read a datastore to where the model computes: 4 bytes a number. Raises `ConfigurationError` for a base that
         is no local model, and for a folder without a complete datastore of that model.
         """
-        if not isinstance(base, Local):
+        if not isinstance(base, LocalModel):
             raise ConfigurationError(f'KNN-LM needs a local model: {model!r} is no backend of kind "torch"')
-        store = Store.open(folder, fingerprint=base.fingerprint, model=model)
-        return cls(base, Datastore(store, await base.open_scan(store.keys)), knobs)
+        store = Datastore.open(folder, fingerprint=base.fingerprint, model=model)
+        return cls(base, DatastoreSearch(store, await base.open_scan(store.keys)), knobs)
 
-    def with_knobs(self, knobs: KnnKnobs) -> KnnBackend:
+    def with_knobs(self, knobs: KnnSettings) -> KnnBackend:
         """The same model and datastore with other knobs."""
         return KnnBackend(self._base, self._datastore, knobs)
 
@@ -80,9 +80,9 @@ class KnnBackend:
     async def aclose(self) -> None:
         """The base is closed by who built it."""
 
-    def _player(self, *, speculation: bool) -> KnnPlayer:
+    def _player(self, *, speculation: bool) -> KnnDecoder:
         knobs, store = self.knobs, self._datastore.store
-        return KnnPlayer(
+        return KnnDecoder(
             self._datastore,
             self._mixture,
             knobs.neighbours,

@@ -15,13 +15,13 @@ import numpy as np
 
 from agentspec.backends.base import Floats, Steps, StepSession
 from agentspec.reasoning.retrieval.knn.mixture import Mixture, Prior
-from agentspec.reasoning.retrieval.knn.search import Datastore, NeighbourCache, Neighbours
+from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
 from agentspec.reasoning.retrieval.knn.stride import KnnStride
 from agentspec.types import Delta, KnnSpeculation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Guess:
+class TokenGuess:
     """One token ahead of what is known: the model's part of its distribution, the query, and what was drawn.
 
     `token` is None where there was nothing to guess from; `decided` where no neighbour can change it.
@@ -34,7 +34,7 @@ class Guess:
 
 
 @dataclass(slots=True)
-class Tally:
+class KnnCounters:
     """What an answer took: forwards, tokens `decided` without neighbours, guesses and how many came true, and seconds.
 
     `trace` has the queries of each search.
@@ -68,20 +68,20 @@ class Tally:
 
 
 @dataclass(slots=True)
-class KnnPlayer:
+class KnnDecoder:
     """Plays one answer, a forward or a search a turn. `cache` is None for sequential KNN-LM.
 
     With `bound`, a token that the model alone decides (see `Mixture.decided`) asks for no neighbours.
     """
 
-    datastore: Datastore
+    datastore: DatastoreSearch
     mixture: Mixture
     count: int
     cache: NeighbourCache | None = None
     stride: KnnStride = field(default_factory=KnnStride)
     bound: bool = True
-    tally: Tally = field(default_factory=Tally)
-    _pending: list[Guess] = field(default_factory=list)
+    tally: KnnCounters = field(default_factory=KnnCounters)
+    _pending: list[TokenGuess] = field(default_factory=list)
     _known: int = 0
     _over: bool = False
     _since: float | None = None  # the end of the last guess or search
@@ -111,16 +111,16 @@ class KnnPlayer:
             return False
         return self._over or self._pending[-1].token is None or self._queries >= self.stride.choose()
 
-    def _guess(self, steps: Steps) -> Guess:
+    def _guess(self, steps: Steps) -> TokenGuess:
         began = perf_counter()
         state = steps.advance()
         self.tally.forwards += 1
         prior = self.mixture.prior(state.logits)
         self.tally.model_seconds += (forwarded := perf_counter()) - began
         if self.cache is None:
-            return Guess(prior, state.hidden, None)
+            return TokenGuess(prior, state.hidden, None)
         if self.bound and steps.plain and (token := self.mixture.decided(prior)) is not None:
-            return Guess(prior, state.hidden, token, decided=True)
+            return TokenGuess(prior, state.hidden, token, decided=True)
         token = None
         if len(self.cache):
             token = steps.draw(self.mixture.scores(prior, self.cache.search(state.hidden, self.count)))
@@ -128,7 +128,7 @@ class KnnPlayer:
         if self._since is not None:
             self.stride.guessed(now - self._since)
         self._since = now
-        return Guess(prior, state.hidden, token)
+        return TokenGuess(prior, state.hidden, token)
 
     def _verify(self, steps: Steps) -> list[int]:
         """Draw every guessed token again, now from the datastore's neighbours, up to the first that is another."""
@@ -161,7 +161,7 @@ class KnnPlayer:
         self.tally.trace.append(len(queries))
         return found
 
-    def _count(self, pending: Sequence[Guess], tokens: Sequence[int]) -> None:
+    def _count(self, pending: Sequence[TokenGuess], tokens: Sequence[int]) -> None:
         """Note how the guesses did, as far as they were verified."""
         seen = list(zip(pending, tokens, strict=False))
         guessed = [guess.token == token for guess, token in seen if guess.token is not None and not guess.decided]
@@ -173,7 +173,7 @@ class KnnPlayer:
             self.stride.verified(sum(guessed), wrong=not all(guessed))
 
 
-async def knn_lm(session: StepSession, player: KnnPlayer) -> AsyncGenerator[Delta]:
+async def knn_lm(session: StepSession, player: KnnDecoder) -> AsyncGenerator[Delta]:
     """The answer in pieces, each as soon as it is certain; the last one says what it took.
 
     Closing the iterator ends the work before the next forward. Raises what the model raises.

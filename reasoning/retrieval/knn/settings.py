@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class KnnKnobs(BaseModel):
+class KnnSettings(BaseModel):
     """`weight`, `temperature` and `neighbours` say what is generated; the others only how fast."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -43,7 +43,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The answer to a batch of queries: for each the best documents, best first, all of one `version`."""
 
     version: str
@@ -69,7 +69,7 @@ class KnowledgeBase(Protocol):
     @property
     def metric(self) -> Metric: ...
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         """The best `count` documents for each query, or as many as there are; a larger count begins with the same ones.
 
         Raises `KnowledgeBaseError` when it cannot be asked, `ConfigurationError` for queries of another metric.

@@ -12,7 +12,7 @@ from agentspec.reasoning.retrieval.knowledge.base import Hit, Metric, Query, ran
 OVERHEAD = 512  # bytes of a document beside its text and its features
 
 
-class DocumentCache:
+class RetrievedDocuments:
     """Documents by id, all of one version of one knowledge base; those not found for the longest time are let go of.
 
     If the knowledge base's best document for a query is here, it is the best one here: scores are the knowledge base's

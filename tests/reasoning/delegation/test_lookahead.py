@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ConfigurationError, UpstreamError
-from agentspec.reasoning.delegation.backend import StrategyBackend
-from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Said, Scored
-from agentspec.reasoning.delegation.lookahead import Pace
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Scored, ThinkingText
+from agentspec.reasoning.delegation.lookahead import DepthPlanner
 from agentspec.reasoning.delegation.thinking import Thinking
-from agentspec.reasoning.factory import Named, build
+from agentspec.reasoning.factory import ModelRef, build
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.testing import Answer, Script, ThinkingModel
 from agentspec.types import GenerateRequest, SamplingParams
@@ -46,7 +46,7 @@ async def run(
     small: ThinkingModel, base: ThinkingModel, settings: LookaheadSettings | None = None, **sampling: Any
 ) -> list[Event]:
     settings = settings or knobs()
-    backend = StrategyBackend.of(settings, base=base, small=small)
+    backend = DelegationBackend.of(settings, base=base, small=small)
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     asked = GenerateRequest("fast", messages=[{"role": "user", "content": "Two?"}], sampling=params)
     events = [event async for event in backend.think(Thinking(asked, settings, backend.writers))]
@@ -61,7 +61,7 @@ def authors(events: list[Event]) -> list[tuple[str, str]]:
 
 
 def thought(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Said))
+    return "".join(event.text for event in events if isinstance(event, ThinkingText))
 
 
 @MODES
@@ -167,7 +167,7 @@ def _alone(steps: Sequence[str]) -> str:
 
 
 def test_the_pace_drafts_as_deep_as_pays() -> None:
-    pace = Pace(4)
+    pace = DepthPlanner(4)
     assert pace.depth() == 4  # nothing is known yet
     pace.drafted(0.1)
     pace.wrote(4, 1.0)
@@ -203,5 +203,5 @@ def test_an_embedding_judge_must_embed() -> None:
     settings = knobs(compare="embedding")
     plain, embedding = ThinkingModel(telling("a")), Embedding(telling("a"))
     with pytest.raises(ConfigurationError, match="embeds texts"):
-        build("ahead", settings, lambda name: Named(plain, name))
-    assert build("ahead", settings, lambda name: Named(embedding, name)).writers["judge"].backend is embedding
+        build("ahead", settings, lambda name: ModelRef(plain, name))
+    assert build("ahead", settings, lambda name: ModelRef(embedding, name)).writers["judge"].backend is embedding

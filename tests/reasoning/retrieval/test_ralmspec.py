@@ -19,11 +19,19 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, KnowledgeBaseError
-from agentspec.reasoning.retrieval.events import Ended, Event, Retrieved, RolledBack, Said, Speculated, Verified
-from agentspec.reasoning.retrieval.knowledge.base import Document, Found, Hit, KnowledgeBase, Query, ranked
-from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
+from agentspec.reasoning.retrieval.events import (
+    AnswerEnded,
+    Event,
+    Retrieved,
+    RolledBack,
+    Speculated,
+    Verified,
+    VerifiedText,
+)
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, KnowledgeBase, Query, SearchResult, ranked
+from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
-from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
 from agentspec.testing import Answer, FakeBackend
@@ -113,7 +121,7 @@ class FakeKnowledge:
     active: int = 0
     metric: WordMetric = field(default_factory=WordMetric)
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         number = len(self.searches)
         self.searches.append(len(queries))
         self.active += 1
@@ -124,7 +132,9 @@ class FakeKnowledge:
         if (error := self.failing(number)) is not None:
             raise error
         version = self.version(number)
-        return Found(version, tuple(self._best(query, min(count, self.fewer or count), version) for query in queries))
+        return SearchResult(
+            version, tuple(self._best(query, min(count, self.fewer or count), version) for query in queries)
+        )
 
     async def aclose(self) -> None: ...
 
@@ -153,22 +163,22 @@ def asking(number: int = 0, **sampling: object) -> GenerateRequest:
 @dataclass
 class Outcome:
     events: list[Event]
-    account: Account
+    account: SearchStats
 
     @property
     def answer(self) -> tuple[str, tuple[int, ...], str]:
-        said = [event for event in self.events if isinstance(event, Said)]
+        said = [event for event in self.events if isinstance(event, VerifiedText)]
         ended = self.events[-1]
-        assert isinstance(ended, Ended)
+        assert isinstance(ended, AnswerEnded)
         return "".join(s.text for s in said), tuple(i for s in said for i in s.token_ids), ended.finish
 
     @property
     def documents(self) -> list[str | None]:
-        return [event.document for event in self.events if isinstance(event, Said)]
+        return [event.document for event in self.events if isinstance(event, VerifiedText)]
 
 
 async def outcome(run: Callable[..., AsyncGenerator[Event]], request: GenerateRequest, **options: object) -> Outcome:
-    account = Account()
+    account = SearchStats()
     return Outcome([event async for event in run(request, account=account, **options)], account)
 
 
@@ -242,7 +252,7 @@ async def test_only_verified_rounds_are_said() -> None:
         match event:
             case Verified(_, matched):
                 pending += matched
-            case Said() if pending:
+            case VerifiedText() if pending:
                 pending -= 1
     assert any(isinstance(event, RolledBack) for event in found.events)
     guessed = sum(isinstance(event, Speculated) for event in found.events)
@@ -283,7 +293,7 @@ async def test_what_was_guessed_of_another_version_is_redone(change: int, asynch
     possible = [
         (await outcome(sequential, asking(1), backend=model, knowledge=changing(at))).answer for at in range(1, 8)
     ]
-    cache = DocumentCache(1 << 20)
+    cache = RetrievedDocuments(1 << 20)
     found = await outcome(ralmspec, asking(1), backend=model, knowledge=changing(change), settings=knobs, cache=cache)
     assert found.answer in possible
     assert cache.version == ("2" if len(cache) and found.account.batches > change else "1")
@@ -310,7 +320,7 @@ async def test_a_knowledge_base_that_fails_ends_the_answer(nth: int, error: Exce
     with pytest.raises(KnowledgeBaseError, match=r"gone|refused"):
         async for event in ralmspec(asking(), backend=model, knowledge=knowledge, settings=knobs):
             said.append(event)
-    assert model.active == 0 and any(isinstance(event, Said) for event in said) == (nth > 0)
+    assert model.active == 0 and any(isinstance(event, VerifiedText) for event in said) == (nth > 0)
 
 
 async def test_a_search_that_hangs_is_given_up() -> None:
@@ -426,7 +436,7 @@ async def test_log_probabilities_come_with_the_rounds_that_are_said() -> None:
     model = FakeBackend(*(Answer(text, finish_reason="length") for text in ("a b c d", " e f g h")))
     request = asking(max_tokens=8, logprobs=True)
     found = await outcome(ralmspec, request, backend=model, knowledge=FakeKnowledge([]))
-    said = [event for event in found.events if isinstance(event, Said)]
+    said = [event for event in found.events if isinstance(event, VerifiedText)]
     assert "".join(entry.text for s in said for entry in s.logprobs) == found.answer[0] == "a b c d e f g h"
 
 
@@ -440,7 +450,7 @@ class SlowKnowledge:
         self._base, self._draw = base, random.Random(7)
         self.metric = base.metric
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         await asyncio.sleep(self._draw.choice([0.0, 0.001, 0.004]))
         return await self._base.search(queries, count)
 
