@@ -27,8 +27,8 @@ from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
-    from agentspec.reasoning.factory import Strategy
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
+    from agentspec.reasoning.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +194,18 @@ class Runtime:
         if not wanted or self._strategies:
             return
         from agentspec.reasoning.delegation.trace import open_folder
-        from agentspec.reasoning.factory import Dependencies, ModelRef, open_strategy, prepare
+        from agentspec.reasoning.strategy import Dependencies, ModelRef, open_strategy, prepare
 
         def find(name: str) -> ModelRef:
             backend_name, model = named_model(self.settings, name)
             return ModelRef(self._backends[backend_name], model)
 
-        parts = Dependencies(find, self._know, open_folder(self.settings.traces))
-        built = {name: open_strategy(name, cast(Any, settings), parts) for name, settings in wanted.items()}
+        dependencies = Dependencies(find, self._knowledge_base, open_folder(self.settings.traces))
+        built = {name: open_strategy(name, settings, dependencies) for name, settings in wanted.items()}
         _run_apart(lambda: _prepare_all(built.values(), prepare))
         self._strategies = built
 
-    def _know(self, name: str) -> KnowledgeBase:
+    def _knowledge_base(self, name: str) -> KnowledgeBase:
         """The knowledge base of `[knowledge.name]`, opened once for all strategies."""
         if name not in self._knowledge:
             from agentspec.reasoning.retrieval.knowledge.factory import open_knowledge

@@ -74,8 +74,8 @@ class Tokenization(Protocol):
 
 
 def tokenization_of(backend: Backend) -> Tokenization | None:
-    """The text side of a backend that takes prompts of token ids; an endpoint's is known once it was probed."""
-    shown = getattr(backend, "text_side", backend)
+    """The tokenization of a backend that takes prompts of token ids; an endpoint's is known once it was probed."""
+    shown = getattr(backend, "tokenization", backend)
     return shown if isinstance(shown, Tokenization) and backend.capabilities.token_ids else None
 
 

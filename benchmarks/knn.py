@@ -84,7 +84,12 @@ def read_prompts(file: Path, limit: int) -> list[str]:
 
 
 def run_knn(
-    model: str, folder: Path, prompts: Sequence[str], sampling: SamplingParams, knobs: KnnSettings, progress: Progress
+    model: str,
+    folder: Path,
+    prompts: Sequence[str],
+    sampling: SamplingParams,
+    settings: KnnSettings,
+    progress: Progress,
 ) -> KnnTable:
     """One run for each prompt and variant. Raises what the backend raises."""
     from agentspec.backends.settings import TorchSettings
@@ -95,7 +100,7 @@ def run_knn(
 
     async def measured() -> KnnTable:
         try:
-            return await _measure(backend, folder, prompts, sampling, knobs, progress)
+            return await _measure(backend, folder, prompts, sampling, settings, progress)
         finally:
             await backend.aclose()
 
@@ -107,17 +112,17 @@ async def _measure(
     folder: Path,
     prompts: Sequence[str],
     sampling: SamplingParams,
-    knobs: KnnSettings,
+    settings: KnnSettings,
     progress: Progress,
 ) -> KnnTable:
     progress("reading the datastore")
-    base = await KnnBackend.open(backend, folder, knobs, model=backend.model_name)
+    base = await KnnBackend.open(backend, folder, settings, model=backend.model_name)
     table = KnnTable(base.entries)
     await _timed(base, prompts[0], sampling, speculation=True)  # nothing is cold any more
     for index, prompt in enumerate(prompts):
         progress(f"prompt {index + 1} of {len(prompts)}")
         for name, change in rotated(VARIANTS, index):
-            variant = base.with_knobs(knobs.model_copy(update=change))
+            variant = base.with_settings(settings.model_copy(update=change))
             table.runs[name].append(await _timed(variant, prompt, sampling, speculation=name != OFF))
     return table
 

@@ -34,10 +34,10 @@ class Memo:
     made: int = 0
     remembered: int = 0
 
-    def writers(self, writers: Mapping[str, ModelRole]) -> dict[str, ModelRole]:
-        """The same roles over backends that remember; one writer in two roles stays one."""
-        copies = {id(w): replace(w, backend=Remembering(w.backend, self)) for w in writers.values()}
-        return {role: copies[id(writer)] for role, writer in writers.items()}
+    def roles(self, roles: Mapping[str, ModelRole]) -> dict[str, ModelRole]:
+        """The same roles over backends that remember; one model in two roles stays one."""
+        copies = {id(m): replace(m, backend=Remembering(m.backend, self)) for m in roles.values()}
+        return {name: copies[id(model)] for name, model in roles.items()}
 
 
 class Remembering:
@@ -52,7 +52,7 @@ class Remembering:
         return self._inner.capabilities
 
     @property
-    def text_side(self) -> Tokenization | None:
+    def tokenization(self) -> Tokenization | None:
         return tokenization_of(self._inner)
 
     async def aclose(self) -> None:

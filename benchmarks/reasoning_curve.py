@@ -181,11 +181,11 @@ async def measure_curve(
         assert isinstance(built, DelegationBackend)
         for number, problem in enumerate(problems[curve.problems :], curve.problems + 1):
             memo = Memo()
-            writers = memo.writers(built.writers) if plan.reuses else built.writers
+            roles = memo.roles(built.roles) if plan.reuses else built.roles
             solved = []
             for point in curve.points:
                 progress(f"problem {number} of {len(problems)}, {point.name}")
-                backend = replace(built, settings=tried[point.name], writers=writers, traces=None)
+                backend = replace(built, settings=tried[point.name], roles=roles, traces=None)
                 solved.append(await _solve(backend, problem, plan, memo if plan.reuses else None))
             for point, one in zip(curve.points, solved, strict=True):
                 point.solved.append(one)

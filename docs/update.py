@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
-from agentspec.reasoning.delegation.trace_settings import TraceSettings
+from agentspec.reasoning.settings import TraceSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import (
     KnnLmSettings,

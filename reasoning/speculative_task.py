@@ -20,20 +20,20 @@ class SpeculativeTask(Generic[T]):
     def __bool__(self) -> bool:
         return self._task is not None
 
-    def begin(self, work: Coroutine[Any, Any, T]) -> None:
+    def start(self, work: Coroutine[Any, Any, T]) -> None:
         assert self._task is None, "one at a time"
         self._task = asyncio.create_task(work)
 
-    async def take(self) -> T:
-        """The result of what is under way, waited for. Raises what it raises."""
+    async def result(self) -> T:
+        """Wait for what is under way. Raises what it raises."""
         assert self._task is not None
         try:
             return await task_result(self._task)
         finally:
-            await self.drop()
+            await self.cancel()
 
-    async def drop(self) -> None:
-        """Cancel what is under way and wait until it is gone. Idempotent."""
+    async def cancel(self) -> None:
+        """Cancel what is under way and wait until it has ended. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             await cancel_tasks(task)
@@ -42,7 +42,7 @@ class SpeculativeTask(Generic[T]):
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self.drop()
+        await self.cancel()
 
 
 async def task_result(task: asyncio.Task[T]) -> T:
@@ -64,4 +64,4 @@ async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
             await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # asked for, or it is logged as forgotten
+            task.exception()  # retrieved, or asyncio logs it as never retrieved

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agentspec.cli.common import FAILED, REPORT_WIDTH, conditions, require_writable
-from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, knobs_of
+from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, settings_of
 
 
 def retrieval(
@@ -86,7 +86,7 @@ def knn(
 
     console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
     require_writable(json)
-    knobs = knobs_of(neighbours, weight, distance)
+    knobs = settings_of(neighbours, weight, distance)
     sampling = SamplingParams(temperature=float(sampled), seed=1, max_tokens=max_tokens)
     with console.status("starting") as status:
         table = run_knn(model, folder, read_prompts(prompts, limit), sampling, knobs, status.update)

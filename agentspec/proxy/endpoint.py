@@ -24,8 +24,7 @@ from agentspec.proxy.passthrough import check_upstream_fields, labelled, pass_th
 from agentspec.proxy.request_record import Exchange
 from agentspec.proxy.responses import DONE, Gathered, Writer, encode, event
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.retrieval.backend import RetrievalBackend
-from agentspec.reasoning.retrieval.knn.backend import KnnStrategy
+from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ServerSettings
 from agentspec.telemetry.metrics import OTHER
@@ -115,11 +114,8 @@ class Generation:
 
 def strategy_header(backend: Backend, request: GenerateRequest) -> tuple[bytes, str] | None:
     """What tells a client that a strategy answers, and whether its answer may be another than without it."""
-    if not isinstance(backend, (DelegationBackend, RetrievalBackend, KnnStrategy)):
-        return None
-    if not backend.settings.lossy:
-        return b"x-agentspec-lossless", backend.settings.summary
-    return (b"x-agentspec-lossy", backend.settings.summary) if request.speculation else None
+    headers = backend.response_headers(request) if isinstance(backend, Strategy) else {}
+    return next(((name.encode(), value) for name, value in headers.items()), None)
 
 
 async def whole(deltas: AsyncGenerator[Delta], writer: Writer, exchange: Exchange, send: Send) -> None:

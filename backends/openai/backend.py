@@ -35,7 +35,7 @@ class OpenAIBackend:
         self._endpoint = Endpoint(settings, transport=transport)
         self._recognition = Recognition(self._endpoint, settings.vllm)
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
-        self._text_side: ServerTokenization | None = None
+        self._tokenization: ServerTokenization | None = None
 
     def __repr__(self) -> str:
         return f"OpenAIBackend({self._endpoint!r})"
@@ -46,9 +46,9 @@ class OpenAIBackend:
         return self._capabilities
 
     @property
-    def text_side(self) -> ServerTokenization | None:
+    def tokenization(self) -> ServerTokenization | None:
         """The server's tokenizer, once `probe` has found that it shows one."""
-        return self._text_side
+        return self._tokenization
 
     @property
     def has_key(self) -> bool:
@@ -139,7 +139,7 @@ class OpenAIBackend:
                 context_length=report.context_length,
             )
             model = self.settings.model or report.models[0]
-            self._text_side = ServerTokenization(self._endpoint, model) if report.tokenizes else None
+            self._tokenization = ServerTokenization(self._endpoint, model) if report.tokenizes else None
         return report
 
     async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.backends.base import Backend, Capabilities
 from agentspec.errors import InvalidRequestError
-from agentspec.reasoning.delegation.base_only import base_only
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, ThinkingText
-from agentspec.reasoning.delegation.lookahead import lookahead
 from agentspec.reasoning.delegation.model_role import ModelRole
-from agentspec.reasoning.delegation.spec_reason import spec_reason
-from agentspec.reasoning.delegation.speculative_thinking import speculative_thinking
+from agentspec.reasoning.delegation.preparation import prepare_roles
 from agentspec.reasoning.delegation.steps import Step
-from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.delegation.templates import Template
+from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
 from agentspec.reasoning.delegation.timing import BaseThroughput, Stopwatch
 from agentspec.reasoning.delegation.trace import TraceFolder, Tracer
-from agentspec.reasoning.settings import (
-    Delegation,
-    SpecReasonSettings,
-    SpeculativeThinkingSettings,
-)
+from agentspec.reasoning.settings import DelegationSettings
+from agentspec.reasoning.strategy import Dependencies, Strategy
 from agentspec.types import Delta, GenerateRequest, Message, StepSpeculation, Usage
-
-Run = Callable[[Thinking], AsyncGenerator[Event]]
 
 
 @dataclass(slots=True)
@@ -55,9 +49,9 @@ class StepCounters:
                 self.accepted += 1
                 self.accepted_tokens += step.tokens
             case Accepted(step) | Rewritten(step):
-                self.base_wrote(step.tokens, step.seconds)
+                self.add_base(step.tokens, step.seconds)
 
-    def base_wrote(self, tokens: int, seconds: float) -> None:
+    def add_base(self, tokens: int, seconds: float) -> None:
         self.base_tokens += tokens
         self.base_seconds += seconds
 
@@ -68,30 +62,64 @@ class StepCounters:
 
 
 @dataclass(slots=True)
-class DelegationBackend:
-    """A model that thinks by a strategy. `writers` has the roles base and small, and judge where one is asked.
+class DelegationBackend(Strategy):
+    """A model that thinks by a strategy. `roles` are base and small, and judge where one is asked.
 
     The models stay their owners' to close. Answers carry a `StepSpeculation`; with `traces` every decision is kept.
     """
 
     name: str
-    settings: Delegation
-    writers: dict[str, ModelRole]
+    settings: DelegationSettings
+    roles: dict[str, ModelRole] = field()
     traces: TraceFolder | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(logprobs=True))
-    pace: BaseThroughput = field(default_factory=BaseThroughput)
+    throughput: BaseThroughput = field(default_factory=BaseThroughput)
+
+    @classmethod
+    def open(cls, name: str, settings: DelegationSettings, dependencies: Dependencies) -> DelegationBackend:
+        """With its chat templates read. Raises `ConfigurationError`."""
+
+        def named(role: str) -> ModelRole:
+            found, template = dependencies.find(getattr(settings, role)), getattr(settings, f"{role}_template")
+            return ModelRole(role, found.backend, found.model, Template(template) if template else None)
+
+        roles = {role: named(role) for role in settings.models}
+        if "judge" in type(settings).model_fields:
+            roles.setdefault("judge", roles["base"])
+        opened = cls(name, settings, roles, dependencies.traces)
+        for role, model in roles.items():
+            opened.algorithm.check_configured(name, settings, role, model)
+        return opened
 
     @classmethod
     def of(
-        cls, settings: Delegation, *, base: Backend, small: Backend, judge: Backend | None = None, name: str = "fast"
+        cls,
+        settings: DelegationSettings,
+        *,
+        base: Backend,
+        small: Backend,
+        judge: Backend | None = None,
+        name: str = "fast",
     ) -> DelegationBackend:
         """A strategy over backends that are there already; its settings' names serve as the models' names."""
-        writers = {"base": ModelRole("base", base, settings.base), "small": ModelRole("small", small, settings.small)}
-        writers["judge"] = ModelRole("judge", judge, "judge") if judge is not None else writers["base"]
-        return cls(name, settings, writers)
+        roles = {"base": ModelRole("base", base, settings.base), "small": ModelRole("small", small, settings.small)}
+        roles["judge"] = ModelRole("judge", judge, "judge") if judge is not None else roles["base"]
+        return cls(name, settings, roles)
 
-    async def aclose(self) -> None:
-        """The backends behind are closed by who built them."""
+    @property
+    def algorithm(self) -> Algorithm:
+        algorithm: Algorithm = importlib.import_module(self.settings.algorithm).ALGORITHM
+        return algorithm
+
+    async def prepare(self) -> list[str]:
+        return await prepare_roles(self.name, self.settings, self.roles, self.algorithm)
+
+    def describe(self, role: str) -> str:
+        model = self.roles[role]
+        if role == "judge" and model is self.roles["base"]:
+            return "judge = base"
+        deletes = "" if model.keeps_thinking else ", but its template deletes closed thinking"
+        return f"{role} = {getattr(self.settings, role)} ({model.description}{deletes})"
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """The thinking as `reasoning` deltas while it becomes final, then the answer.
@@ -99,47 +127,41 @@ class DelegationBackend:
         Closing the iterator cancels the work of all models. Raises `InvalidRequestError` for a request without
         messages, and what the base model raises.
         """
-        thinking = Thinking(_checked(request), self.settings, self.writers)
-        tally, tracer = StepCounters(), self._tracer(request)
+        thinking = Thinking(_checked(request), self.settings, self.roles)
+        counters, tracer = StepCounters(), self._tracer(request)
         thought, answered = Stopwatch(), Stopwatch()
         try:
-            async with aclosing(thought.over(self.think(thinking))) as events:
+            async with aclosing(thought.timed(self.think(thinking))) as events:
                 async for event in events:
-                    tally.add(event)
+                    counters.add(event)
                     tracer.add(event)
                     if isinstance(event, ThinkingText):
                         yield reasoning(event.text)
-            async with aclosing(answered.over(self._answer(thinking))) as deltas:
+            async with aclosing(answered.timed(self._answer(thinking))) as deltas:
                 async for delta in deltas:
                     tracer.say(delta.text)
                     if delta.finish_reason is not None:
                         used = delta.usage or Usage()
                         if self._answerer(thinking) == "base":
-                            tally.base_wrote(used.completion_tokens, answered.seconds)
-                        told = self._sum(thinking, tally, tracer, thought.seconds)
+                            counters.add_base(used.completion_tokens, answered.seconds)
+                        told = self._summary(thinking, counters, tracer, thought.seconds)
                         delta = replace(delta, usage=_usage(thinking, used), speculation=told)
                         tracer.close()
                     yield delta
         finally:
             tracer.close()
 
-    async def think(self, thinking: Thinking) -> AsyncGenerator[Event]:
+    def think(self, thinking: Thinking) -> AsyncGenerator[Event]:
         """Every event of the thinking. Without `speculation` the base model thinks alone."""
-        for lost in await thinking.open():
-            yield lost
-        run = self._run() if thinking.request.speculation else base_only
-        async with aclosing(run(thinking)) as events:
-            async for event in events:
-                yield event
-        yield Ended(thinking.over or "")
+        return thinking.events.stream(lambda: self._think(thinking))
 
-    def _run(self) -> Run:
-        settings = self.settings
-        if isinstance(settings, SpecReasonSettings):
-            return lambda thinking: spec_reason(thinking, settings)
-        if isinstance(settings, SpeculativeThinkingSettings):
-            return lambda thinking: speculative_thinking(thinking, settings)
-        return lambda thinking: lookahead(thinking, settings)
+    async def _think(self, thinking: Thinking) -> None:
+        await thinking.open()
+        if thinking.request.speculation:
+            await self.algorithm.run(thinking, self.settings)
+        else:
+            await base_only(thinking)
+        await thinking.emit(Ended(thinking.over or ""))
 
     async def _answer(self, thinking: Thinking) -> AsyncGenerator[Delta]:
         """What the model that answers writes behind the closed thinking."""
@@ -148,9 +170,9 @@ class DelegationBackend:
         if left is not None and (left := left - thinking.counts.all_kept) < 1:
             yield Delta(finish_reason="length")
             return
-        writer, sampling = self.writers[role], replace(request.sampling, max_tokens=left)
+        writer, sampling = self.roles[role], replace(request.sampling, max_tokens=left)
         prompt = await self._answering(thinking, writer, role, sampling)
-        seconds = thinking.pen.seconds * ANSWER_PATIENCE
+        seconds = thinking.step_limits.seconds * ANSWER_PATIENCE
         async with aclosing(writer.deltas(prompt, seconds)) as deltas:
             first = True
             async for delta in deltas:
@@ -200,20 +222,22 @@ class DelegationBackend:
         folder = self.traces if request.store else None
         return Tracer(folder, uuid.uuid4().hex[:16], self.name, self.settings, request)
 
-    def _sum(self, thinking: Thinking, tally: StepCounters, tracer: Tracer, seconds: float) -> StepSpeculation:
+    def _summary(self, thinking: Thinking, counters: StepCounters, tracer: Tracer, seconds: float) -> StepSpeculation:
         """The account of an answer whose thinking took `seconds`. At the base model's own pace nothing is saved."""
-        self.pace.wrote(tally.base_tokens, tally.base_seconds)
+        self.throughput.add(counters.base_tokens, counters.base_seconds)
         delegates = thinking.request.speculation
         return StepSpeculation(
-            estimated_seconds_saved=self.pace.saved(thinking.counts.all_kept, seconds) if delegates else 0.0,
-            drafted=tally.proposed_tokens,
-            accepted=tally.accepted_tokens,
+            estimated_seconds_saved=self.throughput.seconds_saved(thinking.counts.all_kept, seconds)
+            if delegates
+            else 0.0,
+            drafted=counters.proposed_tokens,
+            accepted=counters.accepted_tokens,
             steps=len(thinking.steps),
             lossy=delegates,
             strategy=self.settings.strategy,
-            knobs=self.settings.knobs,
-            proposed_steps=tally.proposed,
-            accepted_steps=tally.accepted,
+            knobs=self.settings.answer_settings,
+            proposed_steps=counters.proposed,
+            accepted_steps=counters.accepted,
             kept_tokens=dict(thinking.counts.kept),
             spent_tokens=dict(thinking.counts.spent),
             ended=thinking.over or "",

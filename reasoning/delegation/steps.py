@@ -69,7 +69,7 @@ class StepReader:
         return self._pass(held)
 
     @property
-    def heard(self) -> str:
+    def fed(self) -> str:
         """All the text that was fed before the step ended."""
         return self.text + self._held
 

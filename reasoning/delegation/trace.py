@@ -17,8 +17,7 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.delegation.events import Event, ThinkingText
-from agentspec.reasoning.delegation.trace_settings import TraceSettings
-from agentspec.reasoning.settings import StrategySettings
+from agentspec.reasoning.settings import StrategySettings, TraceSettings
 from agentspec.types import GenerateRequest
 
 SUFFIX = ".jsonl"
@@ -116,8 +115,8 @@ class Tracer:
             "event": "head",
             "trace": self.id,
             "model": self.model,
-            "strategy": getattr(self.settings, "strategy", ""),
-            "knobs": self.settings.knobs,
+            "strategy": self.settings.strategy,
+            "knobs": self.settings.answer_settings,
             "messages": [dict(message) for message in self.request.messages or ()],
         }
         yield from self._records

@@ -16,6 +16,7 @@ from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.settings import RaLMSpecSettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, answers
 from agentspec.speculation.stride import RequestStride
 from agentspec.types import Delta, GenerateRequest, RetrievalSpeculation, Usage
 
@@ -23,7 +24,7 @@ MOST_TENANTS = 64  # that have a cache of their own, where caches outlive a requ
 
 
 @dataclass(slots=True)
-class RetrievalBackend:
+class RetrievalBackend(Strategy):
     """A model that reads a document of `knowledge` every few tokens. Its answers carry a `RetrievalSpeculation`.
 
     Without `speculation` a request is answered by sequential retrieval, with the same words. The model and the
@@ -42,16 +43,31 @@ class RetrievalBackend:
     def capabilities(self) -> Capabilities:
         return Capabilities(token_ids=True, logprobs=self.base.capabilities.logprobs, speculation=True)
 
-    async def aclose(self) -> None:
-        """The model and the knowledge base are closed by who opened them."""
+    @classmethod
+    def open(cls, name: str, settings: RaLMSpecSettings, dependencies: Dependencies) -> RetrievalBackend:
+        base = dependencies.find(settings.base)
+        return cls(name, settings, base.backend, base.model, dependencies.find_knowledge(settings.knowledge))
 
-    def check(self) -> None:
-        """Raises `ConfigurationError` for a model whose prompts cannot be token ids."""
+    @property
+    def roles(self) -> dict[str, ModelRef]:
+        return {"base": ModelRef(self.base, self.model)}
+
+    def describe(self, role: str) -> str:
+        return f"base = {self.settings.base} (token ids)"
+
+    async def prepare(self) -> list[str]:
+        """The knowledge base is not asked: one that is down now may be up for the first request.
+
+        Raises `ConfigurationError` for a model whose prompts cannot be token ids.
+        """
+        if not await answers(self.base):
+            return ["base"]
         if tokenization_of(self.base) is None:
             raise ConfigurationError(
                 f"models.{self.name}.base: the model {self.model!r} takes no token ids, which retrieval needs:"
                 " name a local model, or a vLLM server's"
             )
+        return []
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Verified text round by round; closing the iterator cancels the model's work and the searches.
@@ -67,7 +83,7 @@ class RetrievalBackend:
                     yield Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
                 elif isinstance(event, AnswerEnded):
                     usage = Usage(prompt_tokens=event.prompt_tokens, completion_tokens=tokens)
-                    yield Delta(finish_reason=event.finish, usage=usage, speculation=self._sum(account))
+                    yield Delta(finish_reason=event.finish, usage=usage, speculation=self._summary(account))
 
     def _events(self, request: GenerateRequest, account: SearchStats) -> AsyncGenerator[Event]:
         given: dict[str, Any] = {
@@ -91,13 +107,13 @@ class RetrievalBackend:
             self._caches.popitem(last=False)
         return cache
 
-    def _sum(self, account: SearchStats) -> RetrievalSpeculation:
+    def _summary(self, account: SearchStats) -> RetrievalSpeculation:
         return RetrievalSpeculation(
             drafted=account.guessed_tokens + account.dropped_tokens,
             accepted=account.guessed_tokens,
             steps=account.rounds,
             strategy=self.settings.strategy,
-            knobs=self.settings.knobs,
+            knobs=self.settings.answer_settings,
             knowledge=self.settings.knowledge,
             queries=account.queries,
             batches=account.batches,

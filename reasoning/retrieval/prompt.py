@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from agentspec.backends.base import Tokenization
 from agentspec.backends.template_messages import plain
 from agentspec.errors import ContextLengthError
-from agentspec.reasoning.delegation.prompts import escape_markers
+from agentspec.reasoning.delegation.templates import escape_markers
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.types import GenerateRequest, Message
 

@@ -67,8 +67,9 @@ async def ralmspec(
 ) -> AsyncGenerator[Event]:
     """Guess documents, verify them in batches, take back what was wrong, until the answer is over.
 
-    `account` is filled on the way. `pace` is what earlier answers of the same model and knowledge base have measured; `cache` may be given to several answers of one tenant. Closing the iterator
-    cancels what is generated and asked.
+    Text in events is verified. `account` is filled on the way. `pace` is what earlier answers of the same model and
+    knowledge base have measured; `cache` may be given to several answers of one tenant. Closing the iterator cancels
+    what is generated and asked.
 
     Raises `KnowledgeBaseError` where the knowledge base fails, at the beginning or later: without it nobody knows how
     the answer goes on. Raises `InvalidRequestError` for what rounds cannot honour, and what the backend raises.

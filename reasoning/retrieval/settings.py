@@ -25,6 +25,6 @@ class RetrievalSettings(BaseModel):
     search_timeout: float = Field(default=30.0, gt=0, description="Seconds that one search may take")
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def answer_settings(self) -> dict[str, Any]:
         """What the answer depends on."""
         return {name: getattr(self, name) for name in ("round_tokens", "query_tokens", "document_tokens")}

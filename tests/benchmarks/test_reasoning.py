@@ -161,11 +161,11 @@ async def test_a_measurement_goes_on_where_it_was_stopped(tmp_path: Path) -> Non
 async def test_a_call_that_fails_is_not_remembered() -> None:
     answers = iter([UpstreamError("gone"), "one\n\n"])
     memo = Memo()
-    writer = memo.writers({"base": ModelRole("base", FakeBackend(lambda request: next(answers)), "m")})["base"]
+    model = memo.roles({"base": ModelRole("base", FakeBackend(lambda request: next(answers)), "m")})["base"]
     with pytest.raises(UpstreamError):
-        [delta async for delta in writer.backend.generate(GenerateRequest("m", text="?"))]
+        [delta async for delta in model.backend.generate(GenerateRequest("m", text="?"))]
     for _ in range(2):
-        said = "".join([delta.text async for delta in writer.backend.generate(GenerateRequest("m", text="?"))])
+        said = "".join([delta.text async for delta in model.backend.generate(GenerateRequest("m", text="?"))])
         assert said == "one\n\n"
     assert (memo.made, memo.remembered) == (1, 1)
 

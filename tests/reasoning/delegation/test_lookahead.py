@@ -14,8 +14,8 @@ from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Scored, ThinkingText
 from agentspec.reasoning.delegation.lookahead import DepthPlanner
 from agentspec.reasoning.delegation.thinking import Thinking
-from agentspec.reasoning.factory import ModelRef, build
 from agentspec.reasoning.settings import LookaheadSettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef
 from agentspec.testing import Answer, Script, ThinkingModel
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -49,7 +49,7 @@ async def run(
     backend = DelegationBackend.of(settings, base=base, small=small)
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     asked = GenerateRequest("fast", messages=[{"role": "user", "content": "Two?"}], sampling=params)
-    events = [event async for event in backend.think(Thinking(asked, settings, backend.writers))]
+    events = [event async for event in backend.think(Thinking(asked, settings, backend.roles))]
     assert small.active == base.active == 0
     return events
 
@@ -202,6 +202,12 @@ async def test_an_embedding_judge_compares_directions() -> None:
 def test_an_embedding_judge_must_embed() -> None:
     settings = knobs(compare="embedding")
     plain, embedding = ThinkingModel(telling("a")), Embedding(telling("a"))
+
+    def opened(model: ThinkingModel) -> DelegationBackend:
+        return DelegationBackend.open(
+            "ahead", settings, Dependencies(lambda name: ModelRef(model, name), lambda name: 1 / 0)
+        )  # type: ignore
+
     with pytest.raises(ConfigurationError, match="embeds texts"):
-        build("ahead", settings, lambda name: ModelRef(plain, name))
-    assert build("ahead", settings, lambda name: ModelRef(embedding, name)).writers["judge"].backend is embedding
+        opened(plain)
+    assert opened(embedding).roles["judge"].backend is embedding

@@ -102,7 +102,7 @@ def ours(
         backend = DelegationBackend.of(settings, base=ThinkingModel(base, score=score), small=ThinkingModel(small))
         messages = [{"role": "user", "content": "Two plus two?"}]
         request = GenerateRequest("fast", messages=messages, sampling=SamplingParams(temperature=0.0))
-        thinking = Thinking(request, settings, backend.writers)
+        thinking = Thinking(request, settings, backend.roles)
         events = [event async for event in backend.think(thinking)]
         steps = [(event.step.author, event.step.text) for event in events if isinstance(event, (Accepted, Rewritten))]
         assert isinstance(events[-1], Ended)

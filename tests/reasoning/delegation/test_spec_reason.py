@@ -59,7 +59,7 @@ def numbered(word: str, last: int = 3) -> Callable[[str], str]:
 
 
 async def events_of(backend: DelegationBackend, request: GenerateRequest | None = None) -> list[Event]:
-    thinking = Thinking(request or ask(), backend.settings, backend.writers)
+    thinking = Thinking(request or ask(), backend.settings, backend.roles)
     return [event async for event in backend.think(thinking)]
 
 
@@ -257,7 +257,7 @@ async def test_a_slow_client_costs_no_model_its_patience() -> None:
     small = ThinkingModel(numbered("small"))
     backend = DelegationBackend.of(knobs(call_timeout=0.1), base=base, small=small)
     events = []
-    async for event in backend.think(Thinking(ask(), backend.settings, backend.writers)):
+    async for event in backend.think(Thinking(ask(), backend.settings, backend.roles)):
         await asyncio.sleep(0.04)
         events.append(event)
     assert [step.author for step in kept(events)] == ["base"] and kept(events)[0].seconds < 0.1
@@ -285,7 +285,7 @@ async def test_what_is_saved_is_told_at_the_base_models_own_pace(seconds: float,
     )
     told = (await deltas_of(backend.generate(ask())))[-1].speculation
     assert told is not None and (told.estimated_seconds_saved > 0) is saves
-    pace = backend.pace
+    pace = backend.throughput
     assert pace.tokens == 2 and pace.seconds >= 0.1
     alone = (await deltas_of(backend.generate(replace(ask(), speculation=False))))[-1].speculation
     assert alone is not None and alone.estimated_seconds_saved == 0
@@ -308,12 +308,12 @@ async def test_endless_steps_are_cut_and_both_budgets_hold() -> None:
     small = ThinkingModel(endless)
     settings = knobs(step_tokens=20, budget_tokens=70, spend_tokens=10_000)
     backend = DelegationBackend.of(settings, base=base, small=small)
-    thinking = Thinking(ask(), settings, backend.writers)
+    thinking = Thinking(ask(), settings, backend.roles)
     events = [event async for event in backend.think(thinking)]
     assert events[-1] == Ended("budget") and thinking.counts.all_kept == 70
     assert [step.ending for step in kept(events)] == ["length"] * 4
     tight = knobs(step_tokens=20, budget_tokens=10_000, spend_tokens=100, pipelined=False)
-    thinking = Thinking(ask(), tight, backend.writers)
+    thinking = Thinking(ask(), tight, backend.roles)
     assert [event async for event in backend.think(thinking)][-1] == Ended("budget")
     assert 100 <= thinking.counts.all_spent <= 120 and thinking.counts.all_kept <= 60
 

@@ -52,7 +52,7 @@ def self_words(text: str) -> list[str]:
 
 async def run(small: ThinkingModel, base: ThinkingModel, settings: SpeculativeThinkingSettings) -> list[Event]:
     backend = DelegationBackend.of(settings, base=base, small=small)
-    thinking = Thinking(ASK, settings, backend.writers)
+    thinking = Thinking(ASK, settings, backend.roles)
     events = [event async for event in backend.think(thinking)]
     assert small.active == base.active == 0
     return events
@@ -121,7 +121,7 @@ async def test_the_base_models_share_is_capped() -> None:
         small, base = Speaker(text), Speaker(text.replace("wait", "base"))
         settings = knobs(max_base_share=share, overload=1000, overload_most=1000)
         backend = DelegationBackend.of(settings, base=base, small=small)
-        thinking = Thinking(ASK, settings, backend.writers)
+        thinking = Thinking(ASK, settings, backend.roles)
         events = [event async for event in backend.think(thinking)]
         kept = thinking.counts.kept
         assert kept["base"] <= share * max(256, thinking.counts.all_kept) + 1e-9

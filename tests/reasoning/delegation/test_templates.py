@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.reasoning.delegation.prompts import escape_markers, names_score, quoted
-from agentspec.reasoning.delegation.templates import Template
+from agentspec.reasoning.delegation.judge import names_score, quoted
+from agentspec.reasoning.delegation.templates import Template, escape_markers
 
 SAID = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]
 
