@@ -198,7 +198,7 @@ class Bench:
         )
         account, began = SearchStats(), time.perf_counter()
         tokens: list[int] = []
-        given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "settings": settings, "account": account}
+        given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "settings": settings, "stats": account}
         events = sequential(request, **given) if variant == SEQUENTIAL else ralmspec(request, **given, pace=pace)
         async for event in events:
             if isinstance(event, VerifiedText):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from agentspec.text.stop_strings import partial_end
+
 BOUNDARY = "\n\n"
 Author = Literal["small", "base"]
 Ending = Literal["boundary", "length", "closed", "stop"]
@@ -59,7 +61,7 @@ class StepReader:
             end = at + len(mark)
             self.rest, self._held = window[end:], ""
             return self._pass(window[: end if mark == BOUNDARY else at])
-        keep = max((_overlap(window, mark) for mark in self.marks), default=0)
+        keep = max((partial_end(window, mark) for mark in self.marks), default=0)
         self._held = window[len(window) - keep :]
         return self._pass(window[: len(window) - keep])
 
@@ -82,9 +84,3 @@ class StepReader:
     def _pass(self, text: str) -> str:
         self.text += text
         return text
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest proper beginning of `mark` that `text` ends with."""
-    longest = min(len(mark) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

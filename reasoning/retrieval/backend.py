@@ -75,22 +75,22 @@ class RetrievalBackend(Strategy):
         Raises `KnowledgeBaseError` where the knowledge base fails, `InvalidRequestError` for what a model with
         retrieval cannot honour, and what the base model raises.
         """
-        account, tokens = SearchStats(), 0
-        async with aclosing(self._events(request, account)) as events:
+        stats, tokens = SearchStats(), 0
+        async with aclosing(self._events(request, stats)) as events:
             async for event in events:
                 if isinstance(event, VerifiedText):
                     tokens += len(event.token_ids)
                     yield Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
                 elif isinstance(event, AnswerEnded):
                     usage = Usage(prompt_tokens=event.prompt_tokens, completion_tokens=tokens)
-                    yield Delta(finish_reason=event.finish, usage=usage, speculation=self._summary(account))
+                    yield Delta(finish_reason=event.finish, usage=usage, speculation=self._summary(stats))
 
-    def _events(self, request: GenerateRequest, account: SearchStats) -> AsyncGenerator[Event]:
+    def _events(self, request: GenerateRequest, stats: SearchStats) -> AsyncGenerator[Event]:
         given: dict[str, Any] = {
             "backend": self.base,
             "knowledge": self.knowledge,
             "settings": self.settings,
-            "account": account,
+            "stats": stats,
         }
         asked = replace(request, model=self.model)
         if not request.speculation:
@@ -107,18 +107,18 @@ class RetrievalBackend(Strategy):
             self._caches.popitem(last=False)
         return cache
 
-    def _summary(self, account: SearchStats) -> RetrievalSpeculation:
+    def _summary(self, stats: SearchStats) -> RetrievalSpeculation:
         return RetrievalSpeculation(
-            drafted=account.guessed_tokens + account.dropped_tokens,
-            accepted=account.guessed_tokens,
-            steps=account.rounds,
+            drafted=stats.guessed_tokens + stats.dropped_tokens,
+            accepted=stats.guessed_tokens,
+            steps=stats.rounds,
             strategy=self.settings.strategy,
             knobs=self.settings.answer_settings,
             knowledge=self.settings.knowledge,
-            queries=account.queries,
-            batches=account.batches,
-            hit_rate=account.hit_rate,
-            strides=tuple(account.strides),
-            redone=account.redone,
-            seconds=account.seconds,
+            queries=stats.queries,
+            batches=stats.batches,
+            hit_rate=stats.hit_rate,
+            strides=tuple(stats.strides),
+            redone=stats.redone,
+            seconds=stats.seconds,
         )

@@ -14,7 +14,8 @@ from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.prompt import DocumentPrompt
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
-from agentspec.reasoning.retrieval.transcript import REPLACEMENT, RoundOutput, Transcript
+from agentspec.reasoning.retrieval.transcript import RoundOutput, Transcript
+from agentspec.text.detokenizer import REPLACEMENT
 from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, SamplingParams, TokenLogprob
 
 # What holds for an answer as a whole, of which a round knows only its own tokens.
@@ -29,7 +30,7 @@ class RoundGenerator:
     same tokens, as far as the backend's depend on its prompt, its sampling and its seed alone."""
 
     backend: Backend
-    side: Tokenization
+    tokenization: Tokenization
     request: GenerateRequest
     settings: RetrievalSettings
     prompt: DocumentPrompt
@@ -40,45 +41,45 @@ class RoundGenerator:
     async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> RoundGenerator:
         """Raises `InvalidRequestError` for what rounds cannot honour, `ContextLengthError` for a question that is too
         long by itself, and `ConfigurationError` for a backend that takes no token ids."""
-        side = tokenization_of(backend)
-        if side is None:
+        tokenization = tokenization_of(backend)
+        if tokenization is None:
             raise ConfigurationError(
                 f"retrieval needs a model whose prompts can be token ids, which {request.model!r} does not take:"
                 " a local model, or vLLM"
             )
         _check(request)
         length = backend.capabilities.context_length
-        prompt = await DocumentPrompt.of(request, side, settings.document_tokens, length)
+        prompt = await DocumentPrompt.of(request, tokenization, settings.document_tokens, length)
         wanted, room = request.sampling.max_tokens, prompt.room()
         prompt.require(1 if wanted is None else wanted)
         limit = wanted or min(settings.max_tokens, settings.max_tokens if room is None else room)
-        return cls(backend, side, request, settings, prompt, limit, _seed(request.sampling))
+        return cls(backend, tokenization, request, settings, prompt, limit, _seed(request.sampling))
 
     @property
     def stops(self) -> tuple[str, ...]:
         return self.request.sampling.stop
 
     async def begin(self) -> Transcript:
-        return await Transcript.behind(self.prompt.tail, self.side)
+        return await Transcript.behind(self.prompt.tail, self.tokenization)
 
-    async def query(self, said: Transcript) -> str:
+    async def query(self, answer: Transcript) -> str:
         """The text of the last tokens of question and answer. Half a character at its edges is left out."""
-        tokens = (*self.prompt.asked, *said.token_ids)[-self.settings.query_tokens :]
-        return (await self.side.detokenize(tokens)).strip(REPLACEMENT)
+        tokens = (*self.prompt.asked, *answer.token_ids)[-self.settings.query_tokens :]
+        return (await self.tokenization.detokenize(tokens)).strip(REPLACEMENT)
 
-    async def speak(self, said: Transcript, document: Document | None) -> Transcript:
+    async def generate(self, answer: Transcript, document: Document | None) -> Transcript:
         """The answer with one more round. Raises what the backend raises; cancelling it cancels the backend's work."""
-        tokens = min(self.settings.round_tokens, self.limit - len(said.token_ids))
+        tokens = min(self.settings.round_tokens, self.limit - len(answer.token_ids))
         request = replace(
             self.request,
             messages=None,
             text=None,
-            token_ids=await self.prompt.with_document(document, said.token_ids, tokens),
-            sampling=self._sampling(len(said.token_ids), tokens),
+            token_ids=await self.prompt.with_document(document, answer.token_ids, tokens),
+            sampling=self._sampling(len(answer.token_ids), tokens),
             labels=self._labels(document),
             split_reasoning=False,
         )
-        return await said.extended(await _generate(self.backend, request), self.side, self.limit, self.stops)
+        return await answer.extended(await _generate(self.backend, request), self.tokenization, self.limit, self.stops)
 
     def _sampling(self, position: int, tokens: int) -> SamplingParams:
         """Every round draws from a seed of its own, for backends whose draws begin anew with each request."""
@@ -103,11 +104,11 @@ async def _generate(backend: Backend, request: GenerateRequest) -> RoundOutput:
         async for delta in answer:
             ids += delta.token_ids
             logprobs += delta.logprobs
-            text, finish = text + _said(delta), delta.finish_reason or finish
+            text, finish = text + _text_of(delta), delta.finish_reason or finish
     return RoundOutput(tuple(ids), text, finish, tuple(logprobs))
 
 
-def _said(delta: Delta) -> str:
+def _text_of(delta: Delta) -> str:
     thought = delta.extra.get("reasoning_content")
     return (thought if isinstance(thought, str) else "") + delta.text
 
@@ -117,7 +118,7 @@ def _closing(iterator: AsyncIterator[Any]) -> Any:
 
 
 def _seed(sampling: SamplingParams) -> int | None:
-    """The request's seed, or one for this answer: rounds that are spoken again have to draw the same."""
+    """The request's seed, or one for this answer: rounds that are generated again have to draw the same."""
     if sampling.seed is not None or sampling.temperature == 0:
         return sampling.seed
     return secrets.randbits(31)

@@ -49,13 +49,13 @@ class SearchStats:
         names = ("generate", "rolled_back", "retrieve", "verify", "encode")
         return {name: round(getattr(self, name), 6) for name in names}
 
-    def asked(self, queries: int, stride: int) -> None:
+    def count_search(self, queries: int, stride: int) -> None:
         self.queries += queries
         self.batches += 1
         if len(self.strides) < TRACED:
             self.strides.append(stride)
 
-    def judged(self, right: int, *, wrong: bool) -> None:
+    def count_guesses(self, right: int, *, wrong: bool) -> None:
         self.right += right
         self.guesses += right + wrong
 
@@ -66,14 +66,14 @@ class SearchClient:
 
     base: KnowledgeBase
     timeout: float
-    account: SearchStats = field(default_factory=SearchStats)
+    stats: SearchStats = field(default_factory=SearchStats)
 
     async def query(self, text: str) -> Query:
         began = time.perf_counter()
         try:
             return await self.base.metric.encode(text)
         finally:
-            self.account.encode += time.perf_counter() - began
+            self.stats.encode += time.perf_counter() - began
 
     async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         """The answers to all queries, in one batch. Raises `KnowledgeBaseError` for a base that fails in any way."""

@@ -204,9 +204,8 @@ def test_an_embedding_judge_must_embed() -> None:
     plain, embedding = ThinkingModel(telling("a")), Embedding(telling("a"))
 
     def opened(model: ThinkingModel) -> DelegationBackend:
-        return DelegationBackend.open(
-            "ahead", settings, Dependencies(lambda name: ModelRef(model, name), lambda name: 1 / 0)
-        )  # type: ignore
+        dependencies = Dependencies(lambda name: ModelRef(model, name), lambda name: pytest.fail(name))
+        return DelegationBackend.open("ahead", settings, dependencies)
 
     with pytest.raises(ConfigurationError, match="embeds texts"):
         opened(plain)

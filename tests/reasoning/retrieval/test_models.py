@@ -55,7 +55,7 @@ async def said(run: Any, request: GenerateRequest, **given: Any) -> tuple[str, t
 
 def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
     """Its tokens are bytes and its text is noise, which ends inside characters and retrieves at random."""
-    account = SearchStats()
+    stats = SearchStats()
 
     async def check(backend: Any) -> None:
         for number, passage in enumerate(PASSAGES[:8]):
@@ -63,11 +63,11 @@ def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
             plain = await said(sequential, request, backend=backend)
             for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
                 knobs = RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=3)  # type: ignore[arg-type]
-                assert await said(ralmspec, request, backend=backend, settings=knobs, account=account) == plain
+                assert await said(ralmspec, request, backend=backend, settings=knobs, stats=stats) == plain
 
     with loaded(str(tiny_model)) as backend:
         asyncio.run(check(backend))
-    assert account.guesses and account.rounds
+    assert stats.guesses and stats.rounds
 
 
 @pytest.mark.model

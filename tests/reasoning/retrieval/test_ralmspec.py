@@ -163,7 +163,7 @@ def asking(number: int = 0, **sampling: object) -> GenerateRequest:
 @dataclass
 class Outcome:
     events: list[Event]
-    account: SearchStats
+    stats: SearchStats
 
     @property
     def answer(self) -> tuple[str, tuple[int, ...], str]:
@@ -178,8 +178,8 @@ class Outcome:
 
 
 async def outcome(run: Callable[..., AsyncGenerator[Event]], request: GenerateRequest, **options: object) -> Outcome:
-    account = SearchStats()
-    return Outcome([event async for event in run(request, account=account, **options)], account)
+    stats = SearchStats()
+    return Outcome([event async for event in run(request, stats=stats, **options)], stats)
 
 
 EVERY_WAY = [
@@ -198,7 +198,7 @@ async def test_says_what_sequential_retrieval_says(knobs: RetrievalSettings) -> 
         found = await outcome(ralmspec, request, backend=model, knowledge=knowledge, settings=knobs)
         plain = await outcome(sequential, request, backend=model, knowledge=knowledge, settings=knobs)
         assert found.answer == plain.answer and found.documents == plain.documents
-        wrong += found.account.dropped_rounds
+        wrong += found.stats.dropped_rounds
     assert wrong > 20 or knobs.stride == "os3"
 
 
@@ -257,7 +257,7 @@ async def test_only_verified_rounds_are_said() -> None:
     assert any(isinstance(event, RolledBack) for event in found.events)
     guessed = sum(isinstance(event, Speculated) for event in found.events)
     certain = sum(isinstance(event, (Retrieved, RolledBack)) for event in found.events)
-    assert found.account.rounds + found.account.dropped_rounds == guessed + certain
+    assert found.stats.rounds + found.stats.dropped_rounds == guessed + certain
 
 
 async def test_a_batch_asks_for_a_whole_stride() -> None:
@@ -265,9 +265,7 @@ async def test_a_batch_asks_for_a_whole_stride() -> None:
     knobs, knowledge = RetrievalSettings(stride=3, asynchronous=False), FakeKnowledge(one)
     model = HashedModel(ends=10**9)
     found = await outcome(ralmspec, asking(max_tokens=40), backend=model, knowledge=knowledge, settings=knobs)
-    assert (
-        knowledge.searches == [1, 3, 3, 3] and found.account.hit_rate == 1.0 and found.account.strides == [0, 3, 3, 3]
-    )
+    assert knowledge.searches == [1, 3, 3, 3] and found.stats.hit_rate == 1.0 and found.stats.strides == [0, 3, 3, 3]
 
 
 async def test_verification_runs_beside_the_rounds_that_follow() -> None:
@@ -296,7 +294,7 @@ async def test_what_was_guessed_of_another_version_is_redone(change: int, asynch
     cache = RetrievedDocuments(1 << 20)
     found = await outcome(ralmspec, asking(1), backend=model, knowledge=changing(change), settings=knobs, cache=cache)
     assert found.answer in possible
-    assert cache.version == ("2" if len(cache) and found.account.batches > change else "1")
+    assert cache.version == ("2" if len(cache) and found.stats.batches > change else "1")
 
 
 async def test_a_knowledge_base_without_documents_leaves_the_prompt_as_it_is() -> None:
@@ -478,7 +476,7 @@ async def test_every_question_is_answered_the_same(make_index: Callable[..., Any
                 knobs = RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=4)  # type: ignore[arg-type]
                 found = await outcome(ralmspec, request, backend=model, knowledge=base, settings=knobs)
                 assert found.answer == plain.answer and found.documents == plain.documents
-                dropped[0] += found.account.dropped_rounds
+                dropped[0] += found.stats.dropped_rounds
 
     await asyncio.gather(*map(check, range(QUESTIONS)))
     assert dropped[0] > QUESTIONS
