@@ -73,9 +73,8 @@ class DocumentPrompt:
             return ()
         written = f"{document.title}\n{document.text}" if document.title else document.text
         if written not in self._read:
-            self._read[written] = tuple(await self.tokenization.tokenize(escape_markers(written)))[
-                : self.document_tokens
-            ]
+            tokens = await self.tokenization.tokenize(escape_markers(written))
+            self._read[written] = tuple(tokens)[: self.document_tokens]
         room = self.room(taken)
         fits = self.document_tokens if room is None else max(0, room - len(self._gap))
         kept = self._read[written][:fits]

@@ -2,7 +2,7 @@
 
 Every `round_tokens` tokens the last `query_tokens` of question and answer are a query, and its best document stands in
 the prompt of the next round (RaLM with RaLMSpec; Zhang et al. 2024, arXiv 2401.14021). The paper's loop generates a
-stride of rounds and then verifies; here a batch is asked as soon as its last query is known, and rounds go on meanwhile.
+stride of rounds and then verifies; here a batch is asked as soon as its last query is known, while rounds go on.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import Any, cast
 from agentspec.backends.base import Backend, Tokenization, tokenization_of
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
+from agentspec.reasoning.retrieval.partial_answer import PartialAnswer, RoundOutput
 from agentspec.reasoning.retrieval.prompt import DocumentPrompt
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
-from agentspec.reasoning.retrieval.transcript import RoundOutput, Transcript
 from agentspec.text.detokenizer import REPLACEMENT
 from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, SamplingParams, TokenLogprob
 
@@ -59,15 +59,15 @@ class RoundGenerator:
     def stops(self) -> tuple[str, ...]:
         return self.request.sampling.stop
 
-    async def begin(self) -> Transcript:
-        return await Transcript.behind(self.prompt.tail, self.tokenization)
+    async def begin(self) -> PartialAnswer:
+        return await PartialAnswer.behind(self.prompt.tail, self.tokenization)
 
-    async def query(self, answer: Transcript) -> str:
+    async def query(self, answer: PartialAnswer) -> str:
         """The text of the last tokens of question and answer. Half a character at its edges is left out."""
         tokens = (*self.prompt.asked, *answer.token_ids)[-self.settings.query_tokens :]
         return (await self.tokenization.detokenize(tokens)).strip(REPLACEMENT)
 
-    async def generate(self, answer: Transcript, document: Document | None) -> Transcript:
+    async def generate(self, answer: PartialAnswer, document: Document | None) -> PartialAnswer:
         """The answer with one more round. Raises what the backend raises; cancelling it cancels the backend's work."""
         tokens = min(self.settings.round_tokens, self.limit - len(answer.token_ids))
         request = replace(

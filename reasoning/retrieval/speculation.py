@@ -13,8 +13,8 @@ from agentspec.reasoning.retrieval.events import Event, Retrieved, RolledBack, S
 from agentspec.reasoning.retrieval.knowledge.base import Document, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, first, name_of
+from agentspec.reasoning.retrieval.partial_answer import PartialAnswer
 from agentspec.reasoning.retrieval.round_generator import RoundGenerator
-from agentspec.reasoning.retrieval.transcript import Transcript
 from agentspec.reasoning.speculative_task import cancel_tasks
 from agentspec.speculation.stride import MOST, SEQUENTIAL, StrideGovernor, StridePlan
 
@@ -28,14 +28,14 @@ class Round:
     `version` is that of the knowledge base which the document was taken from; `beside`: a verification ran meanwhile.
     """
 
-    before: Transcript
+    before: PartialAnswer
     document: Document | None
     query: Query | None
     version: str | None
     changed: bool
     beside: bool
     began: float = field(default_factory=time.perf_counter)
-    after: Transcript | None = None
+    after: PartialAnswer | None = None
     seconds: float = 0.0
     sent: bool = False  # a guess that is being verified, or was
 
@@ -70,11 +70,11 @@ class SpeculationState:
     ) -> None:
         self.generator, self.client, self.cache, self.governor = generator, client, cache, governor
         self.stats = client.stats
-        self.answer = Transcript()
+        self.answer = PartialAnswer()
         self.plan: StridePlan = SEQUENTIAL
         self.ahead: deque[Round] = deque()
         self._true_document: TrueDocument | None = None
-        self._generating: asyncio.Task[Transcript] | None = None
+        self._generating: asyncio.Task[PartialAnswer] | None = None
         self._searching: deque[VerificationBatch] = deque()
         self._document: str | None = None
         self._sent = 0
@@ -88,7 +88,7 @@ class SpeculationState:
         await cancel_tasks(*self._tasks())
 
     @property
-    def speculative_end(self) -> Transcript:
+    def speculative_end(self) -> PartialAnswer:
         """The answer with everything that was guessed. Not to be asked for while a round is under way."""
         last = self.ahead[-1].after if self.ahead else self.answer
         assert last is not None, "a round is under way"

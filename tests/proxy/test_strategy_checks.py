@@ -12,7 +12,7 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cli.doctor import strategy_checks
 from agentspec.cli.doctor.checks import Check
 from agentspec.cli.doctor.strategy_checks import Unloaded, check_strategies
-from agentspec.reasoning.retrieval.knn.store import DatastoreManifest, DatastoreWriter
+from agentspec.reasoning.retrieval.knn.datastore import DatastoreManifest, DatastoreWriter
 from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
 from agentspec.reasoning.settings import KnnLmSettings, LookaheadSettings, RaLMSpecSettings, SpecReasonSettings
 from agentspec.settings.load import ModelSettings, Settings

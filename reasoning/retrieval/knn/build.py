@@ -14,7 +14,7 @@ from typing import IO
 
 from agentspec.backends.base import HiddenStates
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knn.store import DatastoreManifest, DatastoreWriter
+from agentspec.reasoning.retrieval.knn.datastore import DatastoreManifest, DatastoreWriter
 
 BATCH_TOKENS = 1024  # in one forward: more are no faster on a CPU
 WINDOW = 1024  # tokens that a state looks back on at most; longer texts are read in pieces

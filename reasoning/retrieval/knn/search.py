@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.backends.base import Floats, Scan
-from agentspec.reasoning.retrieval.knn.store import Datastore, Keys, Values
+from agentspec.reasoning.retrieval.knn.datastore import Datastore, Keys, Values
 
 BLOCK = 4096  # entries whose distances are computed together
 CACHED = 4096  # entries that a request's cache holds

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query
-from agentspec.reasoning.retrieval.knowledge.order import best
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, best_rows
 
 Vectors = NDArray[np.float32]
 DenseKind = Literal["dense", "hnsw"]
@@ -185,7 +184,7 @@ class DenseIndex:
         """Candidates in order, with their scores; faiss marks places that it could not fill with -1."""
         rows = np.sort(rows[rows >= 0])
         scores = products(self._vectors[rows], query)
-        order = best(scores, len(scores))
+        order = best_rows(scores, len(scores))
         return rows[order], scores[order]
 
     def _hits(self, rows: NDArray[np.int64], scores: NDArray[np.float64], count: int) -> tuple[Hit, ...]:

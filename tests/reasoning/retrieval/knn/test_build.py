@@ -17,7 +17,7 @@ import pytest
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knn import build as build_module
 from agentspec.reasoning.retrieval.knn.build import Corpus, build
-from agentspec.reasoning.retrieval.knn.store import Datastore, DatastoreManifest, DatastoreWriter
+from agentspec.reasoning.retrieval.knn.datastore import Datastore, DatastoreManifest, DatastoreWriter
 
 pytestmark = pytest.mark.anyio
 

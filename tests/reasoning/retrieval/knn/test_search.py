@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.model.vector_scan import RowScan
+from agentspec.reasoning.retrieval.knn.datastore import Datastore, DatastoreManifest
 from agentspec.reasoning.retrieval.knn.mixture import Mixture
 from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
-from agentspec.reasoning.retrieval.knn.store import Datastore, DatastoreManifest
 
 CPU = torch.device("cpu")
 

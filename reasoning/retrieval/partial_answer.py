@@ -22,7 +22,7 @@ class RoundOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Transcript:
+class PartialAnswer:
     """An answer as far as it goes. It grows round by round, and the same rounds always give the same text.
 
     `text` holds whole characters, and ends before the first stop string; `window` are the tokens that the next ones
@@ -37,7 +37,7 @@ class Transcript:
     finish: FinishReason | None = None
 
     @classmethod
-    async def behind(cls, prompt: Sequence[int], tokenization: Tokenization) -> Transcript:
+    async def behind(cls, prompt: Sequence[int], tokenization: Tokenization) -> PartialAnswer:
         """An answer that is still empty, to a prompt that ends in `prompt`."""
         window = tuple(prompt[-CONTEXT_TOKENS:])
         return cls(window, await tokenization.detokenize(window) if window else "")
@@ -52,7 +52,7 @@ class Transcript:
 
     async def extended(
         self, output: RoundOutput, tokenization: Tokenization, limit: int, stops: Sequence[str] = ()
-    ) -> Transcript:
+    ) -> PartialAnswer:
         """With one more round, up to `limit` tokens in all; what ends the answer adds no text of its own."""
         grown = replace(self, token_ids=self.token_ids + output.token_ids, logprobs=self.logprobs + output.logprobs)
         spelled = await grown._spelled(output.token_ids, tokenization)
@@ -70,7 +70,7 @@ class Transcript:
             return replace(await spelled._flushed(tokenization), finish="length")
         return spelled
 
-    async def _spelled(self, token_ids: tuple[int, ...], tokenization: Tokenization) -> Transcript:
+    async def _spelled(self, token_ids: tuple[int, ...], tokenization: Tokenization) -> PartialAnswer:
         """With the text of `token_ids`; bytes that form no character yet are left for the next round."""
         if not token_ids:
             return self
@@ -83,7 +83,7 @@ class Transcript:
         last = window[-CONTEXT_TOKENS:]
         return replace(self, window=last, known=await tokenization.detokenize(last), text=self.text + added)
 
-    async def _flushed(self, tokenization: Tokenization) -> Transcript:
+    async def _flushed(self, tokenization: Tokenization) -> PartialAnswer:
         """With what was held back, unfinished as it is."""
         whole = await tokenization.detokenize(self.window) if self.window else ""
         return replace(self, known=whole, text=self.text + added_text(whole, self.known))
