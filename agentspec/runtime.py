@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentspec.backends.base import Backend
+from agentspec.backends.base import Backend, closing_items
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
 from agentspec.errors import (
     ConfigurationError,
@@ -296,8 +296,3 @@ def _passthrough(settings: Settings, given: Mapping[str, Backend]) -> str | None
     if settings.models or len(only) != 1:
         return None
     return only[0] if isinstance(settings.backends.get(only[0]), OpenAISettings) else None
-
-
-def closing_items(iterator: AsyncIterator[Any]) -> Any:
-    """Close `iterator` on the way out if it can be closed; a backend may return any asynchronous iterator."""
-    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,11 @@ class Backend(Protocol):
     async def aclose(self) -> None:
         """Cancel what runs and release every resource. Idempotent."""
         ...
+
+
+def closing_items(iterator: AsyncIterator[Any]) -> Any:
+    """Close `iterator` on the way out if it can be closed; a backend may return any asynchronous iterator."""
+    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()
 
 
 @runtime_checkable

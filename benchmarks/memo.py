@@ -7,9 +7,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from agentspec.backends.base import Backend, Capabilities, Tokenization, tokenization_of
+from agentspec.backends.base import Backend, Capabilities, Tokenization, closing_items, tokenization_of
 from agentspec.reasoning.delegation.model_role import ModelRole
-from agentspec.runtime import closing_items
 from agentspec.types import Delta, GenerateRequest
 
 

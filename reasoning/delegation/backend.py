@@ -26,7 +26,7 @@ from agentspec.types import Delta, GenerateRequest, Message, StepSpeculation, Us
 
 @dataclass(slots=True)
 class StepCounters:
-    """What an answer's events come to. A step that the small model wrote as final counts as proposed too.
+    """What an answer's events add up to. A step that the small model wrote as final counts as proposed too.
 
     `base_tokens` in `base_seconds` is what the base model wrote of it.
     """
@@ -139,13 +139,13 @@ class DelegationBackend(Strategy):
                         yield reasoning(event.text)
             async with aclosing(answered.timed(self._answer(thinking))) as deltas:
                 async for delta in deltas:
-                    tracer.say(delta.text)
+                    tracer.add_answer(delta.text)
                     if delta.finish_reason is not None:
                         used = delta.usage or Usage()
                         if self._answerer(thinking) == "base":
                             counters.add_base(used.completion_tokens, answered.seconds)
-                        told = self._summary(thinking, counters, tracer, thought.seconds)
-                        delta = replace(delta, usage=_usage(thinking, used), speculation=told)
+                        speculation = self._summary(thinking, counters, tracer, thought.seconds)
+                        delta = replace(delta, usage=_usage(thinking, used), speculation=speculation)
                         tracer.close()
                     yield delta
         finally:
@@ -170,10 +170,10 @@ class DelegationBackend(Strategy):
         if left is not None and (left := left - thinking.counts.all_kept) < 1:
             yield Delta(finish_reason="length")
             return
-        writer, sampling = self.roles[role], replace(request.sampling, max_tokens=left)
-        prompt = await self._answering(thinking, writer, role, sampling)
+        model, sampling = self.roles[role], replace(request.sampling, max_tokens=left)
+        prompt = await self._answering(thinking, model, role, sampling)
         seconds = thinking.step_limits.seconds * ANSWER_PATIENCE
-        async with aclosing(writer.deltas(prompt, seconds)) as deltas:
+        async with aclosing(model.deltas(prompt, seconds)) as deltas:
             first = True
             async for delta in deltas:
                 if first and delta.text:
@@ -185,33 +185,33 @@ class DelegationBackend(Strategy):
         role = self.settings.answer_by
         return role if thinking.has(role) else "base"
 
-    async def _answering(self, thinking: Thinking, writer: ModelRole, role: str, sampling: Any) -> GenerateRequest:
+    async def _answering(self, thinking: Thinking, model: ModelRole, role: str, sampling: Any) -> GenerateRequest:
         """The request for the answer. Tools stand in the prompt, so that a model that has some gets messages."""
         request = thinking.request
         shaped = bool(request.tools) or any(name in request.extra for name in SHAPED)
-        if shaped and not writer.backend.capabilities.continue_final:
+        if shaped and not model.backend.capabilities.continue_final:
             raise InvalidRequestError(
-                f"the model {writer.model!r} continues no messages, which tools need", param="tools"
+                f"the model {model.model!r} continues no messages, which tools need", param="tools"
             )
-        if writer.continues_messages or shaped:
-            content = self._closed(thinking, writer)
+        if model.continues_messages or shaped:
+            content = self._closed(thinking, model)
             messages: list[Message] = [*(request.messages or ()), {"role": "assistant", "content": content}]
-            return replace(request, model=writer.model, messages=messages, sampling=sampling, continue_final=True)
+            return replace(request, model=model.model, messages=messages, sampling=sampling, continue_final=True)
         context = thinking.context(role)
         await context.extend(self._end())
         prompt = context.request(sampling)
         return replace(
             request,
-            model=writer.model,
+            model=model.model,
             messages=None,
             text=prompt.text,
             token_ids=prompt.token_ids,
             sampling=sampling,
         )
 
-    def _closed(self, thinking: Thinking, writer: ModelRole) -> str:
+    def _closed(self, thinking: Thinking, model: ModelRole) -> str:
         """The thinking as the beginning of a message. As plain text where a template would delete closed thinking."""
-        if writer.keeps_thinking:
+        if model.keeps_thinking:
             return self.settings.think_start + thinking.text + self._end()
         return thinking.text.rstrip() + "\n\n"
 
@@ -223,13 +223,12 @@ class DelegationBackend(Strategy):
         return Tracer(folder, uuid.uuid4().hex[:16], self.name, self.settings, request)
 
     def _summary(self, thinking: Thinking, counters: StepCounters, tracer: Tracer, seconds: float) -> StepSpeculation:
-        """The account of an answer whose thinking took `seconds`. At the base model's own pace nothing is saved."""
+        """The figures of an answer whose thinking took `seconds`. At the base model's own pace nothing is saved."""
         self.throughput.add(counters.base_tokens, counters.base_seconds)
+        saved = self.throughput.seconds_saved(thinking.counts.all_kept, seconds)
         delegates = thinking.request.speculation
         return StepSpeculation(
-            estimated_seconds_saved=self.throughput.seconds_saved(thinking.counts.all_kept, seconds)
-            if delegates
-            else 0.0,
+            estimated_seconds_saved=saved if delegates else 0.0,
             drafted=counters.proposed_tokens,
             accepted=counters.accepted_tokens,
             steps=len(thinking.steps),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from agentspec.backends.base import NONE, Backend, Tokenization, tokenization_of
+from agentspec.backends.base import NONE, Backend, Tokenization, closing_items, tokenization_of
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, UpstreamTimeoutError
 from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TokenContext, TurnMarkup
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Ending, Step, StepReader
@@ -173,7 +173,7 @@ class ModelRole:
     ) -> AsyncGenerator[Delta]:
         """The backend's answer, of which `seconds` are waited for it; closing it cancels the backend's work."""
         watch, answer = watch or Stopwatch(), self.backend.generate(request)
-        async with _closing(answer):
+        async with closing_items(answer):
             while True:
                 try:
                     delta = await watch.limited(seconds, anext(answer))
@@ -251,7 +251,3 @@ def _behind(whole: str, known: str) -> str:
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
-
-
-def _closing(iterator: AsyncIterator[Any]) -> Any:
-    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()

@@ -99,7 +99,7 @@ class Tracer:
         seconds = round(time.perf_counter() - self._began, 6)
         self._records.append({"event": type(event).__name__.lower(), "at": seconds, **_plain(event)})
 
-    def say(self, text: str) -> None:
+    def add_answer(self, text: str) -> None:
         if self.folder is not None:
             self._answer.append(text)
 
@@ -108,9 +108,9 @@ class Tracer:
         if self.folder is None or self._closed:
             return
         self._closed = True
-        self.folder.write(self.id, list(self._whole()))
+        self.folder.write(self.id, list(self._all_records()))
 
-    def _whole(self) -> Iterator[dict[str, Any]]:
+    def _all_records(self) -> Iterator[dict[str, Any]]:
         yield {
             "event": "head",
             "trace": self.id,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any
 
-from agentspec.backends.base import Backend, Tokenization, tokenization_of
+from agentspec.backends.base import Backend, Tokenization, closing_items, tokenization_of
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.partial_answer import PartialAnswer, RoundOutput
@@ -100,7 +99,7 @@ async def _generate(backend: Backend, request: GenerateRequest) -> RoundOutput:
     text = ""
     finish: FinishReason = "stop"
     answer = backend.generate(request)
-    async with _closing(answer):
+    async with closing_items(answer):
         async for delta in answer:
             ids += delta.token_ids
             logprobs += delta.logprobs
@@ -111,10 +110,6 @@ async def _generate(backend: Backend, request: GenerateRequest) -> RoundOutput:
 def _text_of(delta: Delta) -> str:
     thought = delta.extra.get("reasoning_content")
     return (thought if isinstance(thought, str) else "") + delta.text
-
-
-def _closing(iterator: AsyncIterator[Any]) -> Any:
-    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()
 
 
 def _seed(sampling: SamplingParams) -> int | None:
