@@ -81,7 +81,7 @@ class Strategy(ABC):
         """How the model in `role` is used, in words. For after `inspect`."""
 
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
-        """Tells a client that a strategy answers, and whether its answer may be another than without it."""
+        """Those that show a client that a strategy answers, and whether that may change the answer."""
         if not self.settings.lossy:
             return {"x-agentspec-lossless": self.settings.summary}
         return {"x-agentspec-lossy": self.settings.summary} if request.speculation else {}

@@ -1,4 +1,4 @@
-"""Judges: a score for a step, read from the probabilities of digits; and whether two steps say the same.
+"""Judges: a score for a step, read from the probabilities of digits; and whether two steps mean the same.
 
 Steps are quoted in the questions: they are data, and nothing in them is an instruction.
 """
@@ -44,7 +44,7 @@ _NAMES_SCORE = re.compile(r"\b(?:score|rating|grade)\b\s*(?:is|of|as|should be|m
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """From 0 to 9. `reason` says why a step got 0 without a judge being asked, or why its word counts as 0."""
+    """From 0 to 9. `reason` says why a step got 0 without a judge being asked, or why its answer counts as 0."""
 
     value: float
     seconds: float = 0.0

@@ -158,7 +158,7 @@ async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftCh
 
 
 async def matches(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
-    """Whether the base model's own step says the same as `draft`; without a judge it does not."""
+    """Whether the base model's own step means the same as `draft`; without a judge it does not."""
     await thinking.emit(Proposed(draft))
     began, same, reason = time.perf_counter(), False, "no judge"
     async with thinking.degrading("judge"):

@@ -16,7 +16,7 @@ from agentspec.reasoning.delegation.timing import Stopwatch
 from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
 
 Spend = Callable[[int], None]
-Tell = Callable[[str], Awaitable[None]]
+OnText = Callable[[str], Awaitable[None]]
 _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
 
 
@@ -39,9 +39,9 @@ class StepLimits:
     def reader(self) -> StepReader:
         return StepReader(self.closing, across=self.across)
 
-    def stops(self, *, told: bool) -> tuple[str, ...]:
-        """What stops the backend. The closing mark only if it is `told` afterwards which of the two it was."""
-        return tuple(mark for mark in ("" if self.across else BOUNDARY, self.closing if told else "") if mark)
+    def stops(self, *, ids_known: bool) -> tuple[str, ...]:
+        """What stops the backend. The closing mark only if token ids show afterwards which one it was."""
+        return tuple(mark for mark in ("" if self.across else BOUNDARY, self.closing if ids_known else "") if mark)
 
 
 @dataclass(slots=True)
@@ -119,15 +119,15 @@ class ModelRole:
         return self._turn
 
     async def write(
-        self, context: Context, author: Author, limits: StepLimits, spend: Spend, tell: Tell | None = None
+        self, context: Context, author: Author, limits: StepLimits, spend: Spend, on_text: OnText | None = None
     ) -> Step:
-        """One step from `context`, which is not changed; `tell` gets its text as it becomes certain.
+        """One step from `context`, which is not changed; `on_text` gets its text as it becomes certain.
 
         `spend` gets numbers of tokens as they come, so that those of a step that is cancelled count too. Raises what
         the backend raises, and `UpstreamTimeoutError` after `limits.seconds`.
         """
         watch, reader = Stopwatch(), limits.reader()
-        request = context.request(replace(limits.sampling, stop=limits.stops(told=self.tokenization is not None)))
+        request = context.request(replace(limits.sampling, stop=limits.stops(ids_known=self.tokenization is not None)))
         ids: list[int] = []
         counted, last = 0, Delta()
         async with aclosing(self.deltas(request, limits.seconds, watch)) as deltas:
@@ -136,16 +136,16 @@ class ModelRole:
                 arrived = _arrived(delta)
                 counted += arrived
                 spend(arrived)
-                if (piece := reader.feed(_text_of(delta))) and tell is not None:
-                    await tell(piece)
+                if (piece := reader.feed(_text_of(delta))) and on_text is not None:
+                    await on_text(piece)
                 last = delta
                 if reader.ended:
                     break
         if last.usage is not None and not ids:
             spend(last.usage.completion_tokens - counted)
             counted = last.usage.completion_tokens
-        if (end := await self._unsent_end(reader, ids, last, limits)) and tell is not None:
-            await tell(end)
+        if (end := await self._unsent_end(reader, ids, last, limits)) and on_text is not None:
+            await on_text(end)
         exact = self.tokenization is not None and bool(ids) and not reader.rest and reader.ended != "closed"
         if exact and reader.ended is None and last.finish_reason == "stop":
             exact = False  # the id that ended the answer is among them
@@ -242,7 +242,7 @@ def _ending_of(reader: StepReader, last: Delta) -> Ending:
 
 
 def _behind(whole: str, known: str) -> str:
-    """What `whole` says after `known`. A blank at its beginning may have been lost in decoding."""
+    """What `whole` has after `known`. A blank at its beginning may have been lost in decoding."""
     for begun in (known, known.lstrip(" ")):
         if whole.startswith(begun):
             return whole[len(begun) :]

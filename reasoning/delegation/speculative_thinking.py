@@ -10,7 +10,7 @@ from agentspec.reasoning.delegation.steps import BOUNDARY, Step
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 
-WARM_UP = 256  # tokens before the base model's share of them says anything
+WARM_UP = 256  # tokens before the base model's share of them is meaningful
 MORE_DOUBTS, MORE_TOKENS = 5, 25
 OVERLOAD_TEXT = "Let me check whether there are some wrong steps:"
 

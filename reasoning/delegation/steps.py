@@ -10,14 +10,14 @@ from agentspec.text.stop_strings import partial_end
 BOUNDARY = "\n\n"
 Author = Literal["small", "base"]
 Ending = Literal["boundary", "length", "closed", "stop"]
-"""A blank line, the token limit, the mark that closes the thinking, or a model that has nothing more to say."""
+"""A blank line, the token limit, the mark that closes the thinking, or a model that stops by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A finished step. `text` ends with the blank line if one ended it, and never holds the closing mark.
 
-    `token_ids` are the author's own and spell exactly `text`; empty where its backend tells none. `tokens` counts what
+    `token_ids` are the author's own and spell exactly `text`; empty where its backend gives none. `tokens` counts what
     was generated for it, `seconds` how long that took.
     """
 
@@ -37,7 +37,7 @@ class Step:
 class StepReader:
     """Passes text on up to the end of the step, holding back what may be the beginning of its end.
 
-    `ended` says what the text itself showed: "boundary" or "closed"; None while it showed neither. The result does not
+    `ended`: what the text itself showed, "boundary" or "closed"; None while it showed neither. The result does not
     depend on how the text was cut into pieces. With `across`, a blank line does not end the step.
     """
 

@@ -39,7 +39,7 @@ class Counts:
 
 
 class Thinking:
-    """What a strategy reads and changes. `over` says why the thinking has ended; None while it goes on.
+    """The state that a strategy reads and changes. `over`: why the thinking has ended; None while it goes on.
 
     Models of the roles small and judge may fail: then they stand in `failed`, and the base model goes on alone.
     What the base model raises ends the answer. Decisions are emitted as `events`.
@@ -134,15 +134,15 @@ class Thinking:
     async def write(self, author: Author, limits: StepLimits | None = None, *, rejected: Step | None = None) -> None:
         """Let `author` write on, its words final as they come. Raises what its backend raises."""
 
-        async def tell(text: str) -> None:
+        async def on_text(text: str) -> None:
             await self.emit(ThinkingText(author, text))
 
         limits = limits or self.limits(author)
-        step = await self.roles[author].write(self.context(author), author, limits, self._spend(author), tell)
+        step = await self.roles[author].write(self.context(author), author, limits, self._spend(author), on_text)
         await self._keep(step, rejected)
 
     async def keep(self, step: Step, *, rejected: Step | None = None) -> None:
-        """Make `step` part of the thinking, and tell every model."""
+        """Make `step` part of the thinking, and of every model's context."""
         await self._keep(step, rejected, text=step.text)
 
     async def _keep(self, step: Step, rejected: Step | None, text: str = "") -> None:
@@ -199,7 +199,7 @@ async def base_only(thinking: Thinking) -> None:
         await thinking.write("base")
 
 
-# What says how an answer ends or looks, and nothing about its thinking.
+# What concerns how an answer ends or looks, and not its thinking.
 _OF_ANSWERS = (
     *("stop", "stop_token_ids", "logprobs", "top_logprobs", "max_tokens", "min_tokens", "ignore_eos"),
     *("structured_outputs", "prompt_logprobs"),

@@ -1,4 +1,4 @@
-"""Iterative retrieval: sequential, which says what an answer is, and speculative, which gives the same one sooner.
+"""Iterative retrieval: sequential, which defines the answer, and speculative, which gives the same one sooner.
 
 Every `round_tokens` tokens the last `query_tokens` of question and answer are a query, and its best document stands in
 the prompt of the next round (RaLM with RaLMSpec; Zhang et al. 2024, arXiv 2401.14021). The paper's loop generates a

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 
 class RetrievalSettings(BaseModel):
-    """The first four say what the answer is. All others only change how fast it comes."""
+    """The first four determine the answer. All others only change how fast it comes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,7 +1,7 @@
 """A KNN-LM datastore on disk: for each token of a corpus the hidden state before it, and the token.
 
 A folder of `keys` (float16, [entries, width]), `values` (int32, [entries]) and `manifest.json`. Files only grow; the
-manifest says how much of them counts, and is replaced in one piece, so that a build goes on where it was killed.
+manifest records how much of them counts, and is replaced atomically, so that a build goes on where it was killed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DatastoreManifest:
         return manifest
 
     def write(self, folder: Path) -> None:
-        """Replace the folder's manifest in one piece."""
+        """Replace the folder's manifest atomically."""
         beside = folder / f"{MANIFEST}.new"
         with beside.open("w") as file:
             json.dump(asdict(self), file, indent=2)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class KnnSettings(BaseModel):
-    """`weight`, `temperature` and `neighbours` say what is generated; the others only how fast."""
+    """`weight`, `temperature` and `neighbours` determine what is generated; the others only how fast."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -42,7 +42,7 @@ class Encoder(Protocol):
         ...
 
     def encode_all(self, texts: Sequence[str], advance: Callable[[int], None]) -> Vectors:
-        """The vectors [texts, dimensions] of documents, in batches; `advance` hears how many are done. Blocks."""
+        """The vectors [texts, dimensions] of documents, in batches; `advance` gets how many are done. Blocks."""
         ...
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ def build(
 ) -> IndexManifest:
     """Index `documents` into `folder`, whole or not at all; an index that is there already is replaced.
 
-    `model` is how to find the dense kinds' `encoder` again. `advance` hears of progress: what is done, and how many
+    `model` is how to find the dense kinds' `encoder` again. `advance` reports progress: what is done, and how many
     more. Raises `ConfigurationError` for no documents, for ids given twice, and for a folder that is no index.
     """
     with _replacing(folder) as fresh:

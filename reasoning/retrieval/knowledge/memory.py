@@ -34,7 +34,7 @@ class Snapshot:
 
 
 class IndexKnowledge:
-    """A `KnowledgeBase` over an index. `refresh` tells before each search which snapshot is the current one.
+    """A `KnowledgeBase` over an index. `refresh` gives the current snapshot before each search.
 
     A new snapshot must rank as the old one does: the metric stays. `close` is called once, by `aclose`.
     """

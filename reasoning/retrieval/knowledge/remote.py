@@ -23,7 +23,7 @@ from agentspec.reasoning.retrieval.knowledge.wire import parse_found, search_bod
 class RemoteKnowledge:
     """A `KnowledgeBase` that asks a service. `dense` is the metric of its embedding model, where the settings name one.
 
-    A search without an answer in time is tried again as often as the settings say, by default not at all.
+    A search without an answer in time is retried as often as the settings allow, by default not at all.
     """
 
     def __init__(
