@@ -22,7 +22,7 @@ from agentspec.benchmarks.report import Progress, Ratio, paired_ratio, rotated
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
 from agentspec.reasoning.retrieval.knn.build import open_lines
-from agentspec.reasoning.retrieval.knn.settings import KnnSettings
+from agentspec.reasoning.settings import KnnSettings
 from agentspec.types import GenerateRequest, KnnSpeculation, SamplingParams
 
 if TYPE_CHECKING:

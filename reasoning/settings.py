@@ -8,10 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from agentspec.reasoning.retrieval.knn.settings import KnnSettings
-from agentspec.reasoning.retrieval.settings import RetrievalSettings
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 
 class StrategySettings(BaseModel):
@@ -140,6 +137,29 @@ class LookaheadSettings(DelegationSettings):
         return {"compare": self.compare, "depth": self.depth, **compared}
 
 
+class RetrievalSettings(BaseModel):
+    """The first four determine the answer. All others only change how fast it comes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    round_tokens: int = Field(default=4, ge=1, description="Tokens generated from one document: k of the paper")
+    query_tokens: int = Field(default=32, ge=1, description="Last tokens whose text is the query: q of the paper")
+    document_tokens: int = Field(default=256, ge=1, description="Most tokens of a document that the model reads")
+    max_tokens: int = Field(default=256, ge=1, description="Answer length where a request names none")
+    stride: Literal["os3"] | int = Field(
+        default="os3", description="Documents guessed before a verification: os3 adapts, down to none; or a number"
+    )
+    asynchronous: bool = Field(default=True, description="Generate on while documents are verified, where that pays")
+    prefetch: int = Field(default=20, ge=1, description="Documents a search brings into the cache: P of the paper")
+    cache_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=0, description="Memory for cached documents")
+    search_timeout: float = Field(default=30.0, gt=0, description="Seconds that one search may take")
+
+    @property
+    def answer_settings(self) -> dict[str, Any]:
+        """What the answer depends on."""
+        return {name: getattr(self, name) for name in ("round_tokens", "query_tokens", "document_tokens")}
+
+
 class RaLMSpecSettings(RetrievalSettings, StrategySettings):
     """`[models.NAME] strategy = "ralmspec"`: iterative retrieval with RaLMSpec (arXiv 2401.14021), lossless."""
 
@@ -154,6 +174,23 @@ class RaLMSpecSettings(RetrievalSettings, StrategySettings):
     @property
     def knowledge_bases(self) -> dict[str, str]:
         return {"knowledge": self.knowledge}
+
+
+class KnnSettings(BaseModel):
+    """`weight`, `temperature` and `neighbours` determine what is generated; the others only how fast."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    neighbours: int = Field(default=16, ge=1, le=1024, description="Nearest entries that share p_knn: k")
+    weight: float = Field(default=0.25, gt=0, lt=1, description="Share of p_knn in the mixture: lambda")
+    temperature: float = Field(
+        default=100.0, gt=0, description="Squared distance that makes an entry count e times less"
+    )
+    prefetch: int = Field(default=10, ge=0, le=1024, description="Entries behind each one found that are cached: n")
+    stride: Literal["os3"] | int = Field(
+        default="os3", description="Queries gathered for one search of the datastore; os3 adapts to what pays"
+    )
+    bound: bool = Field(default=True, description="Ask for no neighbours where they cannot change a greedy token")
 
 
 class KnnLmSettings(KnnSettings, StrategySettings):

@@ -7,14 +7,16 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from agentspec.backends.base import Backend, Capabilities
 from agentspec.protocol.headers import strategy_headers
-from agentspec.reasoning.delegation.trace import TraceFolder
-from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.types import Delta, GenerateRequest
+
+if TYPE_CHECKING:
+    from agentspec.reasoning.delegation.trace import TraceFolder
+    from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 
 PROBE_SECONDS = 10.0
 logger = logging.getLogger(__name__)

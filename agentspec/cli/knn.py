@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentspec.reasoning.retrieval.knn.build import Progress
-    from agentspec.reasoning.retrieval.knn.settings import KnnSettings
+    from agentspec.reasoning.settings import KnnSettings
 
 app = typer.Typer(help="Build a KNN-LM datastore, and generate with it.", no_args_is_help=True)
 
@@ -61,7 +61,7 @@ def build(
 
 def settings_of(neighbours: int | None, weight: float | None, distance: float | None) -> KnnSettings:
     """The settings given, the others as they are by default."""
-    from agentspec.reasoning.retrieval.knn.settings import KnnSettings
+    from agentspec.reasoning.settings import KnnSettings
 
     given = {"neighbours": neighbours, "weight": weight, "temperature": distance}
     return KnnSettings.model_validate({name: value for name, value in given.items() if value is not None})

@@ -31,7 +31,7 @@ from agentspec.reasoning.retrieval.events import VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
-from agentspec.reasoning.retrieval.settings import RetrievalSettings
+from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.speculation.stride import RequestStride
 from agentspec.types import GenerateRequest, SamplingParams
 

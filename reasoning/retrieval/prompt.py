@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentspec.backends.base import Tokenization
-from agentspec.backends.template_messages import plain
+from agentspec.backends.template_messages import escape_markers, plain
 from agentspec.errors import ContextLengthError
-from agentspec.reasoning.delegation.templates import escape_markers
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.types import GenerateRequest, Message
 

@@ -16,8 +16,8 @@ from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, SearchStats, first, name_of
 from agentspec.reasoning.retrieval.round_generator import RoundGenerator
-from agentspec.reasoning.retrieval.settings import RetrievalSettings
 from agentspec.reasoning.retrieval.speculation import SpeculationState
+from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.speculation.stride import RequestStride, StrideGovernor
 from agentspec.types import GenerateRequest
 

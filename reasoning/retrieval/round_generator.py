@@ -13,7 +13,7 @@ from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.partial_answer import PartialAnswer, RoundOutput
 from agentspec.reasoning.retrieval.prompt import DocumentPrompt
-from agentspec.reasoning.retrieval.settings import RetrievalSettings
+from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.text.detokenizer import REPLACEMENT
 from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, SamplingParams, TokenLogprob
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from agentspec.reasoning.retrieval.knn.settings import KnnSettings
+from agentspec.reasoning.settings import KnnSettings
 
 if TYPE_CHECKING:
     from agentspec.reasoning.retrieval.knn.backend import KnnBackend

@@ -13,9 +13,8 @@ from agentspec.reasoning.retrieval.knn.datastore import Datastore
 from agentspec.reasoning.retrieval.knn.generate import KnnDecoder
 from agentspec.reasoning.retrieval.knn.mixture import Mixture
 from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache
-from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 from agentspec.reasoning.retrieval.knn.stride import KnnStride
-from agentspec.reasoning.settings import KnnLmSettings
+from agentspec.reasoning.settings import KnnLmSettings, KnnSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy
 from agentspec.types import Delta, GenerateRequest
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.backends.template_messages import escape_markers
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.delegation.judge import names_score, quoted
-from agentspec.reasoning.delegation.templates import Template, escape_markers
+from agentspec.reasoning.delegation.templates import Template
 
 SAID = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]
 

@@ -18,7 +18,7 @@ from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
-from agentspec.reasoning.retrieval.settings import RetrievalSettings
+from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.types import GenerateRequest, SamplingParams
 
 pytest.importorskip("torch")

@@ -33,7 +33,7 @@ from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
-from agentspec.reasoning.retrieval.settings import RetrievalSettings
+from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Delta, GenerateRequest, Labels, Message, SamplingParams, Usage
 

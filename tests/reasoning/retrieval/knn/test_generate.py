@@ -19,7 +19,7 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
 from agentspec.reasoning.retrieval.knn.build import Corpus, build
-from agentspec.reasoning.retrieval.knn.settings import KnnSettings
+from agentspec.reasoning.settings import KnnSettings
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, KnnSpeculation, SamplingParams
 

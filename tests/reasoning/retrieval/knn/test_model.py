@@ -15,8 +15,7 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.errors import ConfigurationError, NotReadyError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend, KnnStrategy
 from agentspec.reasoning.retrieval.knn.build import Corpus, build
-from agentspec.reasoning.retrieval.knn.settings import KnnSettings
-from agentspec.reasoning.settings import KnnLmSettings
+from agentspec.reasoning.settings import KnnLmSettings, KnnSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings, load_settings
 from agentspec.testing import FakeBackend
