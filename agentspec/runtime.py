@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -207,7 +207,12 @@ class Runtime:
 
         dependencies = Dependencies(find, self._knowledge_base, open_folder(self.settings.traces))
         built = {name: open_strategy(name, settings, dependencies) for name, settings in wanted.items()}
-        _run_apart(lambda: _prepare_all(built.values(), prepare))
+
+        async def prepare_all() -> None:
+            for strategy in built.values():
+                await prepare(strategy)
+
+        _run_apart(prepare_all)
         self._strategies = built
 
     def _knowledge_base(self, name: str) -> KnowledgeBase:
@@ -254,11 +259,6 @@ def _base_backend(settings: Settings, strategy: StrategySettings) -> str:
     """The backend of a strategy's base model, which answers and whose limits therefore hold."""
     base = settings.models.get(strategy.base)
     return base.backend if isinstance(base, ModelSettings) else strategy.base
-
-
-async def _prepare_all(strategies: Iterable[Any], prepare: Callable[[Any], Awaitable[Any]]) -> None:
-    for strategy in strategies:
-        await prepare(strategy)
 
 
 def _run_apart(make: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from agentspec.backends.base import Backend, Capabilities
 from agentspec.protocol.headers import strategy_headers
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 PROBE_SECONDS = 10.0
 logger = logging.getLogger(__name__)
-
-
-class Role(Protocol):
-    """A model with a part to play in a strategy."""
-
-    @property
-    def backend(self) -> Backend: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +56,8 @@ class Strategy(ABC):
 
     @property
     @abstractmethod
-    def roles(self) -> Mapping[str, Role]:
-        """The models by their roles; one may have several."""
+    def roles(self) -> Mapping[str, Any]:
+        """The models by their roles, each with its `backend`; one may have several."""
 
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]: ...

@@ -107,6 +107,13 @@ class Settings(BaseSettings):
 
     _origins: dict[Key, tuple[SourceKind, str]] = PrivateAttr(default_factory=dict)
 
+    def origin(self, key: Key) -> tuple[SourceKind, str]:
+        """Whence the value of `key` came, and the variable's or file's name."""
+        return self._origins.get(key, ("default", ""))
+
+    def set_origins(self, origins: Mapping[Key, tuple[SourceKind, str]]) -> None:
+        self._origins.update(origins)
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -163,10 +170,7 @@ class EffectiveValue:
 
 def effective_values(settings: Settings) -> list[EffectiveValue]:
     """Every value of `settings` in the order of the tables; one that is unset is listed as None."""
-    return [
-        EffectiveValue(".".join(key), redact(value), *settings._origins.get(key, ("default", "")))
-        for key, value in flatten(settings, ())
-    ]
+    return [EffectiveValue(".".join(key), redact(value), *settings.origin(key)) for key, value in flatten(settings, ())]
 
 
 def load_settings(
@@ -196,7 +200,7 @@ def load_settings(
         settings = Settings(**merged)
     except ValidationError as error:
         raise ConfigurationError("\n".join(_explain(item, merged, origins) for item in error.errors())) from None
-    settings._origins.update(origins)
+    settings.set_origins(origins)
     return settings
 
 

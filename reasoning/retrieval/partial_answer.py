@@ -55,22 +55,22 @@ class PartialAnswer:
     ) -> PartialAnswer:
         """With one more round, up to `limit` tokens in all; what ends the answer adds no text of its own."""
         grown = replace(self, token_ids=self.token_ids + output.token_ids, logprobs=self.logprobs + output.logprobs)
-        spelled = await grown._spelled(output.token_ids, tokenization)
+        spelled = await grown.spelled(output.token_ids, tokenization)
         scanner = StopScanner(tuple(stops))
         certain = scanner.feed(spelled.text)
         if scanner.stopped:
             return replace(spelled, text=certain, finish="stop")
         if output.finish not in ("stop", "length"):
-            return replace(await spelled._flushed(tokenization), finish=output.finish)
+            return replace(await spelled.flushed(tokenization), finish=output.finish)
         if output.finish == "stop" or not output.token_ids:
             if await _ends_silently(output, tokenization):
-                spelled = await grown._spelled(output.token_ids[:-1], tokenization)
-            return replace(await spelled._flushed(tokenization), finish=output.finish)
+                spelled = await grown.spelled(output.token_ids[:-1], tokenization)
+            return replace(await spelled.flushed(tokenization), finish=output.finish)
         if len(grown.token_ids) >= limit:
-            return replace(await spelled._flushed(tokenization), finish="length")
+            return replace(await spelled.flushed(tokenization), finish="length")
         return spelled
 
-    async def _spelled(self, token_ids: tuple[int, ...], tokenization: Tokenization) -> PartialAnswer:
+    async def spelled(self, token_ids: tuple[int, ...], tokenization: Tokenization) -> PartialAnswer:
         """With the text of `token_ids`; bytes that form no character yet are left for the next round."""
         if not token_ids:
             return self
@@ -83,7 +83,7 @@ class PartialAnswer:
         last = window[-CONTEXT_TOKENS:]
         return replace(self, window=last, known=await tokenization.detokenize(last), text=self.text + added)
 
-    async def _flushed(self, tokenization: Tokenization) -> PartialAnswer:
+    async def flushed(self, tokenization: Tokenization) -> PartialAnswer:
         """With what was held back, unfinished as it is."""
         whole = await tokenization.detokenize(self.window) if self.window else ""
         return replace(self, known=whole, text=self.text + added_text(whole, self.known))

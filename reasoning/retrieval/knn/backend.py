@@ -10,10 +10,8 @@ from typing import Protocol, runtime_checkable
 from agentspec.backends.base import Backend, Capabilities, HiddenStates, StepByStep
 from agentspec.errors import ConfigurationError, NotReadyError
 from agentspec.reasoning.retrieval.knn.datastore import Datastore
-from agentspec.reasoning.retrieval.knn.generate import KnnDecoder
-from agentspec.reasoning.retrieval.knn.mixture import Mixture
+from agentspec.reasoning.retrieval.knn.decoder import KnnDecoder, KnnStride, Mixture
 from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache
-from agentspec.reasoning.retrieval.knn.stride import KnnStride
 from agentspec.reasoning.settings import KnnLmSettings, KnnSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy
 from agentspec.types import Delta, GenerateRequest

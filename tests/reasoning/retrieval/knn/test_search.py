@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentspec.backends.torch.model.vector_scan import VectorScan
 from agentspec.reasoning.retrieval.knn.datastore import Datastore, DatastoreManifest
-from agentspec.reasoning.retrieval.knn.mixture import Mixture
+from agentspec.reasoning.retrieval.knn.decoder import Mixture
 from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
 
 CPU = torch.device("cpu")

@@ -7,17 +7,101 @@ same noise, and a guess only decides whether the forward that follows it is ther
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentspec.backends.base import Floats, StepwiseDecoding
-from agentspec.reasoning.retrieval.knn.mixture import Mixture, Prior
 from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
-from agentspec.reasoning.retrieval.knn.stride import KnnStride
+from agentspec.speculation.stride import RunningMean, os3
 from agentspec.types import KnnSpeculation
+
+WINDOW = 8  # searches that the hit rate is estimated from
+SLACK = 1e-4  # of probability: far more than rounding to float32 moves
+
+Prior = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """KNN-LM's distribution (Khandelwal et al. 2020, section 2).
+
+    p(y) = weight * p_knn(y) + (1 - weight) * p_lm(y), where p_knn shares by exp(-distance / temperature).
+    """
+
+    weight: float
+    temperature: float
+
+    def prior(self, logits: Floats) -> Prior:
+        """log((1 - weight) * p_lm) [vocab]: the model's share alone."""
+        shifted = logits.astype(np.float64)
+        shifted -= shifted.max()
+        shifted += np.log1p(-self.weight) - np.log(np.exp(shifted).sum())
+        return shifted
+
+    def scores(self, prior: Prior, neighbours: Neighbours) -> Floats:
+        """log p [vocab], to be drawn from as if they were logits."""
+        tokens, shares = self._shares(neighbours)
+        mixed = prior.copy()
+        mixed[tokens] = np.logaddexp(mixed[tokens], np.log(self.weight) + np.log(shares))
+        return mixed.astype(np.float32)
+
+    def decided(self, prior: Prior) -> int | None:
+        """The likeliest token, where no neighbours can change that: they add `weight` to another at most."""
+        best = int(prior.argmax())
+        if np.exp(prior[best]) <= self.weight:
+            return None
+        second = max(prior[:best].max(initial=-np.inf), prior[best + 1 :].max(initial=-np.inf))
+        return best if np.exp(prior[best]) > np.exp(second) + self.weight + SLACK else None
+
+    def _shares(self, neighbours: Neighbours) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """The neighbours' tokens, each once, and the probability of each, summed from the nearest on."""
+        distances = neighbours.distances
+        weights = np.exp((distances[0] - distances) / self.temperature)
+        tokens, places = np.unique(neighbours.tokens, return_inverse=True)
+        sums = np.bincount(places, weights / weights.sum())
+        return tokens, np.maximum(sums, np.finfo(np.float64).tiny)
+
+
+@dataclass(slots=True)
+class KnnStride:
+    """OS3 (Zhang et al. 2024, section 4), verification waited for: the stride with the most verified queries a second.
+
+    A search takes hardly longer for more queries, and the wrong guess of a batch costs nothing more: its token is drawn
+    from what the search found. A stride of 1 is therefore sequential retrieval. `fixed` does not adapt.
+    """
+
+    fixed: int | None = None
+    _guess: RunningMean = field(default_factory=RunningMean)
+    _search: RunningMean = field(default_factory=RunningMean)
+    _seen: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def gamma(self) -> float:
+        """Share of right guesses, of which one right and one wrong are taken for granted."""
+        return (1 + sum(right for right, _ in self._seen)) / (2 + sum(tried for _, tried in self._seen))
+
+    def guessed(self, seconds: float) -> None:
+        """What it took to come to one query and guess its answer, the model's forwards included."""
+        self._guess.add(seconds)
+
+    def searched(self, seconds: float) -> None:
+        self._search.add(seconds)
+
+    def verified(self, right: int, *, wrong: bool) -> None:
+        """A search confirmed `right` guesses and, where there was a `wrong` one behind them, corrected it."""
+        self._seen.append((right, right + wrong))
+
+    def choose(self) -> int:
+        if self.fixed is not None:
+            return self.fixed
+        if self._guess.value is None or self._search.value is None:
+            return 1
+        return os3(self._guess.value, self._search.value, self.gamma, asynchronous=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
