@@ -77,7 +77,7 @@ from .errors import (
 )
 from .langchain import ChatAgentSpec as ChatAgentSpec
 from .reasoning.retrieval.ralmspec import ralmspec as ralmspec
-from .reasoning.retrieval.settings import RetrievalSettings as RetrievalSettings
+from .reasoning.settings import RetrievalSettings as RetrievalSettings
 from .runtime import Runtime as Runtime
 from .settings.load import (
     Settings as Settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ To call a function, answer with its name and arguments as JSON between these tag
 <tool_call>
 {{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
 </tool_call>"""
+
+# Marks that chat templates set around turns: text of one model must not open a turn in another model's prompt.
+_TURN_MARKS = re.compile(r"<(?=[|\uff5c]|(?:start|end)_of_turn|bos>|eos>|/?s>)|\[(?=/?INST\])")
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -81,3 +85,8 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     written = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in objects]
     content = "\n".join([*([message["content"]] if message["content"] else []), *written])
     return {"role": message["role"], "content": content}
+
+
+def escape_markers(text: str) -> str:
+    """`text` without anything that a tokenizer would read as the mark of a turn."""
+    return _TURN_MARKS.sub(lambda mark: mark.group() + " ", text)

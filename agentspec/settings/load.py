@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     BaseModel,
@@ -31,17 +31,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.delegation.trace_settings import TraceSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, KnowledgeSettings, RemoteSettings
-from agentspec.reasoning.settings import (
-    STRATEGIES,
-    KnnLmSettings,
-    LookaheadSettings,
-    RaLMSpecSettings,
-    SpecReasonSettings,
-    SpeculativeThinkingSettings,
-    StrategySettings,
-)
+from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
 from agentspec.settings.flatten import flatten, redact
@@ -84,15 +75,14 @@ def _strategy_of(table: Any) -> str:
     return "plain" if found is None else str(found)
 
 
-AnyModel = Annotated[
-    Annotated[ModelSettings, Tag("plain")]
-    | Annotated[SpecReasonSettings, Tag("specreason")]
-    | Annotated[SpeculativeThinkingSettings, Tag("speculative_thinking")]
-    | Annotated[LookaheadSettings, Tag("lookahead")]
-    | Annotated[RaLMSpecSettings, Tag("ralmspec")]
-    | Annotated[KnnLmSettings, Tag("knnlm")],
-    Discriminator(_strategy_of),
-]
+if TYPE_CHECKING:
+    AnyModel = ModelSettings | StrategySettings
+else:
+    _KINDS = {"plain": ModelSettings, **STRATEGIES}
+    AnyModel = Annotated[
+        Union[tuple(Annotated[settings, Tag(name)] for name, settings in _KINDS.items())],  # noqa: UP007
+        Discriminator(_strategy_of),
+    ]
 
 
 def _default_backends() -> dict[str, BackendSettings]:
@@ -116,6 +106,13 @@ class Settings(BaseSettings):
     traces: TraceSettings = Field(default_factory=TraceSettings)
 
     _origins: dict[Key, tuple[SourceKind, str]] = PrivateAttr(default_factory=dict)
+
+    def origin(self, key: Key) -> tuple[SourceKind, str]:
+        """Whence the value of `key` came, and the variable's or file's name."""
+        return self._origins.get(key, ("default", ""))
+
+    def set_origins(self, origins: Mapping[Key, tuple[SourceKind, str]]) -> None:
+        self._origins.update(origins)
 
     @classmethod
     def settings_customise_sources(
@@ -150,11 +147,12 @@ class Settings(BaseSettings):
                     f"models.{name}.{role} = {meant!r} names no plain model and no backend;"
                     f" configured: {', '.join(known)}{_suggestion(meant, known)}"
                 )
-        if isinstance(strategy, RaLMSpecSettings) and strategy.knowledge not in self.knowledge:
-            raise ValueError(
-                f"models.{name}.knowledge = {strategy.knowledge!r} names no [knowledge.NAME] table;"
-                f" configured: {', '.join(self.knowledge) or 'none'}{_suggestion(strategy.knowledge, self.knowledge)}"
-            )
+        for key, meant in strategy.knowledge_bases.items():
+            if meant not in self.knowledge:
+                raise ValueError(
+                    f"models.{name}.{key} = {meant!r} names no [knowledge.NAME] table;"
+                    f" configured: {', '.join(self.knowledge) or 'none'}{_suggestion(meant, self.knowledge)}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +170,7 @@ class EffectiveValue:
 
 def effective_values(settings: Settings) -> list[EffectiveValue]:
     """Every value of `settings` in the order of the tables; one that is unset is listed as None."""
-    return [
-        EffectiveValue(".".join(key), redact(value), *settings._origins.get(key, ("default", "")))
-        for key, value in flatten(settings, ())
-    ]
+    return [EffectiveValue(".".join(key), redact(value), *settings.origin(key)) for key, value in flatten(settings, ())]
 
 
 def load_settings(
@@ -205,7 +200,7 @@ def load_settings(
         settings = Settings(**merged)
     except ValidationError as error:
         raise ConfigurationError("\n".join(_explain(item, merged, origins) for item in error.errors())) from None
-    settings._origins.update(origins)
+    settings.set_origins(origins)
     return settings
 
 

@@ -16,8 +16,7 @@ from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.errors import ConfigurationError, UpstreamError
 from agentspec.langchain import ChatAgentSpec
-from agentspec.reasoning.delegation.trace_settings import TraceSettings
-from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.step.decorator import report, step

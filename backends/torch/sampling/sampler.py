@@ -92,8 +92,8 @@ class Sampler:
         self._penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
         self._position = len(prompt)
         self._logits = torch.empty(0)
-        self._pending: Tensor | None = None
-        self._drawn: list[int] | None = None
+        self.pending: Tensor | None = None
+        self.drawn: list[int] | None = None
         if self._penalised:
             self._counts = torch.zeros(vocab_size, device=device)
             self._prompted = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -113,15 +113,15 @@ class Sampler:
 
         What can be drawn ahead is, without waiting for it; `fetch` brings the tokens of several answers at once.
         """
-        self._logits, self._drawn, self._pending = logits, None, None
+        self._logits, self.drawn, self.pending = logits, None, None
         if (self._ahead or self._raw) and (self.constraints.idle or not self._filters):
-            self._pending = self._draw(logits, ancestor_tokens(tokens, parents))
+            self.pending = self._draw(logits, ancestor_tokens(tokens, parents))
 
     def choose(self, row: int) -> int:
         """The token that follows the history, drawn from row `row`; the lowest id where scores are equal."""
         fetch([self])
-        if self._drawn is not None and (self.constraints.idle or self._holds(self._drawn[row])):
-            return self._drawn[row]
+        if self.drawn is not None and (self.constraints.idle or self._holds(self.drawn[row])):
+            return self.drawn[row]
         return int(self._draw(self.constraints.apply(self._logits[row])[None], [()]))
 
     def observe(self, token: int) -> None:
@@ -180,12 +180,12 @@ class Sampler:
 
 def fetch(samplers: Sequence[Sampler]) -> None:
     """Bring the tokens that these have drawn ahead to the host: one transfer, and the only time that it waits."""
-    drawing = [(sampler, sampler._pending) for sampler in samplers if sampler._pending is not None]
+    drawing = [(sampler, sampler.pending) for sampler in samplers if sampler.pending is not None]
     if not drawing:
         return
     tokens = iter(torch.cat([pending for _, pending in drawing]).tolist())
     for sampler, pending in drawing:
-        sampler._pending, sampler._drawn = None, list(islice(tokens, len(pending)))
+        sampler.pending, sampler.drawn = None, list(islice(tokens, len(pending)))
 
 
 def ancestor_tokens(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:

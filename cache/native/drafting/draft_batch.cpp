@@ -54,15 +54,16 @@ std::size_t thread_count(std::span<const DraftJob> jobs) {
 
 std::vector<DraftTree> draft_batch(std::span<const DraftJob> jobs, const Deadline& until) {
     Batch batch(jobs, until);
-    {
-        std::vector<std::jthread> others;
-        try {
-            for (std::size_t i = 1; i < thread_count(jobs); ++i) others.emplace_back([&batch] { batch.work(); });
-        } catch (const std::system_error&) {
-            // No more threads are to be had: those there are do the work.
-        }
-        batch.work();
+    const std::size_t threads = thread_count(jobs);
+    std::vector<std::thread> others;  // std::jthread is missing from the libc++ of current Xcode
+    others.reserve(threads);          // nothing below but starting a thread may throw
+    try {
+        for (std::size_t i = 1; i < threads; ++i) others.emplace_back([&batch] { batch.work(); });
+    } catch (const std::system_error&) {
+        // No more threads are to be had: those there are do the work.
     }
+    batch.work();
+    for (std::thread& other : others) other.join();
     return batch.result();
 }
 

@@ -109,7 +109,7 @@ RULE_MUTATIONS: Mutations = {
     ),
     "best token taken unasked": (
         "Sampler.choose",
-        " and (self.constraints.idle or self._holds(self._drawn[row]))",
+        " and (self.constraints.idle or self._holds(self.drawn[row]))",
         "",
     ),
     "rules do not hear of tokens": ("Sampler.observe", "self.constraints.observe(token)", "pass"),

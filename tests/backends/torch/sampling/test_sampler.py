@@ -155,7 +155,7 @@ def test_drawing_ahead_draws_what_is_drawn_row_by_row(vocab: int, data: st.DataO
         for token in [*[vocab // 2] * said, *path]:
             alone.observe(token)
         alone.begin(logits[row][None])
-        assert ahead._drawn is not None and ahead._drawn[row] == alone.choose(0)
+        assert ahead.drawn is not None and ahead.drawn[row] == alone.choose(0)
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 2}, {"presence_penalty": 1.5}, {"temperature": 0}])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.reasoning.retrieval.knn.stride import KnnStride
+from agentspec.reasoning.retrieval.knn.decoder import KnnStride
 from agentspec.speculation.stride import MOST, expected
 
 

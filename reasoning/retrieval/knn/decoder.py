@@ -1,0 +1,257 @@
+"""KNN-LM with speculative retrieval: neighbours are guessed from the request's cache and verified a batch at a time.
+
+KNN-LM by Khandelwal et al. 2020, its speculation by RaLMSpec (Zhang et al. 2024, section 5.3). The answer is that of a
+KNN-LM that asks the datastore for every token, byte for byte: each token is drawn from the same numbers with the
+same noise, and a guess only decides whether the forward that follows it is there already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.backends.base import Floats, StepwiseDecoding
+from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
+from agentspec.speculation.stride import RunningMean, os3
+from agentspec.types import KnnSpeculation
+
+WINDOW = 8  # searches that the hit rate is estimated from
+SLACK = 1e-4  # of probability: far more than rounding to float32 moves
+
+Prior = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """KNN-LM's distribution (Khandelwal et al. 2020, section 2).
+
+    p(y) = weight * p_knn(y) + (1 - weight) * p_lm(y), where p_knn shares by exp(-distance / temperature).
+    """
+
+    weight: float
+    temperature: float
+
+    def prior(self, logits: Floats) -> Prior:
+        """log((1 - weight) * p_lm) [vocab]: the model's share alone."""
+        shifted = logits.astype(np.float64)
+        shifted -= shifted.max()
+        shifted += np.log1p(-self.weight) - np.log(np.exp(shifted).sum())
+        return shifted
+
+    def scores(self, prior: Prior, neighbours: Neighbours) -> Floats:
+        """log p [vocab], to be drawn from as if they were logits."""
+        tokens, shares = self._shares(neighbours)
+        mixed = prior.copy()
+        mixed[tokens] = np.logaddexp(mixed[tokens], np.log(self.weight) + np.log(shares))
+        return mixed.astype(np.float32)
+
+    def decided(self, prior: Prior) -> int | None:
+        """The likeliest token, where no neighbours can change that: they add `weight` to another at most."""
+        best = int(prior.argmax())
+        if np.exp(prior[best]) <= self.weight:
+            return None
+        second = max(prior[:best].max(initial=-np.inf), prior[best + 1 :].max(initial=-np.inf))
+        return best if np.exp(prior[best]) > np.exp(second) + self.weight + SLACK else None
+
+    def _shares(self, neighbours: Neighbours) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """The neighbours' tokens, each once, and the probability of each, summed from the nearest on."""
+        distances = neighbours.distances
+        weights = np.exp((distances[0] - distances) / self.temperature)
+        tokens, places = np.unique(neighbours.tokens, return_inverse=True)
+        sums = np.bincount(places, weights / weights.sum())
+        return tokens, np.maximum(sums, np.finfo(np.float64).tiny)
+
+
+@dataclass(slots=True)
+class KnnStride:
+    """OS3 (Zhang et al. 2024, section 4), verification waited for: the stride with the most verified queries a second.
+
+    A search takes hardly longer for more queries, and the wrong guess of a batch costs nothing more: its token is drawn
+    from what the search found. A stride of 1 is therefore sequential retrieval. `fixed` does not adapt.
+    """
+
+    fixed: int | None = None
+    _guess: RunningMean = field(default_factory=RunningMean)
+    _search: RunningMean = field(default_factory=RunningMean)
+    _seen: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def gamma(self) -> float:
+        """Share of right guesses, of which one right and one wrong are taken for granted."""
+        return (1 + sum(right for right, _ in self._seen)) / (2 + sum(tried for _, tried in self._seen))
+
+    def guessed(self, seconds: float) -> None:
+        """What it took to come to one query and guess its answer, the model's forwards included."""
+        self._guess.add(seconds)
+
+    def searched(self, seconds: float) -> None:
+        self._search.add(seconds)
+
+    def verified(self, right: int, *, wrong: bool) -> None:
+        """A search confirmed `right` guesses and, where there was a `wrong` one behind them, corrected it."""
+        self._seen.append((right, right + wrong))
+
+    def choose(self) -> int:
+        if self.fixed is not None:
+            return self.fixed
+        if self._guess.value is None or self._search.value is None:
+            return 1
+        return os3(self._guess.value, self._search.value, self.gamma, asynchronous=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenGuess:
+    """One token ahead of what is known: the model's part of its distribution, the query, and what was drawn.
+
+    `token` is None where there was nothing to guess from; `decided` where no neighbour can change it.
+    """
+
+    prior: Prior
+    query: Floats
+    token: int | None
+    decided: bool = False
+
+
+@dataclass(slots=True)
+class KnnCounters:
+    """What an answer took: forwards, tokens `decided` without neighbours, guesses and how many came true, and seconds.
+
+    `trace` has the queries of each search.
+    """
+
+    forwards: int = 0
+    decided: int = 0
+    guessed: int = 0
+    right: int = 0
+    wrong: int = 0
+    queries: int = 0
+    trace: list[int] = field(default_factory=list)
+    model_seconds: float = 0.0
+    guess_seconds: float = 0.0
+    search_seconds: float = 0.0
+
+    def summary(self) -> KnnSpeculation:
+        return KnnSpeculation(
+            drafted=self.guessed,
+            accepted=self.right,
+            steps=self.forwards,
+            wrong=self.wrong,
+            decided=self.decided,
+            queries=self.queries,
+            searches=len(self.trace),
+            strides=tuple(self.trace),
+            model_seconds=self.model_seconds,
+            guess_seconds=self.guess_seconds,
+            search_seconds=self.search_seconds,
+        )
+
+
+@dataclass(slots=True)
+class KnnDecoder:
+    """Decodes one answer, a forward or a search at a time. `cache` is None for sequential KNN-LM.
+
+    With `bound`, a token that the model alone decides (see `Mixture.decided`) asks for no neighbours.
+    """
+
+    datastore: DatastoreSearch
+    mixture: Mixture
+    count: int
+    cache: NeighbourCache | None = None
+    stride: KnnStride = field(default_factory=KnnStride)
+    bound: bool = True
+    counters: KnnCounters = field(default_factory=KnnCounters)
+    _pending: list[TokenGuess] = field(default_factory=list)
+    _known: int = 0
+    _over: bool = False
+    _since: float | None = None  # the end of the last guess or search
+
+    def advance(self, steps: StepwiseDecoding) -> list[int]:
+        """Do the next forward or search; the tokens that are certain now."""
+        if self._due():
+            return self._verify(steps)
+        if not self._pending:
+            self._known = len(steps.tokens)
+        guess = self._guess(steps)
+        if guess.token is not None:
+            self._over = steps.add(guess.token)
+        if guess.decided and not self._pending and guess.token is not None:
+            self.counters.decided += 1
+            return [guess.token]
+        self._pending.append(guess)
+        return []
+
+    @property
+    def _queries(self) -> int:
+        return sum(not guess.decided for guess in self._pending)
+
+    def _due(self) -> bool:
+        """Whether the guesses have to be verified before there can be more."""
+        if not self._pending:
+            return False
+        return self._over or self._pending[-1].token is None or self._queries >= self.stride.choose()
+
+    def _guess(self, steps: StepwiseDecoding) -> TokenGuess:
+        began = perf_counter()
+        state = steps.advance()
+        self.counters.forwards += 1
+        prior = self.mixture.prior(state.logits)
+        self.counters.model_seconds += (forwarded := perf_counter()) - began
+        if self.cache is None:
+            return TokenGuess(prior, state.hidden, None)
+        if self.bound and steps.plain and (token := self.mixture.decided(prior)) is not None:
+            return TokenGuess(prior, state.hidden, token, decided=True)
+        token = None
+        if len(self.cache):
+            token = steps.draw(self.mixture.scores(prior, self.cache.search(state.hidden, self.count)))
+        self.counters.guess_seconds += (now := perf_counter()) - forwarded
+        if self._since is not None:
+            self.stride.guessed(now - self._since)
+        self._since = now
+        return TokenGuess(prior, state.hidden, token)
+
+    def _verify(self, steps: StepwiseDecoding) -> list[int]:
+        """Draw every guessed token again, now from the datastore's neighbours, up to the first that is another."""
+        pending, self._pending = self._pending, []
+        neighbours = iter(self._search([guess.query for guess in pending if not guess.decided]))
+        steps.rewind(self._known)
+        tokens = list[int]()
+        for guess in pending:
+            token = guess.token if guess.decided else steps.draw(self.mixture.scores(guess.prior, next(neighbours)))
+            assert token is not None, "what is decided has a token"
+            self._over = steps.add(token)
+            tokens.append(token)
+            if token != guess.token:
+                break
+        self._count(pending, tokens)
+        self._since = perf_counter()
+        return tokens
+
+    def _search(self, queries: Sequence[Floats]) -> list[Neighbours]:
+        if not queries:
+            return []
+        began = perf_counter()
+        found = self.datastore.search(np.stack(queries), self.count)
+        if self.cache is not None:
+            self.cache.add(found)
+        seconds = perf_counter() - began
+        self.stride.searched(seconds)
+        self.counters.search_seconds += seconds
+        self.counters.queries += len(queries)
+        self.counters.trace.append(len(queries))
+        return found
+
+    def _count(self, pending: Sequence[TokenGuess], tokens: Sequence[int]) -> None:
+        """Note how the guesses did, as far as they were verified."""
+        seen = list(zip(pending, tokens, strict=False))
+        guessed = [guess.token == token for guess, token in seen if guess.token is not None and not guess.decided]
+        self.counters.decided += sum(guess.decided for guess, _ in seen)
+        self.counters.guessed += sum(guess.token is not None and not guess.decided for guess in pending)
+        self.counters.right += sum(guessed)
+        self.counters.wrong += len(guessed) - sum(guessed)
+        if guessed:
+            self.stride.verified(sum(guessed), wrong=not all(guessed))
