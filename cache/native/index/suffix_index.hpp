@@ -157,17 +157,17 @@ private:
     void check_positions() const;
 
     const std::size_t tail_limit_, ratio_;
-    mutable std::mutex writing_;        // held by the one writer, first; merging needs no other lock
+    mutable std::mutex writing_;  // held by the one writer, first; merging needs no other lock
     mutable std::shared_timed_mutex mutex_;  // held to read, and exclusively for as long as what is read changes
     mutable std::atomic<std::int64_t> clock_{0};
-    TokenLog log_;               // behind the tokens of a span stands a boundary, or nothing
+    TokenLog log_;  // behind the tokens of a span stands a boundary, or nothing
     std::vector<Piece> pieces_;  // by begin
     mutable std::unordered_map<SequenceId, Sequence> sequences_;
-    std::vector<Run> runs_;      // largest first; every position below those of the tail
+    std::vector<Run> runs_;  // largest first; every position below those of the tail
     std::vector<RunTable> tables_;  // of the run at the same place
-    Positions tail_;             // ascending
+    Positions tail_;  // ascending
     std::unordered_set<std::uint64_t> starts_;  // the pairs of tokens before pieces, some of pieces that are gone
-    std::size_t live_ = 0;       // tokens of all sequences
+    std::size_t live_ = 0;  // tokens of all sequences
 };
 
 /// Read access to one index for a drafter. The caller holds what `lock` gives for as long as it uses the rest.
