@@ -239,7 +239,7 @@ def test_a_long_copy_is_searched_for_once_in_a_while(drafter: ServerDrafter, mon
     asked: list[int] = []
     propose_batch = drafting.propose_batch
     monkeypatch.setattr(drafting, "propose_batch", lambda jobs, *more: (asked.append(1), propose_batch(jobs, *more))[1])
-    monkeypatch.setattr(drafting, "cut", lambda worths, *_: [min(4, len(worth)) for worth in worths])
+    monkeypatch.setattr(drafting, "allocate_budget", lambda worths, *_: [min(4, len(worth)) for worth in worths])
     chains = answer(drafter, tokens(1, 2, 3), TEXT, most=32)
     assert sum(map(len, chains)) > len(TEXT) / 2
     assert len(asked) <= len(chains) / 2
