@@ -141,7 +141,7 @@ def test_forms_and_calls_are_those_without_drafts(
     fields = dict(FORMS[name])
     asked = SamplingParams(structured_outputs=fields.pop("form", None))
     request = GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=asked, **fields)
-    form = StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END})).of(request, "x")
+    form = StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END})).build(request, "x")
     (rules,) = form.constraints(1)
     requests = [
         ask_of(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, constraints=rules)
