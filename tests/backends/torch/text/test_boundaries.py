@@ -123,7 +123,7 @@ def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, whol
 def put_together(reading: OutputParserSpec, outcome: Any) -> tuple[str, list[list[str]], str]:
     """Text, calls and end, as a client has them that adds up the deltas of a stream."""
     reader, text, calls, finish = reading.parser(), "", list[list[str]](), ""
-    for delta in map(reader.read, outcome.deltas):
+    for delta in map(reader.parse, outcome.deltas):
         text, finish = text + delta.text, delta.finish_reason or finish
         for piece in delta.extra.get("tool_calls", []):
             if "id" in piece:
