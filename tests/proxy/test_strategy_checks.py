@@ -130,7 +130,7 @@ def test_a_local_model_without_a_chat_template_is_told_to_name_one(
     class Untaught(Unloaded):
         def __init__(self, model: str) -> None:
             super().__init__(model)
-            self._tokenizer.tokenizer.chat_template = None
+            self._codec.tokenizer.chat_template = None
 
     monkeypatch.setattr(strategy_checks, "Unloaded", Untaught)
     local = TorchSettings(model=str(tiny_model))
