@@ -18,9 +18,10 @@ from typing import Any, Generic, TypeVar, cast
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from agentspec.backends.base import closing_items
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.errors import ShuttingDownError
-from agentspec.runtime import Runtime, closing_items
+from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings, effective_values, load_settings
 
 T = TypeVar("T")

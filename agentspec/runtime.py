@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentspec.backends.base import Backend
+from agentspec.backends.base import Backend, closing_items
 from agentspec.backends.settings import BackendSettings, OpenAISettings
 from agentspec.errors import (
     ConfigurationError,
@@ -27,8 +27,8 @@ from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
-    from agentspec.reasoning.factory import Strategy
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
+    from agentspec.reasoning.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,18 +199,18 @@ class Runtime:
         if not wanted or self._strategies:
             return
         from agentspec.reasoning.delegation.trace import open_folder
-        from agentspec.reasoning.factory import Named, Parts, open_strategy, prepare
+        from agentspec.reasoning.strategy import Dependencies, ModelRef, open_strategy, prepare
 
-        def find(name: str) -> Named:
+        def find(name: str) -> ModelRef:
             backend_name, model = named_model(self.settings, name)
-            return Named(self._backends[backend_name], model)
+            return ModelRef(self._backends[backend_name], model)
 
-        parts = Parts(find, self._know, open_folder(self.settings.traces))
-        built = {name: open_strategy(name, cast(Any, settings), parts) for name, settings in wanted.items()}
+        dependencies = Dependencies(find, self._knowledge_base, open_folder(self.settings.traces))
+        built = {name: open_strategy(name, settings, dependencies) for name, settings in wanted.items()}
         _run_apart(lambda: _prepare_all(built.values(), prepare))
         self._strategies = built
 
-    def _know(self, name: str) -> KnowledgeBase:
+    def _knowledge_base(self, name: str) -> KnowledgeBase:
         """The knowledge base of `[knowledge.name]`, opened once for all strategies."""
         if name not in self._knowledge:
             from agentspec.reasoning.retrieval.knowledge.factory import open_knowledge
@@ -302,8 +302,3 @@ def _passthrough(settings: Settings, given: Mapping[str, Backend]) -> str | None
         return None
     configured = settings.backends.get(only[0])
     return only[0] if configured is not None and not configured.local else None
-
-
-def closing_items(iterator: AsyncIterator[Any]) -> Any:
-    """Close `iterator` on the way out if it can be closed; a backend may return any asynchronous iterator."""
-    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()

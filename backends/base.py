@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +52,13 @@ class Backend(Protocol):
         ...
 
 
+def closing_items(iterator: AsyncIterator[Any]) -> Any:
+    """Close `iterator` on the way out if it can be closed; a backend may return any asynchronous iterator."""
+    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()
+
+
 @runtime_checkable
-class TextSide(Protocol):
+class Tokenization(Protocol):
     """A backend that shows what becomes of text before its model sees it. Prompts of token ids need `token_ids` too."""
 
     async def render(
@@ -77,10 +82,10 @@ class TextSide(Protocol):
         ...
 
 
-def text_side(backend: Backend) -> TextSide | None:
-    """The text side of a backend that takes prompts of token ids; an endpoint's is known once it was probed."""
-    shown = getattr(backend, "text_side", backend)
-    return shown if isinstance(shown, TextSide) and backend.capabilities.token_ids else None
+def tokenization_of(backend: Backend) -> Tokenization | None:
+    """The tokenization of a backend that takes prompts of token ids; an endpoint's is known once it was probed."""
+    shown = getattr(backend, "tokenization", backend)
+    return shown if isinstance(shown, Tokenization) and backend.capabilities.token_ids else None
 
 
 class ForwardedAnswer(Protocol):

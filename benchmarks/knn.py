@@ -22,7 +22,7 @@ from agentspec.benchmarks.report import Progress, Ratio, paired_ratio, rotated
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
 from agentspec.reasoning.retrieval.knn.build import open_lines
-from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 from agentspec.types import GenerateRequest, KnnSpeculation, SamplingParams
 
 if TYPE_CHECKING:
@@ -126,7 +126,12 @@ def read_prompts(file: Path, limit: int) -> list[str]:
 
 
 def run_knn(
-    model: str, folder: Path, prompts: Sequence[str], sampling: SamplingParams, knobs: KnnKnobs, progress: Progress
+    model: str,
+    folder: Path,
+    prompts: Sequence[str],
+    sampling: SamplingParams,
+    settings: KnnSettings,
+    progress: Progress,
 ) -> KnnReport:
     """One run for each prompt and variant. Raises what the backend raises."""
     from agentspec.backends.settings import TorchSettings
@@ -137,7 +142,7 @@ def run_knn(
 
     async def measured() -> KnnReport:
         try:
-            return await _measure(backend, folder, prompts, sampling, knobs, progress)
+            return await _measure(backend, folder, prompts, sampling, settings, progress)
         finally:
             await backend.aclose()
 
@@ -149,17 +154,17 @@ async def _measure(
     folder: Path,
     prompts: Sequence[str],
     sampling: SamplingParams,
-    knobs: KnnKnobs,
+    settings: KnnSettings,
     progress: Progress,
 ) -> KnnReport:
     progress("reading the datastore")
-    base = await KnnBackend.open(backend, folder, knobs, model=backend.model_name)
+    base = await KnnBackend.open(backend, folder, settings, model=backend.model_name)
     table = KnnReport(base.entries)
     await _timed(base, prompts[0], sampling, speculation=True)  # the first answer also pays for one-time setup
     for index, prompt in enumerate(prompts):
         progress(f"prompt {index + 1} of {len(prompts)}")
         for name, change in rotated(VARIANTS, index):
-            variant = base.with_knobs(knobs.model_copy(update=change))
+            variant = base.with_settings(settings.model_copy(update=change))
             table.runs[name].append(await _timed(variant, prompt, sampling, speculation=name != OFF))
     return table
 

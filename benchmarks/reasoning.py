@@ -18,8 +18,8 @@ from rich.console import RenderableType
 from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Figure, Progress
 from agentspec.errors import InvalidRequestError
-from agentspec.reasoning.delegation.backend import StrategyBackend
-from agentspec.reasoning.delegation.prompts import SCORE_PREFILL, SCORE_QUESTION
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.judge import SCORE_PREFILL, SCORE_QUESTION
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.testing import Answer, FakeBackend, ThinkingModel
@@ -87,7 +87,7 @@ def overhead(rounds: int = 15) -> Figure:
 def _overhead() -> float:
     base, small = TimedBackend(_model("base")), TimedBackend(_model("small"))
     settings = SpecReasonSettings(base="b", small="s", pipelined=False)
-    steps, seconds = asyncio.run(_think(StrategyBackend.of(settings, base=base, small=small)))
+    steps, seconds = asyncio.run(_think(DelegationBackend.of(settings, base=base, small=small)))
     return 1000 * (seconds - base.seconds - small.seconds) / steps
 
 
@@ -109,7 +109,7 @@ def _asleep(acceptance: float, *, pipelined: bool) -> float:
 
     base = _model("base", STEP_SECONDS, score=score)
     settings = SpecReasonSettings(base="b", small="s", pipelined=pipelined)
-    return asyncio.run(_think(StrategyBackend.of(settings, base=base, small=_model("small", STEP_SECONDS))))[1]
+    return asyncio.run(_think(DelegationBackend.of(settings, base=base, small=_model("small", STEP_SECONDS))))[1]
 
 
 def _model(word: str, seconds: float = 0.0, **options: Any) -> ThinkingModel:
@@ -121,10 +121,10 @@ def _model(word: str, seconds: float = 0.0, **options: Any) -> ThinkingModel:
     return ThinkingModel(step, **options)
 
 
-async def _think(backend: StrategyBackend) -> tuple[int, float]:
+async def _think(backend: DelegationBackend) -> tuple[int, float]:
     """Run the thinking alone: its steps and seconds."""
     request = GenerateRequest("fast", messages=QUESTION, sampling=SamplingParams(temperature=0.0))
-    thinking, began = Thinking(request, backend.settings, backend.writers), time.perf_counter()
+    thinking, began = Thinking(request, backend.settings, backend.roles), time.perf_counter()
     async with aclosing(backend.think(thinking)) as events:
         async for _ in events:
             pass
@@ -138,19 +138,19 @@ def score_cost(backend: TorchBackend, rounds: int = 9) -> Figure:
 
 
 async def _score_cost(backend: TorchBackend, rounds: int) -> list[float]:
-    from agentspec.reasoning.delegation.model_role import Writer
+    from agentspec.reasoning.delegation.model_role import ModelRole
 
-    writer = Writer("judge", backend, backend.model_name)
+    judge = ModelRole("judge", backend, backend.model_name)
     request = GenerateRequest(backend.model_name, messages=QUESTION, store=True)
-    context = await writer.open(request, "")
+    context = await judge.open(request, "")
     await context.extend("First, there are 15 sheep. Then 7 more are bought, so the farmer has 15 + 7 sheep.\n\n" * 8)
     ratios = []
     for number in range(rounds + 1):
         await context.extend(f"Step {number}: the sum of 15 and 7 is 22, since 15 + 5 is 20 and 2 more make 22.\n\n")
         question = SCORE_QUESTION.format(step=f"Step {number}: the sum is 22")
-        await _seconds(writer, context.request(SamplingParams(temperature=0.0, max_tokens=1)))  # its rows are cached
+        await _seconds(judge, context.request(SamplingParams(temperature=0.0, max_tokens=1)))  # its rows are cached
         began = time.perf_counter()
-        await writer.ask(context, question, SCORE_PREFILL, 60.0, lambda tokens: None)
+        await judge.ask(context, question, SCORE_PREFILL, 60.0, lambda tokens: None)
         scored = time.perf_counter() - began
         plain = context.fork()
         await plain.extend(question[::-1])
@@ -159,14 +159,14 @@ async def _score_cost(backend: TorchBackend, rounds: int) -> list[float]:
         bare = plain.request(SamplingParams(temperature=0.0, max_tokens=1))
         ids = list(bare.token_ids or ())[:length]
         ids += ids[-1:] * (length - len(ids))
-        own = await _seconds(writer, GenerateRequest(bare.model, token_ids=ids, sampling=bare.sampling))
+        own = await _seconds(judge, GenerateRequest(bare.model, token_ids=ids, sampling=bare.sampling))
         ratios.append(scored / own)
     return ratios[1:]
 
 
-async def _seconds(writer: Any, request: GenerateRequest) -> float:
+async def _seconds(judge: Any, request: GenerateRequest) -> float:
     began = time.perf_counter()
-    async with aclosing(writer.deltas(request, 60.0)) as deltas:
+    async with aclosing(judge.deltas(request, 60.0)) as deltas:
         async for _ in deltas:
             pass
     return time.perf_counter() - began

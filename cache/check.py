@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.suffix_cache import SuffixCache
 from agentspec.errors import AgentSpecError
 
-Progress = Callable[[str], None]
 
-
-def verify(folder: Path | str, memory_bytes: int, progress: Progress = lambda stage: None) -> Iterator[str]:
+def verify(folder: Path | str, memory_bytes: int, progress: Callable[[str], None] = lambda stage: None) -> list[str]:
     """What is wrong, one line each; nothing for a cache that is whole. Changes nothing; others may use the folder.
 
-    The index holds the newest sequences that fit into `memory_bytes`, as a server's would.
+    The index holds the newest sequences that fit into `memory_bytes`, as a server's would. It is not looked at where
+    the database that it is built from is damaged.
     """
-    found = 0
-    for stage, look in (("database", _database_problems), ("index", _index_problems)):
-        progress(stage)
-        try:
-            for problem in look(folder, memory_bytes):
-                found += 1
-                yield problem
-        except AgentSpecError as error:
-            found += 1
-            yield str(error)
-        if found:
-            return  # what is built upon it cannot be right
-
-
-def _database_problems(folder: Path | str, _: int) -> Iterator[str]:
-    store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
     try:
-        yield from store.problems()
-    finally:
-        store.close()
-
-
-def _index_problems(folder: Path | str, memory_bytes: int) -> Iterator[str]:
-    with SuffixCache.open(folder, mode="follower", memory_bytes=memory_bytes) as cache:
-        cache.check_integrity()
-    yield from ()
+        progress("database")
+        with closing(SequenceStore.open(folder, disk_bytes=None, mode="follower")) as store:
+            if problems := list(store.problems()):
+                return problems
+        progress("index")
+        with SuffixCache.open(folder, mode="follower", memory_bytes=memory_bytes) as cache:
+            cache.check_integrity()
+    except AgentSpecError as error:
+        return [str(error)]
+    return []

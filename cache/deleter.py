@@ -34,15 +34,21 @@ class Deleter:
         """Whether anything is forgotten by age."""
         return self._retention is not None
 
-    def forget(self, selection: Selection) -> int:
-        """Returns how many sequences went. Raises `CacheError` where the store cannot: then none did."""
-        return self._delete(selection)
+    def forget(self, selection: Selection, *, expiring: bool = False) -> int:
+        """Returns how many sequences went. Raises `CacheError` where the store cannot: then none did.
+
+        `expiring`: leave the database as it is where there is nothing to forget.
+        """
+        self._pool.invalidate_sessions(selection.scope)
+        if self._store is None:
+            return self._forget_in_memory(selection)
+        return self._forget_stored(self._store, selection, expiring)
 
     def expire(self) -> None:
         """Forget what is older than the retention, where it is this process's task."""
         self._expires_at = time.monotonic() + _RETENTION_SECONDS
         if self._retention is not None and not (self._store and self._store.mode == "follower"):
-            self._delete(select(older_than=self._retention), expiring=True)
+            self.forget(select(older_than=self._retention), expiring=True)
 
     def maintain(self) -> None:
         """Called every now and then: follow other processes, finish what was in the way, expire."""
@@ -66,13 +72,7 @@ class Deleter:
                 # What was learned is what the store says, which keeps no forgotten token.
                 self._pool.replace_learned(self._store.learned())
 
-    def _delete(self, selection: Selection, *, expiring: bool = False) -> int:
-        self._pool.invalidate_sessions(selection.scope)
-        return (
-            self._delete_stored(self._store, selection, expiring) if self._store else self._delete_in_memory(selection)
-        )
-
-    def _delete_stored(self, store: SequenceStore, selection: Selection, expiring: bool) -> int:
+    def _forget_stored(self, store: SequenceStore, selection: Selection, expiring: bool) -> int:
         with store.segments.writing():
             count = store.expire(selection) if expiring else store.forget(selection)
             self._pool.count(forgotten=count)
@@ -81,7 +81,7 @@ class Deleter:
         store.secure_erase(rewrite=not expiring)
         return count
 
-    def _delete_in_memory(self, selection: Selection) -> int:
+    def _forget_in_memory(self, selection: Selection) -> int:
         partitions = self._pool.partitions(selection.scope)
         chosen = [(partition, partition.selected(selection)) for partition in partitions]
         for partition, numbers in chosen:

@@ -79,14 +79,13 @@ class Frozen:
 
     @property
     def counts(self) -> PartCounts:
-        one, two, three, four = (part.nbytes // size for part, size in zip(self.parts, ITEM_BYTES, strict=True))
-        return one, two, three, four
+        sizes = zip(self.parts, ITEM_BYTES, strict=True)
+        return cast(PartCounts, tuple(part.nbytes // size for part, size in sizes))
 
     @property
     def checksums(self) -> PartCounts:
         """One for each array."""
-        one, two, three, four = (checksum(part.view(np.uint8)) for part in self.parts)
-        return one, two, three, four
+        return cast(PartCounts, tuple(checksum(part.view(np.uint8)) for part in self.parts))
 
     @property
     def parts(self) -> tuple[NDArray[Any], ...]:

@@ -55,12 +55,12 @@ class SuffixCache:
         self._store = store
         self._store_error = store_error  # why there is no store, where there should be one
         self._namespace = namespace
-        origin = int.from_bytes(os.urandom(4)) >> 1
+        process = int.from_bytes(os.urandom(4)) >> 1
         self._pool = CachePool(
             memory_bytes,
             tenant_memory_bytes,
             content_filter=content_filter,
-            first_sequence=origin << 32,  # numbers are unique among the processes that share a store
+            first_sequence=process << 32,  # numbers are unique among the processes that share a store
             persist=store.put if store else None,
         )
         self._deleter = Deleter(self._pool, store, retention)
@@ -69,7 +69,7 @@ class SuffixCache:
         if store:
             from agentspec.cache.sync import StoreSync
 
-            self._sync = StoreSync(self._pool, store, self._deleter, origin)
+            self._sync = StoreSync(self._pool, store, self._deleter, process)
 
     @classmethod
     def open(

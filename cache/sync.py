@@ -24,15 +24,15 @@ _PAUSE = 60.0  # seconds between two segments of a namespace
 class StoreSync:
     """Of a cache with a store. The writer of the store saves segments, everybody maps them.
 
-    `origin`: the upper half of the sequence numbers that this process gives.
+    `process`: the upper half of the sequence numbers that this process gives.
     """
 
-    def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter, origin: int) -> None:
+    def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter, process: int) -> None:
         self._pool = pool
         self._store = store
         self._segments = store.segments
         self._deleter = deleter
-        self._origin = origin
+        self._process = process
         self._started = False
         self._saved: dict[str, int] = {}  # Partition.added of what the segments on disk hold, by namespace key
         self._tried: dict[str, float] = {}
@@ -74,26 +74,26 @@ class StoreSync:
         if any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion)):
             self._segments.delete(segment.namespace.key)
             return False
-        return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.origins) <= self._pool.free_bytes()
+        return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.meta) <= self._pool.free_bytes()
 
     def _adopt(self, loaded: LoadedSegment) -> bool:
         """Use a segment but for what is not stored any more. Returns whether it has all rows that it stands for."""
         segment, cover = loaded.segment, loaded.segment.coverage
-        origins = dict(zip(loaded.sequences, segment.origins, strict=True))
+        meta = dict(zip(loaded.sequences, segment.meta, strict=True))
         partition = self._pool.partition(segment.namespace)
-        partition.adopt(loaded.index, origins)
+        partition.adopt(loaded.index, meta)
         self._saved[segment.namespace.key] = partition.added
         if self._store.extent(segment.namespace, until=cover.row) != (cover.rows, cover.newest):
-            self._pool.forget(partition, origins.keys() - self._store.numbers(segment.namespace, until=cover.row))
+            self._pool.forget(partition, meta.keys() - self._store.numbers(segment.namespace, until=cover.row))
             if partition.is_empty:
                 self._segments.delete(segment.namespace.key)
-        return len(origins) == cover.rows
+        return len(meta) == cover.rows
 
     def follow(self) -> None:
         """Ingest what other processes wrote since the last look, and stay the writer. Raises `CacheError`."""
         self._store.renew_lease()
         with self._deleter.following:
-            self._pool.ingest(self._store.poll(self._origin))
+            self._pool.ingest(self._store.poll(self._process))
 
     def _catch_up(self) -> None:
         """Follow to the end."""
@@ -179,7 +179,7 @@ class StoreSync:
                 _, newest = self._store.extent(partition.namespace, until=row)
             frozen, known = partition.freeze(numbers)
             segment = segment_of(partition.namespace, Coverage(row, len(numbers), newest, deletion), frozen, known)
-            if segment.origins and self._fits(segment):
+            if segment.meta and self._fits(segment):
                 self._segments.save(segment, frozen)
                 self._saved[partition.namespace.key] = added
 

@@ -12,9 +12,8 @@ from pydantic.fields import FieldInfo
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
-from agentspec.reasoning.delegation.trace_settings import TraceSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
-from agentspec.reasoning.settings import STRATEGIES
+from agentspec.reasoning.settings import STRATEGIES, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, ServerSettings
 

@@ -1,14 +1,16 @@
-"""Settings of the strategies, composed into the application's settings: `[models.NAME]` tables with a `strategy`."""
+"""Settings of the strategies, composed into the application's settings: `[models.NAME]` tables with a `strategy`.
+
+A new strategy is a class here, listed in `STRATEGIES`, and a file with what it does, which the class names.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentspec.protocol.headers import strategy_headers
-from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
 
 
@@ -17,23 +19,23 @@ class StrategySettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     lossy: ClassVar[bool] = True
+    implementation: ClassVar[str]
+    """`module:class` of its `Strategy`, imported when a model is opened with it."""
+    if TYPE_CHECKING:
+        strategy: str
 
     base: str = Field(description="The large model: a [models.NAME] or [backends.NAME] table")
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def answer_settings(self) -> dict[str, Any]:
         """The settings that the answer depends on, as every answer names them."""
         return {}
 
     @property
     def summary(self) -> str:
-        """The strategy and its knobs in one line, for a header."""
-        knobs = [f"{name}={str(value).lower()}" for name, value in self.knobs.items()]
-        return "; ".join((getattr(self, "strategy", ""), *knobs))
-
-    def headers(self, speculation: bool) -> dict[str, str]:
-        """The headers of an answer by the strategy, or without it where `speculation` is off."""
-        return strategy_headers(self.summary, lossy=self.lossy, speculation=speculation)
+        """The strategy and its `answer_settings` in one line, for a header."""
+        listed = [f"{name}={str(value).lower()}" for name, value in self.answer_settings.items()]
+        return "; ".join((self.strategy, *listed))
 
     @property
     def models(self) -> dict[str, str]:
@@ -41,9 +43,18 @@ class StrategySettings(BaseModel):
         named = {role: getattr(self, role, None) for role in ("base", "small", "judge")}
         return {role: name for role, name in named.items() if name is not None}
 
+    @property
+    def knowledge_bases(self) -> dict[str, str]:
+        """The [knowledge.NAME] tables that it names, by the key that does."""
+        return {}
+
 
 class DelegationSettings(StrategySettings):
-    """What the strategies that delegate steps of thinking share. Their knobs trade quality for speed."""
+    """What the strategies that delegate steps of thinking share. They trade quality for speed."""
+
+    implementation = "agentspec.reasoning.delegation.backend:DelegationBackend"
+    algorithm: ClassVar[str]
+    """The module whose `ALGORITHM` thinks."""
 
     small: str = Field(description="The small model, likewise")
     base_template: str | None = Field(
@@ -67,6 +78,7 @@ class DelegationSettings(StrategySettings):
 class SpecReasonSettings(DelegationSettings):
     """`[models.NAME] strategy = "specreason"`: SpecReason (arXiv 2504.07891)."""
 
+    algorithm = "agentspec.reasoning.delegation.spec_reason"
     strategy: Literal["specreason"] = "specreason"
     judge: str | None = Field(default=None, description="Who scores the steps; unset: the base model")
     judge_template: str | None = Field(default=None, description="Chat template of a judge of its own")
@@ -79,13 +91,14 @@ class SpecReasonSettings(DelegationSettings):
     score_timeout: float = Field(default=30.0, gt=0, description="Seconds that one score may take")
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def answer_settings(self) -> dict[str, Any]:
         return {"threshold": self.threshold, "score": self.score, "first_steps": self.first_steps}
 
 
 class SpeculativeThinkingSettings(DelegationSettings):
     """`[models.NAME] strategy = "speculative_thinking"`: Speculative Thinking (arXiv 2504.12329)."""
 
+    algorithm = "agentspec.reasoning.delegation.speculative_thinking"
     strategy: Literal["speculative_thinking"] = "speculative_thinking"
     small_reasons: bool = Field(default=True, description="False for a small model that was not trained to reason")
     begin_tokens: int = Field(
@@ -102,13 +115,14 @@ class SpeculativeThinkingSettings(DelegationSettings):
     max_base_share: float = Field(default=0.5, ge=0, le=1, description="Share of tokens beyond which no rule fires")
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def answer_settings(self) -> dict[str, Any]:
         return {"small_reasons": self.small_reasons, "max_base_share": self.max_base_share}
 
 
 class LookaheadSettings(DelegationSettings):
     """`[models.NAME] strategy = "lookahead"`: Lookahead Reasoning (arXiv 2506.19830)."""
 
+    algorithm = "agentspec.reasoning.delegation.lookahead"
     strategy: Literal["lookahead"] = "lookahead"
     step_tokens: int = Field(default=100, ge=1, description="Most tokens of one step")
     judge: str | None = Field(default=None, description="Who compares steps; unset: the base model")
@@ -121,7 +135,7 @@ class LookaheadSettings(DelegationSettings):
     score_timeout: float = Field(default=30.0, gt=0, description="Seconds that one comparison may take")
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def answer_settings(self) -> dict[str, Any]:
         compared = {"similarity": self.similarity} if self.compare == "embedding" else {}
         return {"compare": self.compare, "depth": self.depth, **compared}
 
@@ -129,34 +143,48 @@ class LookaheadSettings(DelegationSettings):
 class RaLMSpecSettings(RetrievalSettings, StrategySettings):
     """`[models.NAME] strategy = "ralmspec"`: iterative retrieval with RaLMSpec (arXiv 2401.14021), lossless."""
 
-    lossy: ClassVar[bool] = False
-
+    lossy = False
+    implementation = "agentspec.reasoning.retrieval.backend:RetrievalBackend"
     strategy: Literal["ralmspec"] = "ralmspec"
     knowledge: str = Field(description="Where documents come from: a [knowledge.NAME] table")
     cache: Literal["request", "tenant"] = Field(
         default="request", description="Whose requests guess from the same documents; never those of several tenants"
     )
 
+    @property
+    def knowledge_bases(self) -> dict[str, str]:
+        return {"knowledge": self.knowledge}
 
-class KnnLmSettings(KnnKnobs, StrategySettings):
+
+class KnnLmSettings(KnnSettings, StrategySettings):
     """`[models.NAME] strategy = "knnlm"`: KNN-LM (arXiv 1911.00172), searched as RaLMSpec does, lossless."""
 
-    lossy: ClassVar[bool] = False
-
+    lossy = False
+    implementation = "agentspec.reasoning.retrieval.knn.backend:KnnStrategy"
     strategy: Literal["knnlm"] = "knnlm"
     datastore: Path = Field(description="Folder that `agentspec knn build` made with the base model, a local one")
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def answer_settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("neighbours", "weight", "temperature")}
 
 
-Delegation = SpecReasonSettings | SpeculativeThinkingSettings | LookaheadSettings
-AnyStrategy = Delegation | RaLMSpecSettings | KnnLmSettings
+class TraceSettings(BaseModel):
+    """`[traces]`: what strategies decided, answer by answer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path | None = Field(default=None, description="Folder for traces, which hold prompts; unset keeps none")
+    keep: int = Field(default=200, ge=1, description="The newest so many are kept")
+
+
 STRATEGIES: dict[str, type[StrategySettings]] = {
-    "specreason": SpecReasonSettings,
-    "speculative_thinking": SpeculativeThinkingSettings,
-    "lookahead": LookaheadSettings,
-    "ralmspec": RaLMSpecSettings,
-    "knnlm": KnnLmSettings,
+    settings.model_fields["strategy"].default: settings
+    for settings in (
+        SpecReasonSettings,
+        SpeculativeThinkingSettings,
+        LookaheadSettings,
+        RaLMSpecSettings,
+        KnnLmSettings,
+    )
 }

@@ -11,7 +11,7 @@ import anyio
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
+class SpeculativeTask(Generic[T]):
     """At most one piece of work under way. Leaving the block cancels it, so that a client's going away does too."""
 
     def __init__(self) -> None:
@@ -20,38 +20,38 @@ class Ahead(Generic[T]):
     def __bool__(self) -> bool:
         return self._task is not None
 
-    def begin(self, work: Coroutine[Any, Any, T]) -> None:
+    def start(self, work: Coroutine[Any, Any, T]) -> None:
         assert self._task is None, "one at a time"
         self._task = asyncio.create_task(work)
 
-    async def take(self) -> T:
-        """The result of what is under way, waited for. Raises what it raises."""
+    async def result(self) -> T:
+        """Wait for what is under way. Raises what it raises."""
         assert self._task is not None
         try:
-            return await result(self._task)
+            return await task_result(self._task)
         finally:
-            await self.drop()
+            await self.cancel()
 
-    async def drop(self) -> None:
-        """Cancel what is under way and wait until it is gone. Idempotent."""
+    async def cancel(self) -> None:
+        """Cancel what is under way and wait until it has ended. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
-            await cancel(task)
+            await cancel_tasks(task)
 
-    async def __aenter__(self) -> Ahead[T]:
+    async def __aenter__(self) -> SpeculativeTask[T]:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self.drop()
+        await self.cancel()
 
 
-async def result(task: asyncio.Task[T]) -> T:
-    """What `task` gives or raises. To be cancelled while waiting leaves the task alone: it is for `cancel` to end."""
+async def task_result(task: asyncio.Task[T]) -> T:
+    """What `task` gives or raises. Being cancelled while waiting leaves the task running: `cancel_tasks` ends it."""
     await asyncio.wait([task])
     return task.result()
 
 
-async def cancel(*tasks: asyncio.Task[Any]) -> None:
+async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks and wait for their end, whatever that is.
 
     Each is cancelled once, also where the waiting itself is cancelled, as by a gateway whose client has left, which
@@ -64,4 +64,4 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
             await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # asked for, or it is logged as forgotten
+            task.exception()  # retrieved, or asyncio logs it as never retrieved

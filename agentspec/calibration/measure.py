@@ -14,7 +14,7 @@ from typing import Any
 from agentspec.calibration.curve import CurvePlan, SolvedProblem, ThresholdCurve
 from agentspec.calibration.memo import CallMemo
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
@@ -68,14 +68,14 @@ async def measure_curve(
     tried = {point.name: plan.settings(strategy, point.threshold) for point in curve.points}
     async with Runtime(settings, **given) as runtime:
         built = runtime.route(plan.model).backend
-        assert isinstance(built, StrategyBackend)
+        assert isinstance(built, DelegationBackend)
         for number, problem in enumerate(problems[curve.problems :], curve.problems + 1):
             memo = CallMemo()
-            writers = memo.writers(built.writers) if plan.reuses else built.writers
+            roles = memo.roles(built.roles) if plan.reuses else built.roles
             solved = []
             for point in curve.points:
                 progress(f"problem {number} of {len(problems)}, {point.name}")
-                backend = replace(built, settings=tried[point.name], writers=writers, traces=None)
+                backend = replace(built, settings=tried[point.name], roles=roles, traces=None)
                 solved.append(await _solve(backend, problem, plan, memo if plan.reuses else None))
             for point, one in zip(curve.points, solved, strict=True):
                 point.solved.append(one)
@@ -84,7 +84,7 @@ async def measure_curve(
             save(curve)
 
 
-async def _solve(backend: StrategyBackend, problem: Problem, plan: CurvePlan, memo: CallMemo | None) -> SolvedProblem:
+async def _solve(backend: DelegationBackend, problem: Problem, plan: CurvePlan, memo: CallMemo | None) -> SolvedProblem:
     sampling = SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens)
     messages = [{"role": "user", "content": problem.problem}]
     request = GenerateRequest(plan.model, messages=messages, sampling=sampling, store=False)

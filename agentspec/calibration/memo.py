@@ -7,9 +7,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from agentspec.backends.base import Backend, Capabilities, TextSide, text_side
-from agentspec.reasoning.delegation.model_role import Writer
-from agentspec.runtime import closing_items
+from agentspec.backends.base import Backend, Capabilities, Tokenization, closing_items, tokenization_of
+from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.types import Delta, GenerateRequest
 
 
@@ -33,10 +32,10 @@ class CallMemo:
     made: int = 0
     remembered: int = 0
 
-    def writers(self, writers: Mapping[str, Writer]) -> dict[str, Writer]:
-        """The same roles over memoizing backends; one writer in two roles stays one."""
-        copies = {id(w): replace(w, backend=MemoizingBackend(w.backend, self)) for w in writers.values()}
-        return {role: copies[id(writer)] for role, writer in writers.items()}
+    def roles(self, roles: Mapping[str, ModelRole]) -> dict[str, ModelRole]:
+        """The same roles over memoizing backends; one model in two roles stays one."""
+        copies = {id(m): replace(m, backend=MemoizingBackend(m.backend, self)) for m in roles.values()}
+        return {name: copies[id(model)] for name, model in roles.items()}
 
 
 class MemoizingBackend:
@@ -51,8 +50,8 @@ class MemoizingBackend:
         return self._inner.capabilities
 
     @property
-    def text_side(self) -> TextSide | None:
-        return text_side(self._inner)
+    def tokenization(self) -> Tokenization | None:
+        return tokenization_of(self._inner)
 
     async def aclose(self) -> None:
         """Leaves the backend behind open: whoever built it closes it."""

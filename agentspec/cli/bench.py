@@ -14,7 +14,7 @@ import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
 from agentspec.cli.common import FAILED, require_plot, require_writable
-from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, knobs_of
+from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, settings_of
 
 if TYPE_CHECKING:
     from agentspec.benchmarks.report import BenchmarkReport, Progress
@@ -317,7 +317,7 @@ def knn(
     from agentspec.benchmarks.knn import read_prompts, run_knn
     from agentspec.types import SamplingParams
 
-    knobs = knobs_of(neighbours, weight, distance)
+    knobs = settings_of(neighbours, weight, distance)
     sampling = SamplingParams(temperature=float(sampled), seed=1, max_tokens=max_tokens)
     run = partial(run_knn, model, folder, read_prompts(prompts, limit), sampling, knobs)
     subject = {"model": model, **{name: str(value) for name, value in knobs}}

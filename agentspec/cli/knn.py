@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentspec.reasoning.retrieval.knn.build import Progress
-    from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+    from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 
 app = typer.Typer(help="Build a KNN-LM datastore, and generate with it.", no_args_is_help=True)
 
@@ -59,12 +59,12 @@ def build(
     anyio.run(run)
 
 
-def knobs_of(neighbours: int | None, weight: float | None, distance: float | None) -> KnnKnobs:
-    """The knobs given, the others as they are by default."""
-    from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+def settings_of(neighbours: int | None, weight: float | None, distance: float | None) -> KnnSettings:
+    """The settings given, the others as they are by default."""
+    from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 
     given = {"neighbours": neighbours, "weight": weight, "temperature": distance}
-    return KnnKnobs.model_validate({name: value for name, value in given.items() if value is not None})
+    return KnnSettings.model_validate({name: value for name, value in given.items() if value is not None})
 
 
 @contextmanager
@@ -100,13 +100,13 @@ def generate(
     from agentspec.reasoning.retrieval.knn.backend import KnnBackend
     from agentspec.types import GenerateRequest, SamplingParams
 
-    knobs = knobs_of(neighbours, weight, distance)
+    settings = settings_of(neighbours, weight, distance)
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     backend = TorchBackend.load(TorchSettings(model=model, max_draft_tokens=0))
 
     async def run() -> None:
         try:
-            knn_lm = await KnnBackend.open(backend, folder, knobs, model=model)
+            knn_lm = await KnnBackend.open(backend, folder, settings, model=model)
             async for delta in knn_lm.generate(
                 GenerateRequest(model, text=prompt, sampling=sampling, speculation=speculation)
             ):

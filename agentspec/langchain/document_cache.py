@@ -12,9 +12,8 @@ import numpy as np
 from langchain_core.documents import Document
 
 from agentspec.reasoning.retrieval.knowledge import base
-from agentspec.reasoning.retrieval.knowledge.base import Hit, Query
+from agentspec.reasoning.retrieval.knowledge.base import Hit, Query, best_rows
 from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, terms, with_counts
-from agentspec.reasoning.retrieval.knowledge.order import best
 
 Score = Callable[[str, list[Document]], Sequence[float]]
 
@@ -66,7 +65,7 @@ class ScopeDocuments:
         if not 0 < wanted <= len(self._documents):
             return None
         kept = [self._documents[key] for key in sorted(self._documents)]
-        return [kept[at][0] for at in best(self._scores(query, kept, score), wanted)]
+        return [kept[at][0] for at in best_rows(self._scores(query, kept, score), wanted)]
 
     def shrink(self) -> bool:
         """Drop the oldest answer, or the oldest document where no answer is left; whether there was anything."""

@@ -15,7 +15,7 @@ from agentspec.background import call_sync
 from agentspec.errors import KnowledgeBaseError
 from agentspec.langchain.document_cache import key_of
 from agentspec.reasoning.retrieval.knowledge import base
-from agentspec.reasoning.retrieval.knowledge.base import Found, Hit, KnowledgeBase, Metric, Query
+from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase, Metric, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, with_counts
 from agentspec.reasoning.retrieval.knowledge.memory import require_count
 
@@ -77,14 +77,14 @@ class RetrieverKnowledge:
     def metric(self) -> Metric:
         return self._metric
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         require_count(count)
         version = self.version
         try:
             answers = await self._retriever.abatch([query.text for query in queries]) if queries else []
         except Exception as error:
             raise KnowledgeBaseError(f"the retriever failed: {type(error).__name__}: {error}") from error
-        return Found(version, tuple(_hits(documents)[:count] for documents in answers))
+        return SearchResult(version, tuple(_hits(documents)[:count] for documents in answers))
 
     async def aclose(self) -> None:
         """Nothing: the retriever is its owner's."""

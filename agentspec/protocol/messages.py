@@ -6,23 +6,30 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.validation import Content, Model, Refused, Text, must, shown_name
+from agentspec.protocol.validation import (
+    REQUIRED,
+    Content,
+    Model,
+    Refused,
+    Text,
+    must,
+    shown_name,
+    validated,
+    wrong_type,
+)
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_ROLE: TypeAdapter[str] = TypeAdapter(Text)
 _CHOICES = ("none", "auto", "required")
 
 
-class _Role(Model):
-    role: Text
-
-
-class _Message(_Role):
+class _Message(Model):
     name: Any = None  # labels a speaker for hosted models; no chat template that the local engine runs reads it
-    content: Content
+    content: Content = REQUIRED
 
     def template_fields(self) -> dict[str, Any]:
         """What the message has beside role and content."""
@@ -30,23 +37,23 @@ class _Message(_Role):
 
 
 class _Function(Model):
-    name: Text
-    arguments: Text
+    name: Text = REQUIRED
+    arguments: Text = REQUIRED
 
 
 class _ToolCall(Model):
-    function: _Function
-    id: Text
+    function: _Function = REQUIRED
+    id: Text = REQUIRED
 
 
-class _AssistantMessage(_Role):
+class _AssistantMessage(Model):
     """An earlier answer, with its calls and thoughts."""
 
     name: Any = None
     tool_calls: list[_ToolCall] | None = None
     reasoning_content: Text | None = None
     reasoning: Any = None
-    content: Content
+    content: Content = REQUIRED
 
     def template_fields(self) -> dict[str, Any]:
         calls = [{"id": call.id, "type": "function", "function": dict(call.function)} for call in self.tool_calls or ()]
@@ -54,12 +61,12 @@ class _AssistantMessage(_Role):
         return ({"tool_calls": calls} if calls else {}) | thoughts
 
 
-class _ToolMessage(_Role):
+class _ToolMessage(Model):
     """The result of a call."""
 
-    tool_call_id: Text
+    tool_call_id: Text = REQUIRED
     name: Text | None = None
-    content: Content
+    content: Content = REQUIRED
 
     def template_fields(self) -> dict[str, Any]:
         return {"tool_call_id": self.tool_call_id} | ({} if self.name is None else {"name": self.name})
@@ -71,13 +78,15 @@ _MODELS = {"assistant": _AssistantMessage, "tool": _ToolMessage}
 
 def parse_message(value: Any, name: str) -> dict[str, Any]:
     """One message as a chat template reads it. Raises `InvalidRequestError` naming what is wrong below `name`."""
-    role = _Role.parse(value, name).role
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    role = validated(_ROLE, value.get("role"), f"{name}.role")
     if role not in ROLES:
         known = ", ".join(ROLES)
         raise InvalidRequestError(f"{name}.role is not supported by this model; known: {known}", param=f"{name}.role")
     model = _MODELS.get(role, _Message)
     for key, given in value.items():
-        if key not in model.model_fields and given not in (None, [], ""):
+        if key != "role" and key not in model.model_fields and given not in (None, [], ""):
             shown = f"{name}.{shown_name(key)}"
             raise InvalidRequestError(f"{shown} is not supported by this model", param=shown)
     message = model.parse(_tidied(value) if role == "assistant" else value, name)
@@ -97,11 +106,11 @@ def _tidied(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Named(Model):
-    name: Text
+    name: Text = REQUIRED
 
 
 class _NamedTool(Model):
-    function: _Named
+    function: _Named = REQUIRED
 
 
 def _may_be_called(name: str) -> bool:
@@ -109,13 +118,13 @@ def _may_be_called(name: str) -> bool:
 
 
 class _Described(Model):
-    name: Annotated[Text, must(_may_be_called, " must be 1 to 64 letters, digits, '_', '-' or '.'")]
+    name: Annotated[Text, must(_may_be_called, " must be 1 to 64 letters, digits, '_', '-' or '.'")] = REQUIRED
     parameters: dict[str, Any] | None = None
 
 
 class _Tool(Model):
     type: Annotated[Any, must(lambda kind: kind == "function", " must be 'function'")] = "function"
-    function: _Described
+    function: _Described = REQUIRED
 
 
 def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
@@ -138,8 +147,8 @@ def parse_tool_choice(value: Any) -> str:
 
 
 class _Prediction(Model):
-    type: Annotated[Any, must(lambda kind: kind == "content", " must be 'content'")]
-    content: Content
+    type: Annotated[Any, must(lambda kind: kind == "content", " must be 'content'")] = REQUIRED
+    content: Content = REQUIRED
 
 
 def parse_prediction(value: Any) -> str:

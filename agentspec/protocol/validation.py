@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic import model_validator as pydantic_validator
 
 from agentspec.errors import InvalidRequestError
 
@@ -102,11 +101,12 @@ def _finite(value: Any) -> Any:
     return value
 
 
+REQUIRED: Any = Field(default=None, validate_default=True)  # what is missing counts as null
 NOT_TEXT = " holds half a surrogate pair, which is not text"
 Text = Annotated[str, must(is_text, NOT_TEXT)]
 Content = Annotated[Text, BeforeValidator(text_of)]
 Number = Annotated[float, BeforeValidator(_finite)]
-Count = Annotated[int, must(lambda count: 0 <= count <= MAX_TOKEN_ID, f" must lie between 0 and {MAX_TOKEN_ID}")]
+Count = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Texts = Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(tuple)]
 TokenIds = Annotated[list[Count], Field(fail_fast=True), AfterValidator(tuple)]
 FewTokenIds = Annotated[list[Count], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(tuple)]
@@ -121,7 +121,7 @@ def validated(type: TypeAdapter[T], value: Any, name: str) -> T:
 
 
 class Model(BaseModel):
-    """An object in a request. What is required and missing counts as null; further fields are left out."""
+    """An object in a request; fields that it does not declare are left out."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -132,13 +132,6 @@ class Model(BaseModel):
             return cls.model_validate(value)
         except ValidationError as error:
             raise _refusal(error, name) from None
-
-    @pydantic_validator(mode="before")
-    @classmethod
-    def _missing_is_null(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {**{name: None for name, field in cls.model_fields.items() if field.is_required()}, **value}
 
 
 class Body(Model):
@@ -191,6 +184,8 @@ def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
         name, sentence = name + refused.below, refused.sentence
     elif found["type"] == "too_long":
         sentence = f" has {len(found['input'])} entries; {found['ctx']['max_length']} are allowed"
+    elif found["type"] in ("greater_than_equal", "less_than_equal"):
+        sentence = f" must lie between 0 and {MAX_TOKEN_ID}"
     else:
         sentence = f" must be {_EXPECTED[found['type']]}, not {kind_of(found['input'])}"
     return InvalidRequestError(f"{name}{sentence}", param=name)

@@ -1,4 +1,4 @@
-"""Errors as answers: the one handler over the error tree, always in OpenAI's shape."""
+"""Errors as HTTP responses in OpenAI's shape: the only place that maps the error tree."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def error_event(error: Exception, request_id: str = "") -> bytes:
 
 
 def unexpected(error: Exception) -> BaseException | None:
-    """What nobody raised on purpose: the error itself, or what made the engine fail; None for any other."""
+    """An error that was not raised on purpose: `error` itself, or what made the engine fail; None for any other."""
     if isinstance(error, (AgentSpecError, HTTPException)):
         return error.__cause__ if isinstance(error, EngineError) else None
     return error
 
 
 def log_unexpected(error: Exception, request_id: str) -> None:
-    """Log where an error arose that nobody raised on purpose, so that the id the client was told leads there."""
+    """Log where an unexpected error arose, with the request's id, which the client gets in its answer."""
     if (culprit := unexpected(error)) is not None:
         logger.error("internal error", request_id=request_id, exception=class_of(culprit), frames=frames_of(culprit))
 
@@ -80,7 +80,7 @@ def _body(error: Exception, request_id: str) -> dict[str, Any]:
 
 
 def outcome(error: Exception) -> str:
-    """Its `outcome` label in metrics, one of a fixed set."""
+    """How metrics label a request that ended with `error`: one of a fixed set."""
     if isinstance(error, (OverloadedError, ShuttingDownError, NotReadyError)):
         return "rejected"
     return "client_error" if 400 <= error_response(error).status < 500 else "server_error"

@@ -29,13 +29,13 @@ def create_service(base: KnowledgeBase) -> Starlette:
     """An ASGI application that answers `POST /search` and `GET /health`, and closes `base` when it ends."""
 
     async def search(request: Request) -> Response:
-        queries, count, theirs = await _asked(request)
+        queries, count, fingerprint = await _read_search(request)
         encoder = base.metric.encoder if isinstance(base.metric, DenseMetric) else None
-        ours = None if encoder is None else encoder.fingerprint
+        own = None if encoder is None else encoder.fingerprint
         encoded = [
-            query if _usable(query, theirs, encoder) else await base.metric.encode(query.text) for query in queries
+            query if _usable(query, fingerprint, encoder) else await base.metric.encode(query.text) for query in queries
         ]
-        return JSONResponse(found_json(await base.search(encoded, count), ours))
+        return JSONResponse(found_json(await base.search(encoded, count), own))
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -60,7 +60,7 @@ def serve(base: KnowledgeBase, host: str, port: int) -> None:
         raise ConfigurationError(f"cannot listen on {host}:{port}: it is taken or not this machine's") from None
 
 
-async def _asked(request: Request) -> tuple[list[Query], int, str | None]:
+async def _read_search(request: Request) -> tuple[list[Query], int, str | None]:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -72,9 +72,9 @@ async def _asked(request: Request) -> tuple[list[Query], int, str | None]:
         raise InvalidRequestError(f"not a search: {error}") from None
 
 
-def _usable(query: Query, theirs: str | None, encoder: Encoder | None) -> bool:
+def _usable(query: Query, fingerprint: str | None, encoder: Encoder | None) -> bool:
     """Whether a client's vector is one that the knowledge base would have made of the text itself."""
-    if encoder is None or theirs != encoder.fingerprint:
+    if encoder is None or fingerprint != encoder.fingerprint:
         return False
     return isinstance(query.features, np.ndarray) and query.features.shape == (encoder.dimensions,)
 

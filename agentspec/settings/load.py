@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     BaseModel,
@@ -31,17 +31,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.delegation.trace_settings import TraceSettings
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, KnowledgeSettings, RemoteSettings
-from agentspec.reasoning.settings import (
-    STRATEGIES,
-    KnnLmSettings,
-    LookaheadSettings,
-    RaLMSpecSettings,
-    SpecReasonSettings,
-    SpeculativeThinkingSettings,
-    StrategySettings,
-)
+from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
 from agentspec.settings.flatten import flatten, redact
@@ -84,15 +75,14 @@ def _strategy_of(table: Any) -> str:
     return "plain" if found is None else str(found)
 
 
-AnyModel = Annotated[
-    Annotated[ModelSettings, Tag("plain")]
-    | Annotated[SpecReasonSettings, Tag("specreason")]
-    | Annotated[SpeculativeThinkingSettings, Tag("speculative_thinking")]
-    | Annotated[LookaheadSettings, Tag("lookahead")]
-    | Annotated[RaLMSpecSettings, Tag("ralmspec")]
-    | Annotated[KnnLmSettings, Tag("knnlm")],
-    Discriminator(_strategy_of),
-]
+if TYPE_CHECKING:
+    AnyModel = ModelSettings | StrategySettings
+else:
+    _KINDS = {"plain": ModelSettings, **STRATEGIES}
+    AnyModel = Annotated[
+        Union[tuple(Annotated[settings, Tag(name)] for name, settings in _KINDS.items())],  # noqa: UP007
+        Discriminator(_strategy_of),
+    ]
 
 
 def _default_backends() -> dict[str, BackendSettings]:
@@ -150,11 +140,12 @@ class Settings(BaseSettings):
                     f"models.{name}.{role} = {meant!r} names no plain model and no backend;"
                     f" configured: {', '.join(known)}{_suggestion(meant, known)}"
                 )
-        if isinstance(strategy, RaLMSpecSettings) and strategy.knowledge not in self.knowledge:
-            raise ValueError(
-                f"models.{name}.knowledge = {strategy.knowledge!r} names no [knowledge.NAME] table;"
-                f" configured: {', '.join(self.knowledge) or 'none'}{_suggestion(strategy.knowledge, self.knowledge)}"
-            )
+        for key, meant in strategy.knowledge_bases.items():
+            if meant not in self.knowledge:
+                raise ValueError(
+                    f"models.{name}.{key} = {meant!r} names no [knowledge.NAME] table;"
+                    f" configured: {', '.join(self.knowledge) or 'none'}{_suggestion(meant, self.knowledge)}"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,9 @@ class Metrics:
         Info("agentspec_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version()}
         )
-        registry.register(_IndexCollector(index_size))
-        registry.register(_EngineCollector(backends))
-        registry.register(_UpstreamCollector(backends))
+        registry.register(_OnScrape(lambda: _index(index_size())))
+        registry.register(_OnScrape(lambda: _engines(backends())))
+        registry.register(_OnScrape(lambda: _upstreams(backends())))
 
     def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
         """Count one request that is over. `route` and `outcome` must come from a fixed set."""
@@ -96,64 +96,55 @@ class Metrics:
         return model if model in self._models else OTHER
 
 
-class _IndexCollector(Collector):
-    def __init__(self, index_size: Callable[[], tuple[int, int] | None]) -> None:
-        self._index_size = index_size
+class _OnScrape(Collector):
+    """Metrics that are looked up when somebody asks for them."""
 
-    def collect(self) -> Iterator[Metric]:
-        size = self._index_size()
-        if size is not None:
-            yield GaugeMetricFamily("agentspec_index_bytes", "Memory of the token index", value=size[0])
-            yield GaugeMetricFamily("agentspec_index_sequences", "Sequences in the token index", value=size[1])
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
 
-    def describe(self) -> list[Metric]:
-        return []
-
-
-class _EngineCollector(Collector):
-    def __init__(self, backends: Callable[[], Iterable[BackendSample]]) -> None:
-        self._backends = backends
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ("backend", "source")
-        drafted = CounterMetricFamily("agentspec_engine_draft_tokens", "Tokens proposed, by source", labels=labels)
-        accepted = CounterMetricFamily("agentspec_engine_accepted_tokens", "Tokens kept, by source", labels=labels)
-        queued = GaugeMetricFamily("agentspec_engine_queued", "Requests waiting for the engine", labels=("backend",))
-        active = GaugeMetricFamily("agentspec_engine_active", "Requests being decoded", labels=("backend",))
-        rows = GaugeMetricFamily("agentspec_engine_kv_rows", "Key/value rows reserved", labels=("backend",))
-        put_back = CounterMetricFamily("agentspec_engine_preempted", "Answers that made room", labels=("backend",))
-        forwards = CounterMetricFamily("agentspec_engine_forwards", "Forwards", labels=("backend",))
-        shares = CounterMetricFamily("agentspec_engine_forward_requests", "Answers in forwards", labels=("backend",))
-        for engine in (sample for sample in self._backends() if isinstance(sample, EngineSample)):
-            queued.add_metric([engine.backend], engine.queued)
-            active.add_metric([engine.backend], engine.active)
-            rows.add_metric([engine.backend], engine.rows)
-            put_back.add_metric([engine.backend], engine.preempted)
-            forwards.add_metric([engine.backend], sum(engine.forwards.values()))
-            shares.add_metric([engine.backend], sum(size * count for size, count in engine.forwards.items()))
-            for family, counts in ((drafted, engine.drafted), (accepted, engine.accepted)):
-                for source, count in counts.items():
-                    family.add_metric([engine.backend, source], count)
-        yield from (drafted, accepted, queued, active, rows, put_back, forwards, shares)
+    def collect(self) -> Iterable[Metric]:
+        return self._families()
 
     def describe(self) -> list[Metric]:
         return []
 
 
-class _UpstreamCollector(Collector):
-    def __init__(self, backends: Callable[[], Iterable[BackendSample]]) -> None:
-        self._backends = backends
+def _index(size: tuple[int, int] | None) -> Iterator[Metric]:
+    if size is not None:
+        yield GaugeMetricFamily("agentspec_index_bytes", "Memory of the token index", value=size[0])
+        yield GaugeMetricFamily("agentspec_index_sequences", "Sequences in the token index", value=size[1])
 
-    def collect(self) -> Iterator[Metric]:
-        label = ("backend",)
-        drafts = CounterMetricFamily("agentspec_upstream_drafts", "Drafts that a vLLM upstream verified", labels=label)
-        drafted = CounterMetricFamily("agentspec_upstream_draft_tokens", "Tokens proposed there", labels=label)
-        accepted = CounterMetricFamily("agentspec_upstream_accepted_tokens", "Proposed tokens kept there", labels=label)
-        for upstream in (sample for sample in self._backends() if isinstance(sample, UpstreamSample)):
-            drafts.add_metric([upstream.backend], upstream.drafts)
-            drafted.add_metric([upstream.backend], upstream.drafted)
-            accepted.add_metric([upstream.backend], upstream.accepted)
-        yield from (drafts, drafted, accepted)
 
-    def describe(self) -> list[Metric]:
-        return []
+def _engines(samples: Iterable[BackendSample]) -> Iterator[Metric]:
+    labels = ("backend", "source")
+    drafted = CounterMetricFamily("agentspec_engine_draft_tokens", "Tokens proposed, by source", labels=labels)
+    accepted = CounterMetricFamily("agentspec_engine_accepted_tokens", "Tokens kept, by source", labels=labels)
+    queued = GaugeMetricFamily("agentspec_engine_queued", "Requests waiting for the engine", labels=("backend",))
+    active = GaugeMetricFamily("agentspec_engine_active", "Requests being decoded", labels=("backend",))
+    rows = GaugeMetricFamily("agentspec_engine_kv_rows", "Key/value rows reserved", labels=("backend",))
+    preempted = CounterMetricFamily("agentspec_engine_preempted", "Answers that made room", labels=("backend",))
+    forwards = CounterMetricFamily("agentspec_engine_forwards", "Forwards", labels=("backend",))
+    shares = CounterMetricFamily("agentspec_engine_forward_requests", "Answers in forwards", labels=("backend",))
+    for engine in (sample for sample in samples if isinstance(sample, EngineSample)):
+        queued.add_metric([engine.backend], engine.queued)
+        active.add_metric([engine.backend], engine.active)
+        rows.add_metric([engine.backend], engine.rows)
+        preempted.add_metric([engine.backend], engine.preempted)
+        forwards.add_metric([engine.backend], sum(engine.forwards.values()))
+        shares.add_metric([engine.backend], sum(size * count for size, count in engine.forwards.items()))
+        for family, counts in ((drafted, engine.drafted), (accepted, engine.accepted)):
+            for source, count in counts.items():
+                family.add_metric([engine.backend, source], count)
+    yield from (drafted, accepted, queued, active, rows, preempted, forwards, shares)
+
+
+def _upstreams(samples: Iterable[BackendSample]) -> Iterator[Metric]:
+    label = ("backend",)
+    drafts = CounterMetricFamily("agentspec_upstream_drafts", "Drafts that a vLLM upstream verified", labels=label)
+    drafted = CounterMetricFamily("agentspec_upstream_draft_tokens", "Tokens proposed there", labels=label)
+    accepted = CounterMetricFamily("agentspec_upstream_accepted_tokens", "Proposed tokens kept there", labels=label)
+    for upstream in (sample for sample in samples if isinstance(sample, UpstreamSample)):
+        drafts.add_metric([upstream.backend], upstream.drafts)
+        drafted.add_metric([upstream.backend], upstream.drafted)
+        accepted.add_metric([upstream.backend], upstream.accepted)
+    yield from (drafts, drafted, accepted)

@@ -28,7 +28,7 @@ class Detokenizer:
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT):
             return ""
-        piece = self._added(text)
+        piece = added_text(text, self._known)
         if piece:  # start the next window at this token: what precedes it is complete and does not change
             self._window = [token]
             self._known = self._decode(self._window)
@@ -37,10 +37,11 @@ class Detokenizer:
     def finish(self) -> str:
         """What was held back, unfinished as it is."""
         text = self._decode(self._window) if self._window else ""
-        piece, self._known = self._added(text), text
+        piece, self._known = added_text(text, self._known), text
         return piece
 
-    def _added(self, text: str) -> str:
-        """What the window's text has beyond the known one, whose end may have been half a character."""
-        known = self._known if text.startswith(self._known) else self._known.rstrip(REPLACEMENT)
-        return text[len(known) :]
+
+def added_text(whole: str, known: str) -> str:
+    """What `whole` has beyond `known`, whose end may have been half a character."""
+    known = known if whole.startswith(known) else known.rstrip(REPLACEMENT)
+    return whole[len(known) :]

@@ -12,7 +12,7 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
-from agentspec.backends.openai.tokenization import ServerTextSide
+from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import VllmDetector, label_fields, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
@@ -37,7 +37,7 @@ class OpenAIBackend:
         self._endpoint = Endpoint(settings, transport=transport)
         self._detector = VllmDetector(self._endpoint, settings.vllm)
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
-        self._text_side: ServerTextSide | None = None
+        self._tokenization: ServerTokenization | None = None
 
     def __repr__(self) -> str:
         return f"OpenAIBackend({self._endpoint!r})"
@@ -48,9 +48,9 @@ class OpenAIBackend:
         return self._capabilities
 
     @property
-    def text_side(self) -> ServerTextSide | None:
+    def tokenization(self) -> ServerTokenization | None:
         """The server's tokenizer, once `probe` has found that it shows one."""
-        return self._text_side
+        return self._tokenization
 
     @property
     def has_key(self) -> bool:
@@ -143,7 +143,7 @@ class OpenAIBackend:
                 context_length=report.context_length,
             )
             model = self.settings.model or report.models[0]
-            self._text_side = ServerTextSide(self._endpoint, model) if report.tokenizes else None
+            self._tokenization = ServerTokenization(self._endpoint, model) if report.tokenizes else None
         return report
 
     async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.backends.http import Endpoint, decode_json
-from agentspec.backends.openai.tokenization import ServerTextSide
+from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import XARGS, VllmReport, list_models, owns_models, read_metrics, read_version
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
@@ -94,7 +94,7 @@ class _Prober:
         return bool(_choice(await self._try(_QUESTION, logprobs=True, top_logprobs=1)).get("logprobs"))
 
     async def tokenizes(self) -> bool:
-        side = ServerTextSide(self.endpoint, self.model, self.timeout)
+        side = ServerTokenization(self.endpoint, self.model, self.timeout)
         try:
             return await side.detokenize(await side.tokenize("Hello")) == "Hello"
         except UpstreamError:

@@ -12,7 +12,7 @@ from agentspec.errors import UpstreamError
 from agentspec.types import Message
 
 
-class ServerTextSide:
+class ServerTokenization:
     """What a server's tokenizer and chat template make of text. Raises `UpstreamError`s.
 
     `detokenize` spells the marks of turns too, so that rendered prompts can be tokenized again.

@@ -6,8 +6,6 @@ The mean of the last layer over the tokens of a text, as Sentence-BERT pools it 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -19,16 +17,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModel
 
-from agentspec.backends.torch.engine.compute_thread import compute_thread, on_own_thread
+from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.loader import quiet
 from agentspec.backends.torch.model.device import choose_device, choose_kernels
 from agentspec.backends.torch.text.tokenizer import read_tokenizer
-from agentspec.errors import ModelUnavailableError, ShuttingDownError
+from agentspec.errors import ModelUnavailableError
 
 Vectors = NDArray[np.float32]
 
 MAX_TOKENS = 256
 BATCH = 32
+CLOSED = "the embedding model is closed"
 
 
 class SentenceEncoder:
@@ -39,11 +38,7 @@ class SentenceEncoder:
         self.fingerprint = f"{fingerprint}:mean:{self._limit}"
         self.dimensions: int = model.config.hidden_size
         self._model, self._tokenizer = model.eval(), tokenizer
-        self._waiting: deque[tuple[Sequence[str], Future[Vectors]]] = deque()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._thread = compute_thread(model.device)
-        self._thread.add(self)
+        self._tasks = Tasks(compute_thread(model.device), refused=CLOSED, dropped=CLOSED)
 
     @classmethod
     def load(cls, reference: str, device: str = "auto") -> SentenceEncoder:
@@ -80,41 +75,11 @@ class SentenceEncoder:
         return vectors
 
     def close(self) -> None:
-        """Give up what waits and release the model. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            waiting, self._waiting = self._waiting, deque()
-        self._thread.remove(self)
-        for _, future in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(ShuttingDownError("the embedding model is closed"))
-
-    @property
-    def ready(self) -> bool:
-        return bool(self._waiting)
-
-    def turn(self) -> None:
-        with self._lock:
-            if not self._waiting:
-                return
-            texts, future = self._waiting.popleft()
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(self._vectors(texts))
-        except Exception as error:
-            future.set_exception(error)
+        """Give up what waits. Idempotent."""
+        self._tasks.close()
 
     def _submit(self, texts: Sequence[str]) -> Future[Vectors]:
-        future: Future[Vectors] = Future()
-        with self._lock:
-            if self._closed:
-                raise ShuttingDownError("the embedding model is closed")
-            self._waiting.append((texts, future))
-        self._thread.wake()
-        return future
+        return self._tasks.submit(lambda: self._vectors(texts))
 
     def _vectors(self, texts: Sequence[str]) -> Vectors:
         rows = self._tokenizer(list(texts), padding=True, truncation=True, max_length=self._limit, return_tensors="pt")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge import folder
-from agentspec.reasoning.retrieval.knowledge.base import Document, Found, KnowledgeBase, Metric, Query
+from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase, Metric, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, DenseMetric, Encoder
 from agentspec.reasoning.retrieval.knowledge.factory import load_encoder, open_knowledge
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
@@ -68,7 +68,7 @@ class DelayedKnowledge:
     def metric(self) -> Metric:
         return self._base.metric
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         await asyncio.sleep(self._delay.value)
         return await self._base.search(queries, count)
 

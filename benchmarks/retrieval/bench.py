@@ -27,9 +27,9 @@ from agentspec.benchmarks.retrieval.cases import (
     RetrievalRun,
     speedup_goal,
 )
-from agentspec.reasoning.retrieval.events import Said
+from agentspec.reasoning.retrieval.events import VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
 from agentspec.speculation.stride import RequestStride
@@ -105,12 +105,12 @@ class RetrievalBench:
             sampling=SamplingParams(temperature=temperature, seed=seed, max_tokens=self.max_tokens),
             tenant=f"run-{next(self.runs)}",
         )
-        account, began = Account(), time.perf_counter()
+        account, began = SearchStats(), time.perf_counter()
         tokens: list[int] = []
-        given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "settings": settings, "account": account}
+        given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "settings": settings, "stats": account}
         events = sequential(request, **given) if variant == SEQUENTIAL else ralmspec(request, **given, pace=pace)
         async for event in events:
-            if isinstance(event, Said):
+            if isinstance(event, VerifiedText):
                 tokens += event.token_ids
         return RetrievalRun(tuple(tokens), time.perf_counter() - began, account)
 

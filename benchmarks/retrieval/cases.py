@@ -13,7 +13,7 @@ from rich.console import RenderableType
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Ratio, RatioGoal, paired_ratio
-from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.speculation.stride import expected, latency, one_by_one, os3
 
 SEQUENTIAL, SPECULATIVE, WAITING = "sequential", "speculative", "speculative, waiting"
@@ -28,7 +28,7 @@ class RetrievalRun:
 
     tokens: tuple[int, ...]
     seconds: float
-    account: Account
+    account: SearchStats
 
 
 @dataclass(slots=True)

@@ -54,7 +54,8 @@ template <class Record>
 Output<std::uint8_t> bytes_of(std::vector<Record> records) {
     auto* owned = new std::vector<Record>(std::move(records));
     nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<Record>*>(p); });
-    return Output<std::uint8_t>(reinterpret_cast<std::uint8_t*>(owned->data()), {owned->size() * sizeof(Record)}, owner);
+    return Output<std::uint8_t>(reinterpret_cast<std::uint8_t*>(owned->data()), {owned->size() * sizeof(Record)},
+                                owner);
 }
 
 template <class Call>
@@ -72,8 +73,9 @@ std::vector<SourcedIndex> sourced(const Indexes& indexes) {
 using Arrays = std::tuple<Output<Token>, Output<Token>, Output<float>, Output<Token>, Output<std::uint8_t>>;
 
 Arrays arrays_of(DraftTree tree) {
-    return {array_of(std::move(tree.tokens)), array_of(std::move(tree.parents)), array_of(std::move(tree.probabilities)),
-            array_of(std::move(tree.match_length)), array_of(std::move(tree.sources))};
+    return {array_of(std::move(tree.tokens)), array_of(std::move(tree.parents)),
+            array_of(std::move(tree.probabilities)), array_of(std::move(tree.match_length)),
+            array_of(std::move(tree.sources))};
 }
 
 using Job = std::tuple<const Drafter*, Indexes, Input<Token>, std::size_t, double, bool>;
@@ -110,7 +112,9 @@ void bind_index(nb::module_& m) {
         .def("truncate", &SuffixIndex::truncate, "sequence"_a, "length"_a, Unlocked())
         .def(
             "remove",
-            [](SuffixIndex& self, const Input<SequenceId>& sequences) { unlocked([&] { self.remove(view(sequences)); }); },
+            [](SuffixIndex& self, const Input<SequenceId>& sequences) {
+                unlocked([&] { self.remove(view(sequences)); });
+            },
             "sequences"_a.noconvert())
         .def(
             "tokens",
@@ -189,8 +193,7 @@ void bind_drafter(nb::module_& m) {
         .def("observe_end", &Drafter::observe_end, "token"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("state", [](const Drafter& self) { return array_of(unlocked([&] { return self.state(); })); })
         .def(
-            "restore",
-            [](Drafter& self, const Input<double>& state) { unlocked([&] { self.restore(view(state)); }); },
+            "restore", [](Drafter& self, const Input<double>& state) { unlocked([&] { self.restore(view(state)); }); },
             "state"_a.noconvert());
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
@@ -200,7 +203,8 @@ void bind_drafter(nb::module_& m) {
 NB_MODULE(_native, m) {
     m.doc() = "The native suffix index and drafter; use them through agentspec.cache.index.";
     m.def(
-        "checksum", [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
+        "checksum",
+        [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
         "bytes"_a.noconvert());
     bind_index(m);
     bind_drafter(m);

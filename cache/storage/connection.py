@@ -18,7 +18,7 @@ from agentspec.errors import CacheLockedError, CacheUnavailableError, Configurat
 _CIRCUMSTANCES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
-def connect(target: str | Path) -> Database:
+def open_database(target: str | Path) -> Database:
     """The database at an address or in a folder, which is made. Raises as `SequenceStore.open`."""
     try:
         return PostgresDatabase(target) if _is_address(target) else SqliteDatabase(Path(target))

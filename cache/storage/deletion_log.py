@@ -1,4 +1,4 @@
-"""Forgetting in the database: finding rows, and deleting them with the word to other processes."""
+"""Deletions in the database: finding rows, and deleting them with a log entry for other processes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class SelectedRows:
 
 
 def last(connection: sa.Connection) -> int:
-    """Number of the newest forget."""
+    """Number of the newest deletion."""
     return int(connection.execute(sa.select(sa.func.max(deletions.c.id))).scalar() or 0)
 
 
 def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
-    """The forgets after `number`, oldest first."""
+    """The deletions after `number`, oldest first."""
     query = sa.select(deletions).where(deletions.c.id > number).order_by(deletions.c.id)
     return [
         (row.id, Scope(row.salt, row.tenant, row.session, row.tokenizer, row.before, row.searched))
@@ -38,18 +38,11 @@ def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
     ]
 
 
-def search(engine: sa.Engine, selection: Selection, holds: Holds) -> SelectedRows:
-    """Look through the database without keeping others from writing."""
-    with engine.connect() as connection:
-        return search_in(connection, selection, holds)
-
-
-def search_in(connection: sa.Connection, selection: Selection, holds: Holds) -> SelectedRows:
-    """The same on a connection that is open."""
-    return _search(connection, selection, holds, SelectedRows())
-
-
-def _search(connection: sa.Connection, selection: Selection, holds: Holds, found: SelectedRows) -> SelectedRows:
+def search(
+    connection: sa.Connection, selection: Selection, holds: Holds, found: SelectedRows | None = None
+) -> SelectedRows:
+    """The rows that a selection means, those that were `found` before included. Keeps nobody from writing."""
+    found = found or SelectedRows()
     columns: Sequence[Any] = (sequences,) if selection.searched else (sequences.c.id,)
     query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
     for row in connection.execute(query.execution_options(yield_per=256)):
@@ -74,7 +67,7 @@ def delete(connection: sa.Connection, selection: Selection, found: SelectedRows,
 
     What was learned goes with the last sequence of its namespace, and otherwise keeps no token of any text.
     """
-    ids = _search(connection, selection, holds, found).ids
+    ids = search(connection, selection, holds, found).ids
     namespaces: set[str] = set()
     count = 0
     for start in range(0, len(ids), 500):

@@ -76,7 +76,7 @@ learned = sa.Table(
 )
 
 deletions = sa.Table(
-    "deletions",  # one row per forget: a Scope, for the processes that have to follow it
+    "deletions",  # one row per deletion: a Scope, for the processes that have to follow it
     metadata,
     sa.Column("id", _Id, primary_key=True),
     sa.Column("created_at", sa.Float, nullable=False),

@@ -10,7 +10,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -39,16 +39,16 @@ class Coverage:
     row: int
     rows: int
     newest: int  # number of the sequence in the last of them, which tells another database from this one
-    deletion: int  # forgets up to this number are followed
+    deletion: int  # deletions up to this number are applied
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """All of a segment but the index. `origins` has one item for each sequence."""
+    """All of a segment but the index. `meta` has one item for each sequence."""
 
     namespace: Namespace
     coverage: Coverage
-    origins: Sequence[SequenceMeta]
+    meta: Sequence[SequenceMeta]
     counts: PartCounts
     checksums: PartCounts
     offset: int = 0  # of the index in the file
@@ -60,7 +60,7 @@ class Segment:
 
     def covers(self, scope: Scope) -> bool:
         """Whether any sequence lies in a scope."""
-        return scope.concerns(self.namespace) and any(scope.covers(one.session, one.created_at) for one in self.origins)
+        return scope.concerns(self.namespace) and any(scope.covers(one.session, one.created_at) for one in self.meta)
 
     def head(self) -> bytes:
         """The bytes before the index."""
@@ -68,11 +68,11 @@ class Segment:
         names = [
             name.encode() for name in (space.tenant, space.model_fingerprint, space.tokenizer_hash, space.template_hash)
         ]
-        sessions = [None if one.session is None else one.session.encode() for one in self.origins]
+        sessions = [None if one.session is None else one.session.encode() for one in self.meta]
         table = np.array(
             [
                 (one.created_at, one.end, -1 if name is None else len(name))
-                for one, name in zip(self.origins, sessions, strict=True)
+                for one, name in zip(self.meta, sessions, strict=True)
             ],
             dtype=_TABLE,
         )
@@ -87,8 +87,8 @@ class Segment:
 
 def segment_of(namespace: Namespace, coverage: Coverage, frozen: Frozen, known: Mapping[int, SequenceMeta]) -> Segment:
     """What goes before a frozen index, all of whose sequences are `known`."""
-    origins = [known[number] for number in frozen.numbers.tolist()]
-    return Segment(namespace, coverage, origins, frozen.counts, frozen.checksums)
+    meta = [known[number] for number in frozen.numbers.tolist()]
+    return Segment(namespace, coverage, meta, frozen.counts, frozen.checksums)
 
 
 def read_segment(file: BinaryIO, key: str) -> Segment:
@@ -107,15 +107,15 @@ def read_segment(file: BinaryIO, key: str) -> Segment:
     body = file.read(offset - _HEAD_BYTES)
     if checksum(fixed[: -_SUM.size] + body) != _SUM.unpack(fixed[-_SUM.size :])[0]:
         raise CacheDamagedError("head: checksum")
-    namespace, origins = _tables(body, numbers[0])
+    namespace, meta = _tables(body, numbers[0])
     if namespace.key != key:
         raise CacheNamespaceError(f"it is of tokenizer {namespace.tokenizer_hash!r} and namespace {namespace.key}")
-    counts, checksums = _four(numbers[:4]), _four(numbers[4:])
-    return Segment(namespace, Coverage(row, rows, newest, deletion), origins, counts, checksums, offset)
+    counts, checksums = cast(PartCounts, tuple(numbers[:4])), cast(PartCounts, tuple(numbers[4:]))
+    return Segment(namespace, Coverage(row, rows, newest, deletion), meta, counts, checksums, offset)
 
 
 def load_index(file: BinaryIO, segment: Segment) -> tuple[SuffixIndex, list[int]]:
-    """The index of an open segment and its sequences, in the order of the origins. Raises `CacheDamagedError`.
+    """The index of an open segment and its sequences, in the order of its `meta`. Raises `CacheDamagedError`.
 
     And `CacheError` where it cannot be mapped.
     """
@@ -136,7 +136,7 @@ def _require_kind(fixed: bytes) -> None:
 
 
 def _tables(body: bytes, count: int) -> tuple[Namespace, list[SequenceMeta]]:
-    """The namespace and the origins. The checksum holds here, so lengths that do not fit were made on purpose."""
+    """The namespace and the `meta`. The checksum holds here, so lengths that do not fit were made on purpose."""
     begin = _NAMES.size + count * _TABLE.itemsize
     if len(body) < begin:
         raise CacheDamagedError("tables longer than the file")
@@ -159,8 +159,3 @@ def _names(body: bytes, at: int, lengths: Sequence[int]) -> Iterator[str | None]
             raise ValueError("longer than the file")
         yield body[at : at + length].decode()
         at += length
-
-
-def _four(numbers: Sequence[int]) -> PartCounts:
-    one, two, three, four = numbers
-    return one, two, three, four

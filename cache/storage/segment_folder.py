@@ -18,7 +18,7 @@ from agentspec.cache.storage.segment_file import Segment, load_index, read_segme
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheNamespaceError
 
 _SUFFIX, _NEW, _CORRUPT = ".segment", ".segment.new", ".segment.corrupt"
-_PATIENCE = 60.0  # seconds that a forget waits for another process to finish a segment
+_PATIENCE = 60.0  # seconds that a deletion waits for another process to finish a segment
 _log = logging.getLogger(__name__)
 
 

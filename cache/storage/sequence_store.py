@@ -18,7 +18,7 @@ from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
-from agentspec.cache.storage.connection import acquire_writer, connect, raise_unusable
+from agentspec.cache.storage.connection import acquire_writer, open_database, raise_unusable
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
@@ -65,7 +65,7 @@ class SequenceStore:
         self._poll_lock = threading.Lock()
         self.last_id = 0  # rows up to this one were read or looked over
         self._disk_bytes = 0
-        self._erase_pending = database.is_writer  # a process killed after a forget may have left bytes behind
+        self._erase_pending = database.is_writer  # a process killed after a deletion may have left bytes behind
         with database.engine.connect() as connection:
             self.last_deletion = deletion_log.last(connection)  # the last that this process has applied
 
@@ -83,7 +83,7 @@ class SequenceStore:
         Raises `CacheLockedError`, `CacheFormatError`, `CacheUnavailableError` where it may work at another time or for
         another user, and `ConfigurationError` for what cannot be a database.
         """
-        database = connect(target)
+        database = open_database(target)
         try:
             acquire_writer(database, mode)
             database.connect()
@@ -169,8 +169,8 @@ class SequenceStore:
             with connection.execute(query.execution_options(yield_per=256)) as rows:
                 yield from rows
 
-    def poll(self, origin: int) -> list[SequenceRecord]:
-        """Sequences that processes other than `origin` added since the last call. Raises `CacheError`."""
+    def poll(self, process: int) -> list[SequenceRecord]:
+        """Sequences that processes other than `process` added since the last call. Raises `CacheError`."""
         with self._poll_lock, self._reading() as connection:
             newest = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
             if newest <= self.last_id:
@@ -178,7 +178,7 @@ class SequenceStore:
             query = sa.select(sequences).where(
                 sequences.c.id > self.last_id,
                 sequences.c.id <= newest,
-                sa.not_(sequences.c.number.between(origin << 32, ((origin + 1) << 32) - 1)),
+                sa.not_(sequences.c.number.between(process << 32, ((process + 1) << 32) - 1)),
             )
             rows = connection.execute(query.order_by(sequences.c.id)).all()
             self.last_id = newest
@@ -234,7 +234,8 @@ class SequenceStore:
         with contextlib.suppress(CacheError):  # what cannot be written yet is left to `finish_deletion`
             self._writer.flush()
         try:
-            found = deletion_log.search(self._database.engine, selection, self._holds)
+            with self._database.engine.connect() as connection:
+                found = deletion_log.search(connection, selection, self._holds)
             with self._database.writing() as connection:
                 count = deletion_log.delete(connection, selection, found, self._holds)
         except exc.DBAPIError as error:
@@ -245,7 +246,7 @@ class SequenceStore:
     def expire(self, selection: Selection) -> int:
         """`forget`, unless there is nothing to forget."""
         with self._reading() as connection:
-            found = deletion_log.search_in(connection, selection, self._holds)
+            found = deletion_log.search(connection, selection, self._holds)
         return self.forget(selection) if found.ids else 0
 
     def deletions_since(self, number: int) -> list[Scope]:

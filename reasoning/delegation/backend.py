@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.backends.base import CHAT, Backend, Capabilities
 from agentspec.errors import InvalidRequestError
-from agentspec.reasoning.delegation.base_only import base_alone
-from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, Said
-from agentspec.reasoning.delegation.lookahead import lookahead
-from agentspec.reasoning.delegation.model_role import Writer
-from agentspec.reasoning.delegation.spec_reason import spec_reason
-from agentspec.reasoning.delegation.speculative_thinking import speculative_thinking
+from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Proposed, Rewritten, ThinkingText
+from agentspec.reasoning.delegation.model_role import ModelRole
+from agentspec.reasoning.delegation.preparation import prepare_roles
 from agentspec.reasoning.delegation.steps import Step
-from agentspec.reasoning.delegation.thinking import Thinking
-from agentspec.reasoning.delegation.timing import BasePace, Watch
+from agentspec.reasoning.delegation.templates import Template
+from agentspec.reasoning.delegation.thinking import Algorithm, Thinking, base_only
+from agentspec.reasoning.delegation.timing import BaseThroughput, Stopwatch
 from agentspec.reasoning.delegation.trace import TraceFolder, Tracer
-from agentspec.reasoning.settings import (
-    Delegation,
-    SpecReasonSettings,
-    SpeculativeThinkingSettings,
-)
+from agentspec.reasoning.settings import DelegationSettings
+from agentspec.reasoning.strategy import Dependencies, Strategy
 from agentspec.types import Delta, GenerateRequest, Message, StepSpeculation, Usage
-
-Run = Callable[[Thinking], AsyncGenerator[Event]]
 
 
 @dataclass(slots=True)
-class Tally:
-    """What an answer's events come to. A step that the small model wrote as final counts as proposed too.
+class StepCounters:
+    """What an answer's events add up to. A step that the small model wrote as final counts as proposed too.
 
     `base_tokens` in `base_seconds` is what the base model wrote of it.
     """
@@ -55,9 +49,9 @@ class Tally:
                 self.accepted += 1
                 self.accepted_tokens += step.tokens
             case Accepted(step) | Rewritten(step):
-                self.base_wrote(step.tokens, step.seconds)
+                self.add_base(step.tokens, step.seconds)
 
-    def base_wrote(self, tokens: int, seconds: float) -> None:
+    def add_base(self, tokens: int, seconds: float) -> None:
         self.base_tokens += tokens
         self.base_seconds += seconds
 
@@ -68,34 +62,64 @@ class Tally:
 
 
 @dataclass(slots=True)
-class StrategyBackend:
-    """A model that thinks by a strategy. `writers` has the roles base and small, and judge where one is asked.
+class DelegationBackend(Strategy):
+    """A model that thinks by a strategy. `roles` are base and small, and judge where one is asked.
 
     The models stay their owners' to close. Answers carry a `StepSpeculation`; with `traces` every decision is kept.
     """
 
     name: str
-    settings: Delegation
-    writers: dict[str, Writer]
+    settings: DelegationSettings
+    roles: dict[str, ModelRole] = field()
     traces: TraceFolder | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(logprobs=True, routes=(CHAT,)))
-    pace: BasePace = field(default_factory=BasePace)
+    throughput: BaseThroughput = field(default_factory=BaseThroughput)
+
+    @classmethod
+    def open(cls, name: str, settings: DelegationSettings, dependencies: Dependencies) -> DelegationBackend:
+        """With its chat templates read. Raises `ConfigurationError`."""
+
+        def named(role: str) -> ModelRole:
+            found, template = dependencies.find(getattr(settings, role)), getattr(settings, f"{role}_template")
+            return ModelRole(role, found.backend, found.model, Template(template) if template else None)
+
+        roles = {role: named(role) for role in settings.models}
+        if "judge" in type(settings).model_fields:
+            roles.setdefault("judge", roles["base"])
+        opened = cls(name, settings, roles, dependencies.traces)
+        for role, model in roles.items():
+            opened.algorithm.check_configured(name, settings, role, model)
+        return opened
 
     @classmethod
     def of(
-        cls, settings: Delegation, *, base: Backend, small: Backend, judge: Backend | None = None, name: str = "fast"
-    ) -> StrategyBackend:
+        cls,
+        settings: DelegationSettings,
+        *,
+        base: Backend,
+        small: Backend,
+        judge: Backend | None = None,
+        name: str = "fast",
+    ) -> DelegationBackend:
         """A strategy over backends that are there already; its settings' names serve as the models' names."""
-        writers = {"base": Writer("base", base, settings.base), "small": Writer("small", small, settings.small)}
-        writers["judge"] = Writer("judge", judge, "judge") if judge is not None else writers["base"]
-        return cls(name, settings, writers)
+        roles = {"base": ModelRole("base", base, settings.base), "small": ModelRole("small", small, settings.small)}
+        roles["judge"] = ModelRole("judge", judge, "judge") if judge is not None else roles["base"]
+        return cls(name, settings, roles)
 
-    async def aclose(self) -> None:
-        """The backends behind are closed by who built them."""
+    @property
+    def algorithm(self) -> Algorithm:
+        algorithm: Algorithm = importlib.import_module(self.settings.algorithm).ALGORITHM
+        return algorithm
 
-    def response_headers(self, request: GenerateRequest) -> dict[str, str]:
-        """The strategy and its knobs."""
-        return self.settings.headers(request.speculation)
+    async def prepare(self) -> list[str]:
+        return await prepare_roles(self.name, self.settings, self.roles, self.algorithm)
+
+    def describe(self, role: str) -> str:
+        model = self.roles[role]
+        if role == "judge" and model is self.roles["base"]:
+            return "judge = base"
+        deletes = "" if model.keeps_thinking else ", but its template deletes closed thinking"
+        return f"{role} = {getattr(self.settings, role)} ({model.description}{deletes})"
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """The thinking as `reasoning` deltas while it becomes final, then the answer.
@@ -103,47 +127,41 @@ class StrategyBackend:
         Closing the iterator cancels the work of all models. Raises `InvalidRequestError` for a request without
         messages, and what the base model raises.
         """
-        thinking = Thinking(_checked(request), self.settings, self.writers)
-        tally, tracer = Tally(), self._tracer(request)
-        thought, answered = Watch(), Watch()
+        thinking = Thinking(_checked(request), self.settings, self.roles)
+        counters, tracer = StepCounters(), self._tracer(request)
+        thought, answered = Stopwatch(), Stopwatch()
         try:
-            async with aclosing(thought.over(self.think(thinking))) as events:
+            async with aclosing(thought.timed(self.think(thinking))) as events:
                 async for event in events:
-                    tally.add(event)
+                    counters.add(event)
                     tracer.add(event)
-                    if isinstance(event, Said):
+                    if isinstance(event, ThinkingText):
                         yield reasoning(event.text)
-            async with aclosing(answered.over(self._answer(thinking))) as deltas:
+            async with aclosing(answered.timed(self._answer(thinking))) as deltas:
                 async for delta in deltas:
-                    tracer.say(delta.text)
+                    tracer.add_answer(delta.text)
                     if delta.finish_reason is not None:
                         used = delta.usage or Usage()
                         if self._answerer(thinking) == "base":
-                            tally.base_wrote(used.completion_tokens, answered.seconds)
-                        told = self._sum(thinking, tally, tracer, thought.seconds)
-                        delta = replace(delta, usage=_usage(thinking, used), speculation=told)
+                            counters.add_base(used.completion_tokens, answered.seconds)
+                        speculation = self._summary(thinking, counters, tracer, thought.seconds)
+                        delta = replace(delta, usage=_usage(thinking, used), speculation=speculation)
                         tracer.close()
                     yield delta
         finally:
             tracer.close()
 
-    async def think(self, thinking: Thinking) -> AsyncGenerator[Event]:
+    def think(self, thinking: Thinking) -> AsyncGenerator[Event]:
         """Every event of the thinking. Without `speculation` the base model thinks alone."""
-        for lost in await thinking.open():
-            yield lost
-        run = self._run() if thinking.request.speculation else base_alone
-        async with aclosing(run(thinking)) as events:
-            async for event in events:
-                yield event
-        yield Ended(thinking.over or "")
+        return thinking.events.stream(lambda: self._think(thinking))
 
-    def _run(self) -> Run:
-        settings = self.settings
-        if isinstance(settings, SpecReasonSettings):
-            return lambda thinking: spec_reason(thinking, settings)
-        if isinstance(settings, SpeculativeThinkingSettings):
-            return lambda thinking: speculative_thinking(thinking, settings)
-        return lambda thinking: lookahead(thinking, settings)
+    async def _think(self, thinking: Thinking) -> None:
+        await thinking.open()
+        if thinking.request.speculation:
+            await self.algorithm.run(thinking, self.settings)
+        else:
+            await base_only(thinking)
+        await thinking.emit(Ended(thinking.over or ""))
 
     async def _answer(self, thinking: Thinking) -> AsyncGenerator[Delta]:
         """What the model that answers writes behind the closed thinking."""
@@ -152,10 +170,10 @@ class StrategyBackend:
         if left is not None and (left := left - thinking.counts.all_kept) < 1:
             yield Delta(finish_reason="length")
             return
-        writer, sampling = self.writers[role], replace(request.sampling, max_tokens=left)
-        prompt = await self._answering(thinking, writer, role, sampling)
-        seconds = thinking.pen.seconds * ANSWER_PATIENCE
-        async with aclosing(writer.deltas(prompt, seconds)) as deltas:
+        model, sampling = self.roles[role], replace(request.sampling, max_tokens=left)
+        prompt = await self._answering(thinking, model, role, sampling)
+        seconds = thinking.step_limits.seconds * ANSWER_PATIENCE
+        async with aclosing(model.deltas(prompt, seconds)) as deltas:
             first = True
             async for delta in deltas:
                 if first and delta.text:
@@ -167,33 +185,33 @@ class StrategyBackend:
         role = self.settings.answer_by
         return role if thinking.has(role) else "base"
 
-    async def _answering(self, thinking: Thinking, writer: Writer, role: str, sampling: Any) -> GenerateRequest:
+    async def _answering(self, thinking: Thinking, model: ModelRole, role: str, sampling: Any) -> GenerateRequest:
         """The request for the answer. Tools stand in the prompt, so that a model that has some gets messages."""
         request = thinking.request
         shaped = bool(request.tools) or any(name in request.extra for name in SHAPED)
-        if shaped and not writer.backend.capabilities.continue_final:
+        if shaped and not model.backend.capabilities.continue_final:
             raise InvalidRequestError(
-                f"the model {writer.model!r} continues no messages, which tools need", param="tools"
+                f"the model {model.model!r} continues no messages, which tools need", param="tools"
             )
-        if writer.continues_messages or shaped:
-            content = self._closed(thinking, writer)
+        if model.continues_messages or shaped:
+            content = self._closed(thinking, model)
             messages: list[Message] = [*(request.messages or ()), {"role": "assistant", "content": content}]
-            return replace(request, model=writer.model, messages=messages, sampling=sampling, continue_final=True)
+            return replace(request, model=model.model, messages=messages, sampling=sampling, continue_final=True)
         context = thinking.context(role)
         await context.extend(self._end())
         prompt = context.request(sampling)
         return replace(
             request,
-            model=writer.model,
+            model=model.model,
             messages=None,
             text=prompt.text,
             token_ids=prompt.token_ids,
             sampling=sampling,
         )
 
-    def _closed(self, thinking: Thinking, writer: Writer) -> str:
+    def _closed(self, thinking: Thinking, model: ModelRole) -> str:
         """The thinking as the beginning of a message. As plain text where a template would delete closed thinking."""
-        if writer.keeps_thinking:
+        if model.keeps_thinking:
             return self.settings.think_start + thinking.text + self._end()
         return thinking.text.rstrip() + "\n\n"
 
@@ -204,20 +222,21 @@ class StrategyBackend:
         folder = self.traces if request.store else None
         return Tracer(folder, uuid.uuid4().hex[:16], self.name, self.settings, request)
 
-    def _sum(self, thinking: Thinking, tally: Tally, tracer: Tracer, seconds: float) -> StepSpeculation:
-        """The account of an answer whose thinking took `seconds`. At the base model's own pace nothing is saved."""
-        self.pace.wrote(tally.base_tokens, tally.base_seconds)
+    def _summary(self, thinking: Thinking, counters: StepCounters, tracer: Tracer, seconds: float) -> StepSpeculation:
+        """The figures of an answer whose thinking took `seconds`. At the base model's own pace nothing is saved."""
+        self.throughput.add(counters.base_tokens, counters.base_seconds)
+        saved = self.throughput.seconds_saved(thinking.counts.all_kept, seconds)
         delegates = thinking.request.speculation
         return StepSpeculation(
-            estimated_seconds_saved=self.pace.saved(thinking.counts.all_kept, seconds) if delegates else 0.0,
-            drafted=tally.proposed_tokens,
-            accepted=tally.accepted_tokens,
+            estimated_seconds_saved=saved if delegates else 0.0,
+            drafted=counters.proposed_tokens,
+            accepted=counters.accepted_tokens,
             steps=len(thinking.steps),
             lossy=delegates,
             strategy=self.settings.strategy,
-            knobs=self.settings.knobs,
-            proposed_steps=tally.proposed,
-            accepted_steps=tally.accepted,
+            knobs=self.settings.answer_settings,
+            proposed_steps=counters.proposed,
+            accepted_steps=counters.accepted,
             kept_tokens=dict(thinking.counts.kept),
             spent_tokens=dict(thinking.counts.spent),
             ended=thinking.over or "",

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from agentspec.backends.base import TextSide
-from agentspec.reasoning.delegation.prompts import defused
+from agentspec.backends.base import Tokenization
+from agentspec.reasoning.delegation.templates import escape_markers
 from agentspec.types import GenerateRequest, Message, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnMarkup:
     """How a model's prompts go from an open answer to a question and into its answer: the text around the question."""
 
     before: str
     after: str
 
-    def around(self, question: str, prefill: str) -> str:
+    def wrap(self, question: str, prefill: str) -> str:
         return f"{self.before}{question}{self.after}{prefill}"
 
 
@@ -53,8 +53,8 @@ class TokenContext(Context):
     """As token ids: text of others is encoded piece by piece behind them, so that earlier ids never change."""
 
     base: GenerateRequest
-    side: TextSide
-    turn: Turn
+    tokenization: Tokenization
+    turn: TurnMarkup
     token_ids: list[int]
     length: int | None = None  # of the model's context
 
@@ -63,7 +63,7 @@ class TokenContext(Context):
         return None if self.length is None else self.length - len(self.token_ids)
 
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        self.token_ids.extend(token_ids or (await self.side.tokenize(defused(text)) if text else ()))
+        self.token_ids.extend(token_ids or (await self.tokenization.tokenize(escape_markers(text)) if text else ()))
 
     def fork(self) -> TokenContext:
         return replace(self, token_ids=list(self.token_ids))
@@ -73,7 +73,7 @@ class TokenContext(Context):
 
     async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
         asked = self.fork()
-        asked.token_ids.extend(await self.side.tokenize(self.turn.around(question, prefill)))
+        asked.token_ids.extend(await self.tokenization.tokenize(self.turn.wrap(question, prefill)))
         return asked.request(sampling)
 
 
@@ -82,11 +82,11 @@ class TextContext(Context):
     """As one text, for raw completions with a chat template of ours."""
 
     base: GenerateRequest
-    turn: Turn
+    turn: TurnMarkup
     text: str
 
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        self.text += defused(text)
+        self.text += escape_markers(text)
 
     def fork(self) -> TextContext:
         return replace(self)
@@ -95,7 +95,7 @@ class TextContext(Context):
         return replace(self.base, messages=None, text=self.text, sampling=sampling)
 
     async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
-        asked = self.text + self.turn.around(question, prefill)
+        asked = self.text + self.turn.wrap(question, prefill)
         return replace(self.base, messages=None, text=asked, sampling=sampling)
 
 
@@ -107,7 +107,7 @@ class MessageContext(Context):
     text: str
 
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        self.text += defused(text)
+        self.text += escape_markers(text)
 
     def fork(self) -> MessageContext:
         return replace(self)

@@ -8,7 +8,7 @@ from agentspec.reasoning.delegation.steps import Author, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ThinkingText:
     """Text that is final: it goes to the client now."""
 
     author: Author
@@ -24,7 +24,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The judge's word on the step proposed last. `value` is what the knob is compared with."""
+    """The judge's verdict on the step proposed last. `value` is what the threshold is compared with."""
 
     value: float
     accepted: bool
@@ -49,7 +49,7 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class Triggered:
-    """A rule handed the pen to the base model."""
+    """A rule lets the base model write on."""
 
     rule: str
     detail: str = ""
@@ -57,7 +57,7 @@ class Triggered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A model is given up for the rest of this answer, which goes on without it."""
+    """A model failed; the rest of this answer goes on without it."""
 
     role: str
     reason: str
@@ -70,4 +70,4 @@ class Ended:
     reason: str
 
 
-Event = Said | Proposed | Scored | Accepted | Rewritten | Triggered | Failed | Ended
+Event = ThinkingText | Proposed | Scored | Accepted | Rewritten | Triggered | Failed | Ended

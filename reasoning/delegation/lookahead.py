@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from agentspec.backends.base import Embeds
+from agentspec.errors import ConfigurationError
 from agentspec.reasoning.delegation.context import Context
-from agentspec.reasoning.delegation.events import Event, Proposed, Scored
+from agentspec.reasoning.delegation.events import Proposed, Scored
 from agentspec.reasoning.delegation.judge import aligned, equal
-from agentspec.reasoning.delegation.model_role import failing
+from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.delegation.steps import Step
-from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import LookaheadSettings
-from agentspec.reasoning.speculative_task import cancel, result
+from agentspec.reasoning.speculative_task import cancel_tasks, task_result
 
 RATE = 0.2  # how fast a measured time or an outcome is followed
 PRIOR = 0.6  # acceptance before anything is known
@@ -24,7 +23,7 @@ RETURN = 0.1  # how fast it comes back while nothing is drafted, so that draftin
 
 
 @dataclass(slots=True)
-class Pace:
+class DepthPlanner:
     """How many steps to draft: those with the most expected steps per second, from what was measured.
 
     Expected steps of a round at acceptance a and depth d are (1 - a^(d+1)) / (1 - a) (section 3 of the paper). A round
@@ -64,42 +63,47 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Chain:
+class DraftChain:
     """One round under way: the small model's steps one behind another, and the base model's own step behind each."""
 
     thinking: Thinking
     depth: int
-    pace: Pace
+    planner: DepthPlanner
     drafts: list[Step] = field(default_factory=list)
     own: list[asyncio.Task[Step]] = field(default_factory=list)
+    failure: Exception | None = None
+    complete: bool = False
     _grown: asyncio.Condition = field(default_factory=asyncio.Condition)
     _growing: asyncio.Task[None] | None = None
-    failure: Exception | None = None
-    whole: bool = False
 
-    async def __aenter__(self) -> Chain:
+    async def __aenter__(self) -> DraftChain:
         self.own.append(self._write(self.thinking.context("base").fork()))
         self._growing = asyncio.create_task(self._grow())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await cancel(*([self._growing] if self._growing else []))
-        await cancel(*self.own)
+        await cancel_tasks(*([self._growing] if self._growing else []))
+        await cancel_tasks(*self.own)
 
     async def draft(self, index: int) -> Step | None:
         """The draft at `index`, waited for; None if the chain ends before it."""
         async with self._grown:
-            await self._grown.wait_for(lambda: len(self.drafts) > index or self.whole)
+            await self._grown.wait_for(lambda: len(self.drafts) > index or self.complete)
         return self.drafts[index] if len(self.drafts) > index else None
+
+    def raise_failure(self) -> None:
+        """Raise what kept the small model from drafting on."""
+        if self.failure is not None:
+            raise self.failure
 
     async def _grow(self) -> None:
         small, base = self.thinking.context("small").fork(), self.thinking.context("base").fork()
         ahead = 0
         try:
             while len(self.drafts) < self.depth and self.thinking.room("small", ahead):
-                step = await self.thinking.draft(small, self.thinking.ration("small", pending=ahead))
+                step = await self.thinking.draft(small, self.thinking.limits("small", pending=ahead))
                 ahead += step.tokens
-                self.pace.drafted(step.seconds)
+                self.planner.drafted(step.seconds)
                 await small.extend(step.text, step.token_ids)
                 await base.extend(step.text)
                 self.own.append(self._write(base.fork(), ahead))
@@ -109,7 +113,7 @@ class Chain:
         except Exception as error:
             self.failure = error
         finally:
-            self.whole = True
+            self.complete = True
             await asyncio.shield(self._tell(None))
 
     async def _tell(self, step: Step | None) -> None:
@@ -119,59 +123,48 @@ class Chain:
             self._grown.notify_all()
 
     def _write(self, context: Context, ahead: int = 0) -> asyncio.Task[Step]:
-        pen = self.thinking.ration("base", pending=ahead)
-        return asyncio.create_task(self.thinking.draft(context, pen, "base"))
+        limits = self.thinking.limits("base", pending=ahead)
+        return asyncio.create_task(self.thinking.draft(context, limits, "base"))
 
 
-async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> AsyncGenerator[Event]:
+async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
     """Rounds of drafted steps: keep those that the base model would have made too, then one step of its own."""
-    pace = Pace(settings.depth)
+    planner = DepthPlanner(settings.depth)
     while thinking.over is None:
-        depth = pace.depth() if thinking.has("small") and thinking.room("small") else 0
+        depth = planner.depth() if thinking.has("small") and thinking.room("small") else 0
         if depth == 0:
             began = time.perf_counter()
-            async with aclosing(thinking.write("base")) as events:
-                async for event in events:
-                    yield event
-            pace.wrote(0, time.perf_counter() - began)
+            await thinking.write("base")
+            planner.wrote(0, time.perf_counter() - began)
             continue
-        async with Chain(thinking, depth, pace) as chain:
-            async with aclosing(_round(thinking, settings, chain)) as events:
-                async for event in events:
-                    yield event
-            if chain.failure is not None:
-                if not failing(chain.failure):
-                    raise chain.failure
-                yield thinking.give_up("small", chain.failure)
+        async with DraftChain(thinking, depth, planner) as chain:
+            await verify(thinking, settings, chain)
+            async with thinking.degrading("small"):
+                chain.raise_failure()
 
 
-async def _round(thinking: Thinking, settings: LookaheadSettings, chain: Chain) -> AsyncGenerator[Event]:
+async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftChain) -> None:
     """Keep drafts up to the first that differs from the base model's own step, and that step in its place."""
     for index in range(chain.depth + 1):
-        own = await result(chain.own[index])
-        chain.pace.wrote(chain.depth, own.seconds)
+        own = await task_result(chain.own[index])
+        chain.planner.wrote(chain.depth, own.seconds)
         draft = await chain.draft(index) if index < chain.depth else None
-        same = False
-        if draft is None:
-            kept = thinking.keep(own)
-        else:
-            yield Proposed(draft)
-            began, reason = time.perf_counter(), ""
-            try:
-                same = await _same(thinking, settings, draft, own)
-            except Exception as error:
-                if not failing(error):
-                    raise
-                reason = "no judge"
-                yield thinking.give_up("judge", error)
-            chain.pace.judged(same)
-            yield Scored(float(same), same, time.perf_counter() - began, reason)
-            kept = thinking.keep(draft) if same else thinking.keep(own, rejected=draft)
-        async with aclosing(kept) as events:
-            async for event in events:
-                yield event
+        same = draft is not None and await matches(thinking, settings, draft, own)
+        if draft is not None:
+            chain.planner.judged(same)
+        await thinking.keep(draft if draft is not None and same else own, rejected=None if same else draft)
         if not same or thinking.over:
             return
+
+
+async def matches(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
+    """Whether the base model's own step means the same as `draft`; without a judge it does not."""
+    await thinking.emit(Proposed(draft))
+    began, same, reason = time.perf_counter(), False, "no judge"
+    async with thinking.degrading("judge"):
+        same, reason = await _same(thinking, settings, draft, own), ""
+    await thinking.emit(Scored(float(same), same, time.perf_counter() - began, reason))
+    return same
 
 
 async def _same(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
@@ -184,7 +177,7 @@ async def _same(thinking: Thinking, settings: LookaheadSettings, draft: Step, ow
         return False
     if settings.compare == "judge":
         return await aligned(thinking, draft, own, settings.score_timeout)
-    judge = thinking.writer("judge")
+    judge = thinking.roles["judge"]
     assert isinstance(judge.backend, Embeds)
     async with asyncio.timeout(settings.score_timeout):
         one, other = await judge.backend.embed([draft.text, own.text], judge.model)
@@ -195,3 +188,15 @@ def _cosine(one: list[float], other: list[float]) -> float:
     dot = sum(a * b for a, b in zip(one, other, strict=True))
     norms = sum(a * a for a in one) * sum(b * b for b in other)
     return dot / norms**0.5 if norms else 0.0
+
+
+def require_embeddings(name: str, settings: LookaheadSettings, role: str, model: ModelRole) -> None:
+    """Raises `ConfigurationError` for a judge that is to compare by embeddings and makes none."""
+    if role == "judge" and settings.compare == "embedding" and not isinstance(model.backend, Embeds):
+        raise ConfigurationError(
+            f'models.{name}.compare = "embedding" needs a judge whose endpoint embeds texts: set judge to a backend of'
+            ' kind "openai", or compare to "judge"'
+        )
+
+
+ALGORITHM = Algorithm(lookahead, check_configured=require_embeddings)

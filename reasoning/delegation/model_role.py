@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from agentspec.backends.base import NONE, Backend, TextSide, text_side
+from agentspec.backends.base import NONE, Backend, Tokenization, closing_items, tokenization_of
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, UpstreamTimeoutError
-from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TokenContext, Turn
+from agentspec.reasoning.delegation.context import Context, MessageContext, TextContext, TokenContext, TurnMarkup
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Ending, Step, StepReader
 from agentspec.reasoning.delegation.templates import Template
-from agentspec.reasoning.delegation.timing import Watch
+from agentspec.reasoning.delegation.timing import Stopwatch
 from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
 
 Spend = Callable[[int], None]
+OnText = Callable[[str], Awaitable[None]]
 _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
 
 
 @dataclass(frozen=True, slots=True)
-class Pen:
+class StepLimits:
     """How a step is to be written. `across` lets it run over blank lines, up to its limit.
 
     `within` says that it begins in the middle of a paragraph, which a blank line may end at once.
@@ -32,22 +33,22 @@ class Pen:
     across: bool = False
     within: bool = False
 
-    def limited(self, tokens: int, *, across: bool = False, within: bool = False) -> Pen:
+    def limited(self, tokens: int, *, across: bool = False, within: bool = False) -> StepLimits:
         return replace(self, sampling=replace(self.sampling, max_tokens=tokens), across=across, within=within)
 
     def reader(self) -> StepReader:
         return StepReader(self.closing, across=self.across)
 
-    def stops(self, *, told: bool) -> tuple[str, ...]:
-        """What stops the backend. The closing mark only if it is `told` afterwards which of the two it was."""
-        return tuple(mark for mark in ("" if self.across else BOUNDARY, self.closing if told else "") if mark)
+    def stops(self, *, ids_known: bool) -> tuple[str, ...]:
+        """What stops the backend. The closing mark only if token ids show afterwards which one it was."""
+        return tuple(mark for mark in ("" if self.across else BOUNDARY, self.closing if ids_known else "") if mark)
 
 
 @dataclass(slots=True)
-class Writer:
+class ModelRole:
     """A backend's model that goes on where its own or another's text ends.
 
-    It works with token ids where the backend shows its text side, with raw completions under a `template`, and
+    It works with token ids where the backend shows its tokenization, with raw completions under a `template`, and
     otherwise by continuing the last message. `role` is its name in errors and settings. `keeps_thinking`: whether
     the endpoint's own template keeps thinking that is closed.
     """
@@ -57,23 +58,23 @@ class Writer:
     model: str
     template: Template | None = None
     keeps_thinking: bool = True
-    _turn: Turn | None = field(default=None, init=False)
+    _turn: TurnMarkup | None = field(default=None, init=False)
 
     @property
-    def side(self) -> TextSide | None:
-        """The backend's text side, where prompts may be token ids."""
-        return text_side(self.backend)
+    def tokenization(self) -> Tokenization | None:
+        """The backend's, where prompts may be token ids."""
+        return tokenization_of(self.backend)
 
     @property
     def continues_messages(self) -> bool:
-        return self.side is None and self.template is None
+        return self.tokenization is None and self.template is None
 
     @property
-    def way(self) -> str:
-        """How this model goes on with an answer, in words."""
+    def description(self) -> str:
+        """How this model continues an answer, in words."""
         if self.continues_messages:
             return "continues messages"
-        how = "token ids" if self.side is not None else "raw completions"
+        how = "token ids" if self.tokenization is not None else "raw completions"
         return how if self.template is None else f"{how} under {self.template.name}"
 
     async def check(self, think_start: str) -> None:
@@ -84,7 +85,7 @@ class Writer:
                 raise ConfigurationError(f"the {self.role} model {self.model!r} cannot continue an answer: {advice}")
             return
         try:
-            await self.turn(think_start)
+            await self.turn_markup(think_start)
         except InvalidRequestError as error:
             raise ConfigurationError(f"the {self.role} model {self.model!r}: {error}; {advice}") from None
 
@@ -97,57 +98,59 @@ class Writer:
         base = _bare(base)
         if think_start.strip() and not prompt.rstrip().endswith(think_start.strip()):
             prompt += think_start
-        turn = await self.turn(think_start)
-        if self.side is None:
+        turn = await self.turn_markup(think_start)
+        if self.tokenization is None:
             return TextContext(base, turn, prompt)
-        ids = await self.side.tokenize(prompt, begins=self.template is not None)
-        return TokenContext(base, self.side, turn, ids, self.backend.capabilities.context_length)
+        ids = await self.tokenization.tokenize(prompt, begins=self.template is not None)
+        return TokenContext(base, self.tokenization, turn, ids, self.backend.capabilities.context_length)
 
-    async def turn(self, think_start: str) -> Turn:
+    async def turn_markup(self, think_start: str) -> TurnMarkup:
         """The text between an open answer, a question and the next answer, learned from the template itself."""
         if self._turn is None:
-            said = [_message("user", _ASKED), _message("assistant", _THOUGHT), _message("user", _ASKED)]
-            _, found, rest = (await self._render(said)).rpartition(_THOUGHT)
+            shown = [_message("user", _ASKED), _message("assistant", _THOUGHT), _message("user", _ASKED)]
+            _, found, rest = (await self._render(shown)).rpartition(_THOUGHT)
             before, asked, after = rest.rpartition(_ASKED)
             if not (found and asked):
                 raise ConfigurationError(
                     f"the chat template of the {self.role} model {self.model!r} changes the messages it is given:"
                     f" set {self.role}_template to one that does not"
                 )
-            self._turn = Turn(before, after.removesuffix(think_start).removesuffix(think_start.rstrip()))
+            self._turn = TurnMarkup(before, after.removesuffix(think_start).removesuffix(think_start.rstrip()))
         return self._turn
 
-    async def write(self, context: Context, author: Author, pen: Pen, spend: Spend) -> AsyncGenerator[str | Step]:
-        """One step from `context`, which is not changed: its text as it becomes certain, and the step at the end.
+    async def write(
+        self, context: Context, author: Author, limits: StepLimits, spend: Spend, on_text: OnText | None = None
+    ) -> Step:
+        """One step from `context`, which is not changed; `on_text` gets its text as it becomes certain.
 
-        `spend` hears of tokens as they come, so that those of a step that is given up count too. Raises what the
-        backend raises, and `UpstreamTimeoutError` after `pen.seconds`.
+        `spend` gets numbers of tokens as they come, so that those of a step that is cancelled count too. Raises what
+        the backend raises, and `UpstreamTimeoutError` after `limits.seconds`.
         """
-        watch, reader = Watch(), pen.reader()
-        request = context.request(replace(pen.sampling, stop=pen.stops(told=self.side is not None)))
+        watch, reader = Stopwatch(), limits.reader()
+        request = context.request(replace(limits.sampling, stop=limits.stops(ids_known=self.tokenization is not None)))
         ids: list[int] = []
         counted, last = 0, Delta()
-        async with aclosing(self.deltas(request, pen.seconds, watch)) as deltas:
+        async with aclosing(self.deltas(request, limits.seconds, watch)) as deltas:
             async for delta in deltas:
                 ids += delta.token_ids
                 arrived = _arrived(delta)
                 counted += arrived
                 spend(arrived)
-                if piece := reader.feed(_said(delta)):
-                    yield piece
+                if (piece := reader.feed(_text_of(delta))) and on_text is not None:
+                    await on_text(piece)
                 last = delta
                 if reader.ended:
                     break
         if last.usage is not None and not ids:
             spend(last.usage.completion_tokens - counted)
             counted = last.usage.completion_tokens
-        async for piece in self._ending(reader, ids, last, pen):
-            yield piece
-        exact = self.side is not None and bool(ids) and not reader.rest and reader.ended != "closed"
+        if (end := await self._unsent_end(reader, ids, last, limits)) and on_text is not None:
+            await on_text(end)
+        exact = self.tokenization is not None and bool(ids) and not reader.rest and reader.ended != "closed"
         if exact and reader.ended is None and last.finish_reason == "stop":
             exact = False  # the id that ended the answer is among them
         ending = _ending_of(reader, last)
-        yield Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else ())
+        return Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else ())
 
     async def ask(
         self, context: Context, question: str, prefill: str, seconds: float, spend: Spend
@@ -166,32 +169,33 @@ class Writer:
         return text, tops
 
     async def deltas(
-        self, request: GenerateRequest, seconds: float, watch: Watch | None = None
+        self, request: GenerateRequest, seconds: float, watch: Stopwatch | None = None
     ) -> AsyncGenerator[Delta]:
         """The backend's answer, of which `seconds` are waited for it; closing it cancels the backend's work."""
-        watch, answer = watch or Watch(), self.backend.generate(request)
-        async with _closing(answer):
+        watch, answer = watch or Stopwatch(), self.backend.generate(request)
+        async with closing_items(answer):
             while True:
                 try:
-                    delta = await watch.within(seconds, anext(answer))
+                    delta = await watch.limited(seconds, anext(answer))
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
                     raise UpstreamTimeoutError(f"the {self.role} model took more than {seconds:g} seconds") from None
                 yield delta
 
-    async def _ending(self, reader: StepReader, ids: Sequence[int], last: Delta, pen: Pen) -> AsyncIterator[str]:
+    async def _unsent_end(self, reader: StepReader, ids: Sequence[int], last: Delta, limits: StepLimits) -> str:
         """The end of the step that the backend did not send: a stop string is not part of its text."""
+        end = ""
         if reader.ended is None and last.finish_reason == "stop":
-            if self.side is not None and ids:
-                whole = await self.side.detokenize(ids)
+            if self.tokenization is not None and ids:
+                whole = await self.tokenization.detokenize(ids)
                 if any(mark in whole for mark in reader.marks):  # else the answer's own end stopped it
-                    yield reader.feed(_behind(whole, reader.heard))
-            elif not reader.across and (reader.heard.strip() or pen.within):
+                    end = reader.feed(_behind(whole, reader.fed))
+            elif not reader.across and (reader.fed.strip() or limits.within):
                 # Without ids nobody knows whether a blank line or the answer's end stopped it. If it was the end, the
                 # next step will be blank.
-                yield reader.feed(BOUNDARY)
-        yield reader.finish()
+                end = reader.feed(BOUNDARY)
+        return end + reader.finish()
 
     async def _render(
         self,
@@ -201,11 +205,11 @@ class Writer:
     ) -> str:
         if self.template is not None:
             return self.template.render(messages, tools, template_arguments)
-        assert self.side is not None
-        return await self.side.render(messages, tools, template_arguments)
+        assert self.tokenization is not None
+        return await self.tokenization.render(messages, tools, template_arguments)
 
 
-def failing(error: Exception) -> bool:
+def is_model_failure(error: Exception) -> bool:
     """Whether `error` means that a model cannot be used, rather than that our code is wrong."""
     return isinstance(error, (AgentSpecError, OSError))
 
@@ -222,7 +226,7 @@ def _bare(request: GenerateRequest) -> GenerateRequest:
     return replace(request, tools=(), template_arguments={}, extra=kept)
 
 
-def _said(delta: Delta) -> str:
+def _text_of(delta: Delta) -> str:
     """The text of a delta, also where an endpoint puts what it takes for thinking beside the content."""
     thought = delta.extra.get("reasoning_content") or delta.extra.get("reasoning")
     return (thought if isinstance(thought, str) else "") + delta.text
@@ -230,7 +234,7 @@ def _said(delta: Delta) -> str:
 
 def _arrived(delta: Delta) -> int:
     """Tokens of a delta; of one without ids the piece counts as one until the usage is known."""
-    return len(delta.token_ids) or (1 if _said(delta) else 0)
+    return len(delta.token_ids) or (1 if _text_of(delta) else 0)
 
 
 def _ending_of(reader: StepReader, last: Delta) -> Ending:
@@ -238,7 +242,7 @@ def _ending_of(reader: StepReader, last: Delta) -> Ending:
 
 
 def _behind(whole: str, known: str) -> str:
-    """What `whole` says after `known`. A blank at its beginning may have been lost in decoding."""
+    """What `whole` has after `known`. A blank at its beginning may have been lost in decoding."""
     for begun in (known, known.lstrip(" ")):
         if whole.startswith(begun):
             return whole[len(begun) :]
@@ -247,7 +251,3 @@ def _behind(whole: str, known: str) -> str:
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
-
-
-def _closing(iterator: AsyncIterator[Any]) -> Any:
-    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()

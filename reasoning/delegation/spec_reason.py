@@ -2,76 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-
-from agentspec.reasoning.delegation.events import Event, Proposed, Scored
+from agentspec.errors import ConfigurationError
+from agentspec.reasoning.delegation.events import Proposed, Scored
 from agentspec.reasoning.delegation.judge import Score, score
-from agentspec.reasoning.delegation.model_role import failing
+from agentspec.reasoning.delegation.model_role import ModelRole
 from agentspec.reasoning.delegation.steps import Step
-from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.reasoning.speculative_task import Ahead
+from agentspec.reasoning.speculative_task import SpeculativeTask
 
 
-async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> AsyncGenerator[Event]:
+async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
     """Draft, score, then keep or rewrite, until the thinking is over.
 
     While a step is scored the small model already drafts the one behind it, which is cancelled if the step is
     rejected. Without a judge or a small model the base model writes on alone.
     """
-    async with Ahead[Step]() as ahead:
+    async with SpeculativeTask[Step]() as drafting:
         while thinking.over is None:
-            rejected = None
-            if drafting(thinking, settings):
-                if not ahead:
-                    ahead.begin(thinking.draft(thinking.context("small")))
-                try:
-                    step = await ahead.take()
-                except Exception as error:
-                    if not failing(error):
-                        raise
-                    yield thinking.give_up("small", error)
+            step = await propose(thinking, drafting) if may_draft(thinking, settings) else None
+            if step is not None:
+                if settings.pipelined and not is_final(thinking, step):
+                    drafting.start(draft_behind(thinking, step))
+                if await accepts(thinking, step, settings):
+                    await thinking.keep(step)
                     continue
-                yield Proposed(step)
-                if settings.pipelined and not final(thinking, step):
-                    ahead.begin(next_draft(thinking, step))
-                try:
-                    verdict = await score(thinking, step, settings.score, settings.score_timeout)
-                except Exception as error:
-                    if not failing(error):
-                        raise
-                    verdict = Score(0.0, reason="no judge")
-                    yield thinking.give_up("judge", error)
-                accepted = thinking.has("judge") and verdict.value >= settings.threshold
-                yield Scored(verdict.value, accepted, verdict.seconds, verdict.reason)
-                if accepted:
-                    async with aclosing(thinking.keep(step)) as events:
-                        async for event in events:
-                            yield event
-                    continue
-                await ahead.drop()
-                rejected = step
-            async with aclosing(thinking.write("base", rejected=rejected)) as events:
-                async for event in events:
-                    yield event
+                await drafting.cancel()
+            await thinking.write("base", rejected=step)
 
 
-def drafting(thinking: Thinking, settings: SpecReasonSettings) -> bool:
+async def propose(thinking: Thinking, drafting: SpeculativeTask[Step]) -> Step | None:
+    """The small model's next step; None if the model fails."""
+    step = None
+    async with thinking.degrading("small"):
+        if not drafting:
+            drafting.start(thinking.draft(thinking.context("small")))
+        step = await drafting.result()
+    if step is not None:
+        await thinking.emit(Proposed(step))
+    return step
+
+
+async def accepts(thinking: Thinking, step: Step, settings: SpecReasonSettings) -> bool:
+    """Whether the judge's score of `step` reaches the threshold."""
+    verdict = Score(0.0, reason="no judge")
+    async with thinking.degrading("judge"):
+        verdict = await score(thinking, step, settings.score, settings.score_timeout)
+    accepted = thinking.has("judge") and verdict.value >= settings.threshold
+    await thinking.emit(Scored(verdict.value, accepted, verdict.seconds, verdict.reason))
+    return accepted
+
+
+def may_draft(thinking: Thinking, settings: SpecReasonSettings) -> bool:
     """Whether the small model drafts the next step."""
     begun = len(thinking.steps) >= settings.first_steps
     return begun and thinking.has("small") and thinking.has("judge") and thinking.room("small") > 0
 
 
-def final(thinking: Thinking, step: Step) -> bool:
+def is_final(thinking: Thinking, step: Step) -> bool:
     """Whether nothing will be drafted behind `step`, should it be accepted."""
     marks = thinking.settings.answer_marks
     ends = step.ending in ("closed", "stop") or step.blank or any(mark in step.text for mark in marks)
     return ends or not thinking.room("small", pending=step.tokens)
 
 
-async def next_draft(thinking: Thinking, step: Step) -> Step:
+async def draft_behind(thinking: Thinking, step: Step) -> Step:
     """What the small model writes behind `step`, should it be accepted."""
     context = thinking.context("small").fork()
     await context.extend(step.text, step.token_ids)
-    return await thinking.draft(context, thinking.ration("small", pending=step.tokens))
+    return await thinking.draft(context, thinking.limits("small", pending=step.tokens))
+
+
+def require_logprobs(name: str, settings: SpecReasonSettings, role: str, model: ModelRole) -> None:
+    """Raises `ConfigurationError` for a judge that answers without the log-probabilities its scores are made of."""
+    if role == "judge" and settings.score == "average" and not model.backend.capabilities.logprobs:
+        raise ConfigurationError(
+            f'models.{name}.score = "average" needs log-probabilities, which the judge {model.model!r} does'
+            ' not give: use score = "greedy" or another judge'
+        )
+
+
+ALGORITHM = Algorithm(spec_reason, check_answering=require_logprobs)

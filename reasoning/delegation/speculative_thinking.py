@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 
-from agentspec.reasoning.delegation.events import Event, Proposed, Triggered
-from agentspec.reasoning.delegation.model_role import failing
-from agentspec.reasoning.delegation.prompts import OVERLOAD_TEXT
+from agentspec.reasoning.delegation.events import Proposed, Triggered
 from agentspec.reasoning.delegation.steps import BOUNDARY, Step
-from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 
-WARM_UP = 256  # tokens before the base model's share of them says anything
+WARM_UP = 256  # tokens before the base model's share of them is meaningful
 MORE_DOUBTS, MORE_TOKENS = 5, 25
+OVERLOAD_TEXT = "Let me check whether there are some wrong steps:"
 
 _POSITIVE = re.compile(r"\b(?:yeah|yes|final answer|confident)\b", re.I)
 _NEGATIVE = re.compile(r"\b(?:wait|alternatively|hold on|another|verify)\b", re.I)
@@ -42,7 +39,7 @@ class Overload:
         return min(tokens, self.settings.rescue_most)
 
 
-async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinkingSettings) -> AsyncGenerator[Event]:
+async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinkingSettings) -> None:
     """At every blank line: too many doubts so far, a mood in the next words, a verification begun?
 
     The words that were looked at are kept unless the base model replaces them. Without its small model the base model
@@ -50,88 +47,56 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
     """
     overload = Overload(settings)
     if not settings.small_reasons and settings.begin_tokens:
-        yield Triggered("begin")
-        async with aclosing(hand_over(thinking, settings.begin_tokens)) as events:
-            async for event in events:
-                yield event
-        async with aclosing(finish(thinking)) as events:
-            async for event in events:
-                yield event
+        await thinking.emit(Triggered("begin"))
+        await hand_over(thinking, settings.begin_tokens)
+        await finish(thinking)
     while thinking.over is None:
         if not thinking.has("small"):
-            async with aclosing(thinking.write("base")) as events:
-                async for event in events:
-                    yield event
-            continue
-        if overload.due and may_hand_over(thinking, settings, settings.rescue_tokens):
-            yield Triggered("overload", f"{overload.doubts} doubts")
-            lead = Step(f"{OVERLOAD_TEXT}\n", "base", "length")
-            async with aclosing(thinking.keep(lead)) as events:
-                async for event in events:
-                    yield event
-            async with aclosing(hand_over(thinking, overload.take())) as events:
-                async for event in events:
-                    yield event
-            async with aclosing(finish(thinking)) as events:
-                async for event in events:
-                    yield event
-            continue
-        async with aclosing(paragraph(thinking, settings, overload)) as events:
-            async for event in events:
-                yield event
+            await thinking.write("base")
+        elif overload.due and may_hand_over(thinking, settings, settings.rescue_tokens):
+            await thinking.emit(Triggered("overload", f"{overload.doubts} doubts"))
+            await thinking.keep(Step(f"{OVERLOAD_TEXT}\n", "base", "length"))
+            await hand_over(thinking, overload.take())
+            await finish(thinking)
+        else:
+            await paragraph(thinking, settings, overload)
 
 
-async def paragraph(
-    thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload
-) -> AsyncGenerator[Event]:
-    """One paragraph: the first words by whom the mood of the small model's names, the rest by the small model."""
-    try:
-        peek = await thinking.draft(thinking.context("small"), thinking.ration("small", settings.peek_tokens))
-    except Exception as error:
-        if not failing(error):
-            raise
-        yield thinking.give_up("small", error)
+async def paragraph(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload) -> None:
+    """One paragraph: its first words by the model that the mood of the small model's calls for, the rest by the small
+    model.
+    """
+    peek = None
+    async with thinking.degrading("small"):
+        peek = await thinking.draft(thinking.context("small"), thinking.limits("small", settings.peek_tokens))
+    if peek is None:
         return
-    yield Proposed(peek)
+    await thinking.emit(Proposed(peek))
     mood = classify(peek.text)
     overload.doubts += mood < 0
     fires = mood != 0 or not settings.small_reasons or peek.blank
     if fires and may_hand_over(thinking, settings, settings.peek_tokens):
-        yield Triggered("reflection", {1: "affirmation", -1: "doubt"}.get(mood, "paragraph"))
-        first = thinking.write("base", thinking.ration("base", settings.peek_tokens), rejected=peek)
+        await thinking.emit(Triggered("reflection", {1: "affirmation", -1: "doubt"}.get(mood, "paragraph")))
+        await thinking.write("base", thinking.limits("base", settings.peek_tokens), rejected=peek)
     else:
-        first = thinking.keep(peek)
-    async with aclosing(first) as events:
-        async for event in events:
-            yield event
+        await thinking.keep(peek)
     verifies = _VERIFY.search(thinking.steps[-1].text) is not None
     if thinking.over is None and verifies and may_hand_over(thinking, settings, settings.verify_tokens):
-        yield Triggered("verification")
-        async with aclosing(hand_over(thinking, settings.verify_tokens)) as events:
-            async for event in events:
-                yield event
-    async with aclosing(finish(thinking)) as events:
-        async for event in events:
-            yield event
+        await thinking.emit(Triggered("verification"))
+        await hand_over(thinking, settings.verify_tokens)
+    await finish(thinking)
 
 
-async def finish(thinking: Thinking) -> AsyncGenerator[Event]:
-    """The small model writes to the paragraph's end, unless that is here. What it said before it failed stays."""
-    if thinking.over is not None or thinking.steps[-1].text.endswith(BOUNDARY) or not thinking.has("small"):
-        return
-    try:
-        async with aclosing(thinking.write("small")) as events:
-            async for event in events:
-                yield event
-    except Exception as error:
-        if not failing(error):
-            raise
-        yield thinking.give_up("small", error)
+async def finish(thinking: Thinking) -> None:
+    """The small model writes to the paragraph's end, unless that is here. What it wrote before it failed stays."""
+    if thinking.over is None and thinking.has("small") and not thinking.steps[-1].text.endswith(BOUNDARY):
+        async with thinking.degrading("small"):
+            await thinking.write("small")
 
 
-def hand_over(thinking: Thinking, tokens: int) -> AsyncGenerator[Event]:
+async def hand_over(thinking: Thinking, tokens: int) -> None:
     """The base model writes `tokens` tokens, over blank lines too."""
-    return thinking.write("base", thinking.ration("base", tokens, across=True))
+    await thinking.write("base", thinking.limits("base", tokens, across=True))
 
 
 def may_hand_over(thinking: Thinking, settings: SpeculativeThinkingSettings, tokens: int) -> bool:
@@ -144,3 +109,6 @@ def classify(text: str) -> int:
     """1 for words that affirm, -1 for words that doubt or for as many of both, 0 for neither."""
     positive, negative = len(_POSITIVE.findall(text)), len(_NEGATIVE.findall(text))
     return (positive > negative) - (negative >= positive > 0 or negative > positive)
+
+
+ALGORITHM = Algorithm(speculative_thinking)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from agentspec.text.stop_strings import partial_end
+
 BOUNDARY = "\n\n"
 Author = Literal["small", "base"]
 Ending = Literal["boundary", "length", "closed", "stop"]
-"""A blank line, the token limit, the mark that closes the thinking, or a model that has nothing more to say."""
+"""A blank line, the token limit, the mark that closes the thinking, or a model that stops by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A finished step. `text` ends with the blank line if one ended it, and never holds the closing mark.
 
-    `token_ids` are the author's own and spell exactly `text`; empty where its backend tells none. `tokens` counts what
+    `token_ids` are the author's own and spell exactly `text`; empty where its backend gives none. `tokens` counts what
     was generated for it, `seconds` how long that took.
     """
 
@@ -35,7 +37,7 @@ class Step:
 class StepReader:
     """Passes text on up to the end of the step, holding back what may be the beginning of its end.
 
-    `ended` says what the text itself showed: "boundary" or "closed"; None while it showed neither. The result does not
+    `ended`: what the text itself showed, "boundary" or "closed"; None while it showed neither. The result does not
     depend on how the text was cut into pieces. With `across`, a blank line does not end the step.
     """
 
@@ -59,7 +61,7 @@ class StepReader:
             end = at + len(mark)
             self.rest, self._held = window[end:], ""
             return self._pass(window[: end if mark == BOUNDARY else at])
-        keep = max((_overlap(window, mark) for mark in self.marks), default=0)
+        keep = max((partial_end(window, mark) for mark in self.marks), default=0)
         self._held = window[len(window) - keep :]
         return self._pass(window[: len(window) - keep])
 
@@ -69,7 +71,7 @@ class StepReader:
         return self._pass(held)
 
     @property
-    def heard(self) -> str:
+    def fed(self) -> str:
         """All the text that was fed before the step ended."""
         return self.text + self._held
 
@@ -82,9 +84,3 @@ class StepReader:
     def _pass(self, text: str) -> str:
         self.text += text
         return text
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest proper beginning of `mark` that `text` ends with."""
-    longest = min(len(mark) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

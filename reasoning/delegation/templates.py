@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ CHATML = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
+
+# Marks that chat templates set around turns: text of one model must not open a turn in another model's prompt.
+_TURN_MARKS = re.compile(r"<(?=[|\uff5c]|(?:start|end)_of_turn|bos>|eos>|/?s>)|\[(?=/?INST\])")
 
 
 class Template:
@@ -64,6 +68,11 @@ class Template:
             return self._template.render(given)
         except (self._errors, TypeError, ValueError) as error:
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def escape_markers(text: str) -> str:
+    """`text` without anything that a tokenizer would read as the mark of a turn."""
+    return _TURN_MARKS.sub(lambda mark: mark.group() + " ", text)
 
 
 def _read(name: str) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.reasoning.delegation.context import Context
-from agentspec.reasoning.delegation.events import Accepted, Event, Failed, Rewritten, Said
-from agentspec.reasoning.delegation.model_role import Pen, Spend, Writer, failing
+from agentspec.reasoning.delegation.events import Accepted, Event, Failed, Rewritten, ThinkingText
+from agentspec.reasoning.delegation.model_role import ModelRole, Spend, StepLimits, is_model_failure
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
+from agentspec.reasoning.event_sink import EventSink
 from agentspec.reasoning.settings import DelegationSettings
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -38,24 +39,28 @@ class Counts:
 
 
 class Thinking:
-    """What a strategy reads and changes. `over` says why the thinking has ended; None while it goes on.
+    """The state that a strategy reads and changes. `over`: why the thinking has ended; None while it goes on.
 
-    Models of the roles small and judge may fail: they are given up, in `failed`, and the base model goes on alone.
-    What the base model raises ends the answer.
+    Models of the roles small and judge may fail: then they stand in `failed`, and the base model goes on alone.
+    What the base model raises ends the answer. Decisions are emitted as `events`.
     """
 
-    def __init__(self, request: GenerateRequest, settings: DelegationSettings, writers: dict[str, Writer]) -> None:
+    def __init__(self, request: GenerateRequest, settings: DelegationSettings, roles: dict[str, ModelRole]) -> None:
         self.request = request
         self.settings = settings
-        self.writers = writers
+        self.roles = roles
+        self.events = EventSink[Event]()
         self.steps: list[Step] = []
         self.counts = Counts()
         self.failed: dict[str, str] = {}
         self.over: str | None = None
-        self.pen = Pen(_sampling(request, settings), settings.think_end, settings.call_timeout)
+        self.step_limits = StepLimits(_sampling(request, settings), settings.think_end, settings.call_timeout)
         self._contexts: dict[str, Context] = {}
 
-    async def open(self) -> list[Failed]:
+    async def emit(self, event: Event) -> None:
+        await self.events.emit(event)
+
+    async def open(self) -> None:
         """Show every model the problem. Raises what the base model raises."""
         asked = self.request
         thought = GenerateRequest(  # of the request only what concerns the thinking too: the rest is the answer's
@@ -71,36 +76,36 @@ class Thinking:
             split_reasoning=False,
             extra=_thinking_fields(asked),
         )
-        lost = []
-        for role, writer in self.writers.items():
-            if role != "base" and writer is self.writers["base"]:
-                continue
-            try:
-                self._contexts[role] = await writer.open(thought, self.settings.think_start)
-            except Exception as error:
-                if role == "base" or not failing(error):
-                    raise
-                lost.append(self.give_up(role, error))
-        return lost
+        for role, model in self.roles.items():
+            if role == "base" or model is not self.roles["base"]:
+                async with self.degrading(role):
+                    self._contexts[role] = await model.open(thought, self.settings.think_start)
 
     @property
     def text(self) -> str:
         return "".join(step.text for step in self.steps)
 
     def has(self, role: str) -> bool:
-        return role in self.writers and role not in self.failed
+        return role in self.roles and role not in self.failed
 
     def context(self, role: str) -> Context:
         """What the model in `role` was shown; a judge that is the base model shares its context."""
         return self._contexts[role] if role in self._contexts else self._contexts["base"]
 
-    def writer(self, role: str) -> Writer:
-        return self.writers[role]
+    @asynccontextmanager
+    async def degrading(self, role: str) -> AsyncGenerator[None]:
+        """Go on without the model in `role` if it fails in this block. What the base model raises passes through."""
+        try:
+            yield
+        except Exception as error:
+            if role == "base" or not is_model_failure(error):
+                raise
+            await self.degrade(role, error)
 
-    def give_up(self, role: str, error: Exception) -> Failed:
+    async def degrade(self, role: str, error: Exception) -> None:
         """Go on without the model in `role`."""
         self.failed[role] = str(error)
-        return Failed(role, str(error))
+        await self.emit(Failed(role, str(error)))
 
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.
@@ -113,57 +118,47 @@ class Thinking:
         if asked is not None:
             limits.append(asked - self.counts.all_kept - pending)
         if (left := self.context(role).room) is not None:
-            limits.append(left - pending - (self.writers[role].backend.capabilities.context_length or 0) // RESERVED)
+            limits.append(left - pending - (self.roles[role].backend.capabilities.context_length or 0) // RESERVED)
         return max(0, min(limits))
 
-    def ration(self, role: str, tokens: int | None = None, *, across: bool = False, pending: int = 0) -> Pen:
-        """The pen for the next step of `role`: its room, or `tokens` of it."""
+    def limits(self, role: str, tokens: int | None = None, *, across: bool = False, pending: int = 0) -> StepLimits:
+        """Those of the next step of `role`: its room, or `tokens` of it."""
         room = self.room(role, pending)
         limit = max(1, room if tokens is None else min(tokens, room))
-        return self.pen.limited(limit, across=across, within=not pending and self._within())
+        return self.step_limits.limited(limit, across=across, within=not pending and self._inside_paragraph())
 
-    async def draft(self, context: Context, pen: Pen | None = None, role: Author = "small") -> Step:
+    async def draft(self, context: Context, limits: StepLimits | None = None, role: Author = "small") -> Step:
         """A step of `role` from `context`, undecided. Raises what its backend raises."""
-        pen = pen or self.ration(role)
-        async with aclosing(self.writers[role].write(context, role, pen, self._spend(role))) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, Step):
-                    return piece
-        raise AssertionError("a writer ends with its step")
+        return await self.roles[role].write(context, role, limits or self.limits(role), self._spend(role))
 
-    async def write(
-        self, author: Author, pen: Pen | None = None, *, rejected: Step | None = None
-    ) -> AsyncGenerator[Event]:
+    async def write(self, author: Author, limits: StepLimits | None = None, *, rejected: Step | None = None) -> None:
         """Let `author` write on, its words final as they come. Raises what its backend raises."""
-        pen = pen or self.ration(author)
-        writing = self.writers[author].write(self.context(author), author, pen, self._spend(author))
-        async with aclosing(writing) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, Step):
-                    async for event in self.keep(piece, said=True, rejected=rejected):
-                        yield event
-                elif piece:
-                    yield Said(author, piece)
 
-    async def keep(self, step: Step, *, said: bool = False, rejected: Step | None = None) -> AsyncGenerator[Event]:
-        """Make `step` part of the thinking, and tell every model. `said` if its text went out already."""
+        async def on_text(text: str) -> None:
+            await self.emit(ThinkingText(author, text))
+
+        limits = limits or self.limits(author)
+        step = await self.roles[author].write(self.context(author), author, limits, self._spend(author), on_text)
+        await self._keep(step, rejected)
+
+    async def keep(self, step: Step, *, rejected: Step | None = None) -> None:
+        """Make `step` part of the thinking, and of every model's context."""
+        await self._keep(step, rejected, text=step.text)
+
+    async def _keep(self, step: Step, rejected: Step | None, text: str = "") -> None:
+        """`text` is what of the step has yet to be emitted."""
         for role, context in list(self._contexts.items()):
-            if role in self.failed:
-                continue
-            try:
-                await context.extend(step.text, step.token_ids if role == step.author else ())
-            except Exception as error:
-                if role == "base" or not failing(error):
-                    raise
-                yield self.give_up(role, error)
+            if role not in self.failed:
+                async with self.degrading(role):
+                    await context.extend(step.text, step.token_ids if role == step.author else ())
         self.steps.append(step)
         self.counts.kept[step.author] += step.tokens
         self.over = self.over or self._reason()
-        if step.text and not said:
-            yield Said(step.author, step.text)
-        yield Rewritten(step, rejected) if rejected is not None else Accepted(step)
+        if text:
+            await self.emit(ThinkingText(step.author, text))
+        await self.emit(Rewritten(step, rejected) if rejected is not None else Accepted(step))
 
-    def _within(self, back: int = 0) -> bool:
+    def _inside_paragraph(self, back: int = 0) -> bool:
         """Whether the thinking, but for its last `back` steps, stands in the middle of a paragraph."""
         before = self.steps[: len(self.steps) - back]
         return bool(before) and not before[-1].text.endswith(BOUNDARY)
@@ -176,7 +171,7 @@ class Thinking:
         last = self.steps[-1]
         if last.ending == "closed":
             return "closed"
-        if last.ending == "stop" or (last.blank and last.ending == "boundary" and not self._within(1)):
+        if last.ending == "stop" or (last.blank and last.ending == "boundary" and not self._inside_paragraph(1)):
             return "silent"
         if any(mark in last.text for mark in self.settings.answer_marks):
             return "answered"
@@ -185,7 +180,26 @@ class Thinking:
         return None if self.room("base") else "budget"
 
 
-# What says how an answer ends or looks, and nothing about its thinking.
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A strategy that delegates: `run` thinks, by its own settings.
+
+    `check_configured` and `check_answering` get the model's name, its settings, a role and who has it, before that
+    model is asked for anything and once it has answered. They raise `ConfigurationError`.
+    """
+
+    run: Callable[[Thinking, Any], Coroutine[Any, Any, None]]
+    check_configured: Callable[[str, Any, str, ModelRole], None] = lambda name, settings, role, model: None
+    check_answering: Callable[[str, Any, str, ModelRole], None] = lambda name, settings, role, model: None
+
+
+async def base_only(thinking: Thinking) -> None:
+    """Step after step of the base model: what strategies are compared with."""
+    while thinking.over is None:
+        await thinking.write("base")
+
+
+# What concerns how an answer ends or looks, and not its thinking.
 _OF_ANSWERS = (
     *("stop", "stop_token_ids", "logprobs", "top_logprobs", "max_tokens", "min_tokens", "ignore_eos"),
     *("structured_outputs", "prompt_logprobs"),

@@ -14,13 +14,13 @@ FADING = 0.9  # what is left of older figures with each answer
 
 
 @dataclass(slots=True)
-class Watch:
-    """Runs while work is waited for, and stands still while what came of it is passed on."""
+class Stopwatch:
+    """Runs while work is awaited, and stands still while its results are passed on."""
 
     seconds: float = 0.0
 
-    async def within(self, limit: float, work: Awaitable[T]) -> T:
-        """What `work` gives. Raises `TimeoutError` once the watch has run for `limit` seconds in all."""
+    async def limited(self, limit: float, work: Awaitable[T]) -> T:
+        """What `work` gives. Raises `TimeoutError` once this has run for `limit` seconds in all."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(limit - self.seconds):
@@ -28,8 +28,8 @@ class Watch:
         finally:
             self.seconds += time.perf_counter() - began
 
-    async def over(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """The items, each waited for with the watch running."""
+    async def timed(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """The items, each awaited with the stopwatch running."""
         async with aclosing(items):
             while True:
                 began = time.perf_counter()
@@ -43,18 +43,18 @@ class Watch:
 
 
 @dataclass(slots=True)
-class BasePace:
+class BaseThroughput:
     """How fast the base model writes, from its own steps and answers; newer ones count more."""
 
     tokens: float = 0.0
     seconds: float = 0.0
 
-    def wrote(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, seconds: float) -> None:
         """What it wrote of one answer."""
         if tokens:
             self.tokens = FADING * self.tokens + tokens
             self.seconds = FADING * self.seconds + seconds
 
-    def saved(self, tokens: int, seconds: float) -> float:
-        """The seconds that `tokens` would have taken it beyond `seconds`; 0 as long as it was never heard."""
+    def seconds_saved(self, tokens: int, seconds: float) -> float:
+        """The seconds that `tokens` would have taken it beyond `seconds`; 0 before it wrote anything."""
         return tokens * self.seconds / self.tokens - seconds if self.tokens else 0.0

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.reasoning.delegation.events import Event, Said
-from agentspec.reasoning.delegation.trace_settings import TraceSettings
-from agentspec.reasoning.settings import StrategySettings
+from agentspec.reasoning.delegation.events import Event, ThinkingText
+from agentspec.reasoning.settings import StrategySettings, TraceSettings
 from agentspec.types import GenerateRequest
 
 SUFFIX = ".jsonl"
@@ -95,12 +94,12 @@ class Tracer:
         return self.folder is not None
 
     def add(self, event: Event) -> None:
-        if self.folder is None or isinstance(event, Said):
+        if self.folder is None or isinstance(event, ThinkingText):
             return
         seconds = round(time.perf_counter() - self._began, 6)
         self._records.append({"event": type(event).__name__.lower(), "at": seconds, **_plain(event)})
 
-    def say(self, text: str) -> None:
+    def add_answer(self, text: str) -> None:
         if self.folder is not None:
             self._answer.append(text)
 
@@ -109,15 +108,15 @@ class Tracer:
         if self.folder is None or self._closed:
             return
         self._closed = True
-        self.folder.write(self.id, list(self._whole()))
+        self.folder.write(self.id, list(self._all_records()))
 
-    def _whole(self) -> Iterator[dict[str, Any]]:
+    def _all_records(self) -> Iterator[dict[str, Any]]:
         yield {
             "event": "head",
             "trace": self.id,
             "model": self.model,
-            "strategy": getattr(self.settings, "strategy", ""),
-            "knobs": self.settings.knobs,
+            "strategy": self.settings.strategy,
+            "knobs": self.settings.answer_settings,
             "messages": [dict(message) for message in self.request.messages or ()],
         }
         yield from self._records

@@ -8,14 +8,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentspec.backends.base import Backend, Capabilities, text_side
+from agentspec.backends.base import Backend, Capabilities, tokenization_of
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.events import Ended, Event, Said
+from agentspec.reasoning.retrieval.events import AnswerEnded, Event, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
-from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.settings import RaLMSpecSettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, answers
 from agentspec.speculation.stride import RequestStride
 from agentspec.types import Delta, GenerateRequest, RetrievalSpeculation, Usage
 
@@ -23,7 +24,7 @@ MOST_TENANTS = 64  # that have a cache of their own, where caches outlive a requ
 
 
 @dataclass(slots=True)
-class RetrievalBackend:
+class RetrievalBackend(Strategy):
     """A model that reads a document of `knowledge` every few tokens. Its answers carry a `RetrievalSpeculation`.
 
     Without `speculation` a request is answered by sequential retrieval, with the same words. The model and the
@@ -36,26 +37,37 @@ class RetrievalBackend:
     model: str
     knowledge: KnowledgeBase
     pace: RequestStride = field(default_factory=RequestStride)
-    _caches: OrderedDict[str, DocumentCache] = field(default_factory=OrderedDict)
+    _caches: OrderedDict[str, RetrievedDocuments] = field(default_factory=OrderedDict)
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(token_ids=True, logprobs=self.base.capabilities.logprobs, speculation=True)
 
-    async def aclose(self) -> None:
-        """The model and the knowledge base are closed by who opened them."""
+    @classmethod
+    def open(cls, name: str, settings: RaLMSpecSettings, dependencies: Dependencies) -> RetrievalBackend:
+        base = dependencies.find(settings.base)
+        return cls(name, settings, base.backend, base.model, dependencies.find_knowledge(settings.knowledge))
 
-    def response_headers(self, request: GenerateRequest) -> dict[str, str]:
-        """The strategy and its knobs."""
-        return self.settings.headers(request.speculation)
+    @property
+    def roles(self) -> dict[str, ModelRef]:
+        return {"base": ModelRef(self.base, self.model)}
 
-    def check(self) -> None:
-        """Raises `ConfigurationError` for a model whose prompts cannot be token ids."""
-        if text_side(self.base) is None:
+    def describe(self, role: str) -> str:
+        return f"base = {self.settings.base} (token ids)"
+
+    async def prepare(self) -> list[str]:
+        """The knowledge base is not asked: one that is down now may be up for the first request.
+
+        Raises `ConfigurationError` for a model whose prompts cannot be token ids.
+        """
+        if not await answers(self.base):
+            return ["base"]
+        if tokenization_of(self.base) is None:
             raise ConfigurationError(
                 f"models.{self.name}.base: the model {self.model!r} takes no token ids, which retrieval needs:"
                 " name a local model, or a vLLM server's"
             )
+        return []
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Verified text round by round; closing the iterator cancels the model's work and the searches.
@@ -63,50 +75,50 @@ class RetrievalBackend:
         Raises `KnowledgeBaseError` where the knowledge base fails, `InvalidRequestError` for what a model with
         retrieval cannot honour, and what the base model raises.
         """
-        account, tokens = Account(), 0
-        async with aclosing(self._events(request, account)) as events:
+        stats, tokens = SearchStats(), 0
+        async with aclosing(self._events(request, stats)) as events:
             async for event in events:
-                if isinstance(event, Said):
+                if isinstance(event, VerifiedText):
                     tokens += len(event.token_ids)
                     yield Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
-                elif isinstance(event, Ended):
+                elif isinstance(event, AnswerEnded):
                     usage = Usage(prompt_tokens=event.prompt_tokens, completion_tokens=tokens)
-                    yield Delta(finish_reason=event.finish, usage=usage, speculation=self._sum(account))
+                    yield Delta(finish_reason=event.finish, usage=usage, speculation=self._summary(stats))
 
-    def _events(self, request: GenerateRequest, account: Account) -> AsyncGenerator[Event]:
+    def _events(self, request: GenerateRequest, stats: SearchStats) -> AsyncGenerator[Event]:
         given: dict[str, Any] = {
             "backend": self.base,
             "knowledge": self.knowledge,
             "settings": self.settings,
-            "account": account,
+            "stats": stats,
         }
         asked = replace(request, model=self.model)
         if not request.speculation:
             return sequential(asked, **given)
         return ralmspec(asked, **given, pace=self.pace, cache=self._cache(request.tenant))
 
-    def _cache(self, tenant: str) -> DocumentCache | None:
+    def _cache(self, tenant: str) -> RetrievedDocuments | None:
         """The tenant's own, where documents may outlive a request; None for a fresh one."""
         if self.settings.cache == "request":
             return None
-        cache = self._caches.setdefault(tenant, DocumentCache(self.settings.cache_bytes))
+        cache = self._caches.setdefault(tenant, RetrievedDocuments(self.settings.cache_bytes))
         self._caches.move_to_end(tenant)
         if len(self._caches) > MOST_TENANTS:
             self._caches.popitem(last=False)
         return cache
 
-    def _sum(self, account: Account) -> RetrievalSpeculation:
+    def _summary(self, stats: SearchStats) -> RetrievalSpeculation:
         return RetrievalSpeculation(
-            drafted=account.guessed_tokens + account.dropped_tokens,
-            accepted=account.guessed_tokens,
-            steps=account.rounds,
+            drafted=stats.guessed_tokens + stats.dropped_tokens,
+            accepted=stats.guessed_tokens,
+            steps=stats.rounds,
             strategy=self.settings.strategy,
-            knobs=self.settings.knobs,
+            knobs=self.settings.answer_settings,
             knowledge=self.settings.knowledge,
-            queries=account.queries,
-            batches=account.batches,
-            hit_rate=account.hit_rate,
-            strides=tuple(account.strides),
-            redone=account.redone,
-            seconds=account.seconds,
+            queries=stats.queries,
+            batches=stats.batches,
+            hit_rate=stats.hit_rate,
+            strides=tuple(stats.strides),
+            redone=stats.redone,
+            seconds=stats.seconds,
         )

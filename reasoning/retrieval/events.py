@@ -47,7 +47,7 @@ class RolledBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class VerifiedText:
     """Verified text and the tokens of a verified round; what may yet become a stop string is held back."""
 
     text: str
@@ -57,11 +57,11 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AnswerEnded:
     """The answer is whole. `prompt_tokens` are the question's, without documents."""
 
     finish: FinishReason
     prompt_tokens: int = 0
 
 
-Event = Retrieved | Speculated | Verified | RolledBack | Said | Ended
+Event = Retrieved | Speculated | Verified | RolledBack | VerifiedText | AnswerEnded

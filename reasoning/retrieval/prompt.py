@@ -6,25 +6,25 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentspec.backends.base import TextSide
+from agentspec.backends.base import Tokenization
 from agentspec.backends.template_messages import plain
 from agentspec.errors import ContextLengthError
-from agentspec.reasoning.delegation.prompts import defused
+from agentspec.reasoning.delegation.templates import escape_markers
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.types import GenerateRequest, Message
 
-BEHIND = "\n\n"  # between the document and what it is read for
+SEPARATOR = "\n\n"  # between the document and what it is read for
 
 
 @dataclass(slots=True)
-class Prompt:
+class DocumentPrompt:
     """The question's tokens around the place of the document; `asked` are those that the first query is made of.
 
     `length` is that of the model's context: where it does not hold everything, the document is cut and the question
     is not.
     """
 
-    side: TextSide
+    tokenization: Tokenization
     head: tuple[int, ...]
     tail: tuple[int, ...]
     asked: tuple[int, ...]
@@ -34,15 +34,17 @@ class Prompt:
     _read: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    async def of(cls, request: GenerateRequest, side: TextSide, document_tokens: int, length: int | None) -> Prompt:
+    async def of(
+        cls, request: GenerateRequest, tokenization: Tokenization, document_tokens: int, length: int | None
+    ) -> DocumentPrompt:
         """Raises `InvalidRequestError` for messages that are not text or that the template refuses."""
-        gap = tuple(await side.tokenize(BEHIND))
+        gap = tuple(await tokenization.tokenize(SEPARATOR))
         if request.messages is not None:
-            head, tail, asked = await _of_messages(request.messages, side)
+            head, tail, asked = await _of_messages(request.messages, tokenization)
         else:
-            head, tail = await _of_text(request, side)
+            head, tail = await _of_text(request, tokenization)
             asked = tail
-        return cls(side, head, tail, asked, document_tokens, length, gap)
+        return cls(tokenization, head, tail, asked, document_tokens, length, gap)
 
     @property
     def tokens(self) -> int:
@@ -71,7 +73,8 @@ class Prompt:
             return ()
         written = f"{document.title}\n{document.text}" if document.title else document.text
         if written not in self._read:
-            self._read[written] = tuple(await self.side.tokenize(defused(written)))[: self.document_tokens]
+            tokens = await self.tokenization.tokenize(escape_markers(written))
+            self._read[written] = tuple(tokens)[: self.document_tokens]
         room = self.room(taken)
         fits = self.document_tokens if room is None else max(0, room - len(self._gap))
         kept = self._read[written][:fits]
@@ -79,7 +82,7 @@ class Prompt:
 
 
 async def _of_messages(
-    messages: Sequence[Message], side: TextSide
+    messages: Sequence[Message], tokenization: Tokenization
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """The rendered messages around the beginning of the last user message's text, and that text."""
     users = [at for at, message in enumerate(messages) if message.get("role") == "user"]
@@ -87,14 +90,18 @@ async def _of_messages(
     mark = f"document-{secrets.token_hex(8)}"
     asked = str(plain(messages[place]).get("content", ""))
     marked = [{**message, "content": mark + asked} if at == place else message for at, message in enumerate(messages)]
-    head, _, tail = (await side.render(marked)).partition(mark)
-    return tuple(await side.tokenize(head)), tuple(await side.tokenize(tail)), tuple(await side.tokenize(asked))
+    head, _, tail = (await tokenization.render(marked)).partition(mark)
+    return (
+        tuple(await tokenization.tokenize(head)),
+        tuple(await tokenization.tokenize(tail)),
+        tuple(await tokenization.tokenize(asked)),
+    )
 
 
-async def _of_text(request: GenerateRequest, side: TextSide) -> tuple[tuple[int, ...], tuple[int, ...]]:
+async def _of_text(request: GenerateRequest, tokenization: Tokenization) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What a model wants at a prompt's beginning stays there; the document comes behind it."""
-    begin = tuple(await side.tokenize("", begins=True))
-    ids = tuple(request.token_ids or ()) if request.text is None else tuple(await side.tokenize(request.text))
+    begin = tuple(await tokenization.tokenize("", begins=True))
+    ids = tuple(request.token_ids or ()) if request.text is None else tuple(await tokenization.tokenize(request.text))
     if request.text is None and begin and ids[: len(begin)] != begin:
         return (), ids
     return begin, ids[len(begin) :] if request.text is None else ids

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any
 
-from agentspec.backends.base import Backend, TextSide, text_side
+from agentspec.backends.base import Backend, Tokenization, closing_items, tokenization_of
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
-from agentspec.reasoning.retrieval.prompt import Prompt
+from agentspec.reasoning.retrieval.partial_answer import PartialAnswer, RoundOutput
+from agentspec.reasoning.retrieval.prompt import DocumentPrompt
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
-from agentspec.reasoning.retrieval.transcript import REPLACEMENT, Piece, Transcript
+from agentspec.text.detokenizer import REPLACEMENT
 from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, SamplingParams, TokenLogprob
 
 # What holds for an answer as a whole, of which a round knows only its own tokens.
@@ -24,61 +24,61 @@ _DEFAULTS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class RoundGenerator:
     """Generates rounds, each a function of the answer so far and of the document alone: whoever asks again gets the
     same tokens, as far as the backend's depend on its prompt, its sampling and its seed alone."""
 
     backend: Backend
-    side: TextSide
+    tokenization: Tokenization
     request: GenerateRequest
     settings: RetrievalSettings
-    prompt: Prompt
+    prompt: DocumentPrompt
     limit: int
     seed: int | None
 
     @classmethod
-    async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> Speaker:
+    async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> RoundGenerator:
         """Raises `InvalidRequestError` for what rounds cannot honour, `ContextLengthError` for a question that is too
         long by itself, and `ConfigurationError` for a backend that takes no token ids."""
-        side = text_side(backend)
-        if side is None:
+        tokenization = tokenization_of(backend)
+        if tokenization is None:
             raise ConfigurationError(
                 f"retrieval needs a model whose prompts can be token ids, which {request.model!r} does not take:"
                 " a local model, or vLLM"
             )
         _check(request)
         length = backend.capabilities.context_length
-        prompt = await Prompt.of(request, side, settings.document_tokens, length)
+        prompt = await DocumentPrompt.of(request, tokenization, settings.document_tokens, length)
         wanted, room = request.sampling.max_tokens, prompt.room()
         prompt.require(1 if wanted is None else wanted)
         limit = wanted or min(settings.max_tokens, settings.max_tokens if room is None else room)
-        return cls(backend, side, request, settings, prompt, limit, _seed(request.sampling))
+        return cls(backend, tokenization, request, settings, prompt, limit, _seed(request.sampling))
 
     @property
     def stops(self) -> tuple[str, ...]:
         return self.request.sampling.stop
 
-    async def begin(self) -> Transcript:
-        return await Transcript.behind(self.prompt.tail, self.side)
+    async def begin(self) -> PartialAnswer:
+        return await PartialAnswer.behind(self.prompt.tail, self.tokenization)
 
-    async def query(self, said: Transcript) -> str:
+    async def query(self, answer: PartialAnswer) -> str:
         """The text of the last tokens of question and answer. Half a character at its edges is left out."""
-        tokens = (*self.prompt.asked, *said.token_ids)[-self.settings.query_tokens :]
-        return (await self.side.detokenize(tokens)).strip(REPLACEMENT)
+        tokens = (*self.prompt.asked, *answer.token_ids)[-self.settings.query_tokens :]
+        return (await self.tokenization.detokenize(tokens)).strip(REPLACEMENT)
 
-    async def speak(self, said: Transcript, document: Document | None) -> Transcript:
+    async def generate(self, answer: PartialAnswer, document: Document | None) -> PartialAnswer:
         """The answer with one more round. Raises what the backend raises; cancelling it cancels the backend's work."""
-        tokens = min(self.settings.round_tokens, self.limit - len(said.token_ids))
+        tokens = min(self.settings.round_tokens, self.limit - len(answer.token_ids))
         request = replace(
             self.request,
             messages=None,
             text=None,
-            token_ids=await self.prompt.with_document(document, said.token_ids, tokens),
-            sampling=self._sampling(len(said.token_ids), tokens),
+            token_ids=await self.prompt.with_document(document, answer.token_ids, tokens),
+            sampling=self._sampling(len(answer.token_ids), tokens),
             labels=self._labels(document),
             split_reasoning=False,
         )
-        return await said.extended(await _generate(self.backend, request), self.side, self.limit, self.stops)
+        return await answer.extended(await _generate(self.backend, request), self.tokenization, self.limit, self.stops)
 
     def _sampling(self, position: int, tokens: int) -> SamplingParams:
         """Every round draws from a seed of its own, for backends whose draws begin anew with each request."""
@@ -93,31 +93,27 @@ class Speaker:
         return replace(labels, session=f"{labels.session}/{document.id}")
 
 
-async def _generate(backend: Backend, request: GenerateRequest) -> Piece:
+async def _generate(backend: Backend, request: GenerateRequest) -> RoundOutput:
     ids: list[int] = []
     logprobs: list[TokenLogprob] = []
     text = ""
     finish: FinishReason = "stop"
     answer = backend.generate(request)
-    async with _closing(answer):
+    async with closing_items(answer):
         async for delta in answer:
             ids += delta.token_ids
             logprobs += delta.logprobs
-            text, finish = text + _said(delta), delta.finish_reason or finish
-    return Piece(tuple(ids), text, finish, tuple(logprobs))
+            text, finish = text + _text_of(delta), delta.finish_reason or finish
+    return RoundOutput(tuple(ids), text, finish, tuple(logprobs))
 
 
-def _said(delta: Delta) -> str:
+def _text_of(delta: Delta) -> str:
     thought = delta.extra.get("reasoning_content")
     return (thought if isinstance(thought, str) else "") + delta.text
 
 
-def _closing(iterator: AsyncIterator[Any]) -> Any:
-    return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()
-
-
 def _seed(sampling: SamplingParams) -> int | None:
-    """The request's seed, or one for this answer: rounds that are spoken again have to draw the same."""
+    """The request's seed, or one for this answer: rounds that are generated again have to draw the same."""
     if sampling.seed is not None or sampling.temperature == 0:
         return sampling.seed
     return secrets.randbits(31)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 
 class RetrievalSettings(BaseModel):
-    """The first four say what the answer is. All others only change how fast it comes."""
+    """The first four determine the answer. All others only change how fast it comes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,6 +25,6 @@ class RetrievalSettings(BaseModel):
     search_timeout: float = Field(default=30.0, gt=0, description="Seconds that one search may take")
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def answer_settings(self) -> dict[str, Any]:
         """What the answer depends on."""
         return {name: getattr(self, name) for name in ("round_tokens", "query_tokens", "document_tokens")}

@@ -7,17 +7,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from agentspec.reasoning.retrieval.events import Event, Retrieved, RolledBack, Said, Speculated, Verified
-from agentspec.reasoning.retrieval.knowledge.base import Document, Found, Query
-from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
-from agentspec.reasoning.retrieval.knowledge.search_client import Library, first, name_of
-from agentspec.reasoning.retrieval.round_generator import Speaker
-from agentspec.reasoning.retrieval.transcript import Transcript
-from agentspec.reasoning.speculative_task import cancel
+from agentspec.reasoning.retrieval.events import Event, Retrieved, RolledBack, Speculated, Verified, VerifiedText
+from agentspec.reasoning.retrieval.knowledge.base import Document, Query, SearchResult
+from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchClient, first, name_of
+from agentspec.reasoning.retrieval.partial_answer import PartialAnswer
+from agentspec.reasoning.retrieval.round_generator import RoundGenerator
+from agentspec.reasoning.speculative_task import cancel_tasks
 from agentspec.speculation.stride import MOST, SEQUENTIAL, StrideGovernor, StridePlan
 
-FLIGHTS = 4  # verifications at once; what is guessed meanwhile goes into the next one
+MAX_SEARCHES = 4  # verifications at once; what is guessed meanwhile goes into the next one
 
 
 @dataclass(slots=True, eq=False)
@@ -27,14 +28,14 @@ class Round:
     `version` is that of the knowledge base which the document was taken from; `beside`: a verification ran meanwhile.
     """
 
-    before: Transcript
+    before: PartialAnswer
     document: Document | None
     query: Query | None
     version: str | None
     changed: bool
     beside: bool
     began: float = field(default_factory=time.perf_counter)
-    after: Transcript | None = None
+    after: PartialAnswer | None = None
     seconds: float = 0.0
     sent: bool = False  # a guess that is being verified, or was
 
@@ -44,111 +45,113 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """The queries of `rounds` on their way; the task gives what was found and the seconds it took."""
+class VerificationBatch:
+    """The queries of `rounds` under way; the task gives what was found and the seconds it took."""
 
     rounds: list[Round]
-    task: asyncio.Task[tuple[Found, float]]
+    task: asyncio.Task[tuple[SearchResult, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class TrueDocument:
     """The document that the knowledge base named for the next round."""
 
     document: Document | None
 
 
-class Course:
+class SpeculationState:
     """The state of `ralmspec`. `answer` is verified; `ahead` are the rounds behind it, the last one perhaps under way.
 
     Leaving the block cancels what is generated and asked.
     """
 
-    def __init__(self, speaker: Speaker, library: Library, cache: DocumentCache, governor: StrideGovernor) -> None:
-        self.speaker, self.library, self.cache, self.governor = speaker, library, cache, governor
-        self.account = library.account
-        self.answer = Transcript()
+    def __init__(
+        self, generator: RoundGenerator, client: SearchClient, cache: RetrievedDocuments, governor: StrideGovernor
+    ) -> None:
+        self.generator, self.client, self.cache, self.governor = generator, client, cache, governor
+        self.stats = client.stats
+        self.answer = PartialAnswer()
         self.plan: StridePlan = SEQUENTIAL
         self.ahead: deque[Round] = deque()
-        self._truth: Truth | None = None
-        self._speaking: asyncio.Task[Transcript] | None = None
-        self._flight: deque[Batch] = deque()
+        self._true_document: TrueDocument | None = None
+        self._generating: asyncio.Task[PartialAnswer] | None = None
+        self._searching: deque[VerificationBatch] = deque()
         self._document: str | None = None
-        self._said = 0
+        self._sent = 0
         self._kept_at = (time.perf_counter(), 0.0)
 
-    async def __aenter__(self) -> Course:
-        self.answer = await self.speaker.begin()
+    async def __aenter__(self) -> SpeculationState:
+        self.answer = await self.generator.begin()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await cancel(*([self._speaking] if self._speaking else []), *(batch.task for batch in self._flight))
+        await cancel_tasks(*self._tasks())
 
     @property
-    def tip(self) -> Transcript:
+    def speculative_end(self) -> PartialAnswer:
         """The answer with everything that was guessed. Not to be asked for while a round is under way."""
         last = self.ahead[-1].after if self.ahead else self.answer
         assert last is not None, "a round is under way"
         return last
 
-    def replan(self) -> None:
+    def choose_stride(self) -> None:
         """Choose how far to guess, wherever a new round may be begun."""
-        if self._speaking is None and self._truth is None and not self.tip.over:
+        if self._generating is None and self._true_document is None and not self.speculative_end.over:
             self.plan = self.governor.choose()
 
     @property
-    def lost(self) -> bool:
+    def must_retrieve(self) -> bool:
         """Whether the next document has to be waited for."""
-        return self._truth is None and not self.ahead and not self.plan.stride
+        return self._true_document is None and not self.ahead and not self.plan.stride
 
     @property
     def may_begin(self) -> bool:
         """Whether a round may be begun, from the true document or from a guess."""
-        if self._speaking is not None or len(self.ahead) >= MOST or self.tip.over:
+        if self._generating is not None or len(self.ahead) >= MOST or self.speculative_end.over:
             return False
-        if self._truth is not None or self.plan.asynchronous:
+        if self._true_document is not None or self.plan.asynchronous:
             return True
-        return not self._flight and len(self._unsent()) < self.plan.stride
+        return not self._searching and len(self._unsent()) < self.plan.stride
 
     async def retrieve(self, count: int = 1) -> Retrieved:
         """Ask for the next document and wait. What the cache would have guessed is noted, at next to no cost."""
-        query = await self.library.query(await self.speaker.query(self.answer))
-        guess = self.cache.best(query, self.library.base.metric)
+        query = await self.client.query(await self.generator.query(self.answer))
+        guess = self.cache.best(query, self.client.base.metric)
         found, seconds = await self._search([query], count)
         self.governor.pace.asked(seconds, alone=True)
-        self.account.asked(1, 0)
-        self.account.retrieve += seconds
-        self._truth = Truth(first(found.hits[0]))
+        self.stats.count_search(1, 0)
+        self.stats.retrieve += seconds
+        self._true_document = TrueDocument(first(found.hits[0]))
         if guess is not None:
-            right = guess.document.id == name_of(self._truth.document) and found.version == self.cache.version
+            right = guess.document.id == name_of(self._true_document.document) and found.version == self.cache.version
             self.governor.verified(int(right), wrong=not right)
-            self.account.judged(int(right), wrong=not right)
+            self.stats.count_guesses(int(right), wrong=not right)
         self.cache.add(found.version, found.hits)
-        return Retrieved(name_of(self._truth.document), seconds)
+        return Retrieved(name_of(self._true_document.document), seconds)
 
     async def begin(self) -> Speculated | None:
         """Begin a round: from the true document if it is known, or else from the cache's best one."""
-        tip, truth, self._truth = self.tip, self._truth, None
+        end, truth, self._true_document = self.speculative_end, self._true_document, None
         query = None
         if truth is None:
-            query = await self.library.query(await self.speaker.query(tip))
-            hit = self.cache.best(query, self.library.base.metric)
-            truth = Truth(None if hit is None else hit.document)
+            query = await self.client.query(await self.generator.query(end))
+            hit = self.cache.best(query, self.client.base.metric)
+            truth = TrueDocument(None if hit is None else hit.document)
         named = name_of(truth.document)
         changed = named != (name_of(self.ahead[-1].document) if self.ahead else self._document)
-        self.ahead.append(Round(tip, truth.document, query, self.cache.version, changed, bool(self._flight)))
-        self._speaking = asyncio.create_task(self.speaker.speak(tip, truth.document))
-        return None if query is None else Speculated(named, len(tip.token_ids))
+        self.ahead.append(Round(end, truth.document, query, self.cache.version, changed, bool(self._searching)))
+        self._generating = asyncio.create_task(self.generator.generate(end, truth.document))
+        return None if query is None else Speculated(named, len(end.token_ids))
 
     def send(self) -> None:
         """Ask for all documents guessed since the last time, in one batch, once there are as many as planned.
 
         Asynchronously that is when the last of their rounds begins, else when it ends.
         """
-        unsent, idle = self._unsent(), self._speaking is None
-        if not unsent or len(self._flight) >= (FLIGHTS if self.plan.asynchronous else 1):
+        unsent, idle = self._unsent(), self._generating is None
+        if not unsent or len(self._searching) >= (MAX_SEARCHES if self.plan.asynchronous else 1):
             return
-        ends = idle and (not self.plan.stride or len(self.ahead) >= MOST or self.tip.over)
+        ends = idle and (not self.plan.stride or len(self.ahead) >= MOST or self.speculative_end.over)
         if ends or (len(unsent) >= self.plan.stride and (idle or self.plan.asynchronous)):
             self._send(unsent)
 
@@ -157,36 +160,35 @@ class Course:
             round.sent = True
         self.ahead[-1].beside = True
         queries = [round.query for round in rounds if round.query is not None]
-        task = asyncio.create_task(self._search(queries, self.speaker.settings.prefetch))
-        self._flight.append(Batch(rounds, task))
-        self.account.asked(len(rounds), len(rounds))
+        task = asyncio.create_task(self._search(queries, self.generator.settings.prefetch))
+        self._searching.append(VerificationBatch(rounds, task))
+        self.stats.count_search(len(rounds), len(rounds))
 
     async def advance(self) -> None:
-        """Wait until a round is spoken or the oldest batch is answered."""
-        waited = [*([self._speaking] if self._speaking else []), *(batch.task for batch in list(self._flight)[:1])]
+        """Wait until a round is generated or the oldest batch is answered."""
         began = time.perf_counter()
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if self._speaking is None:
-            self.account.verify += time.perf_counter() - began
+        await asyncio.wait(self._tasks(searches=1), return_when=asyncio.FIRST_COMPLETED)
+        if self._generating is None:
+            self.stats.verify += time.perf_counter() - began
 
-    async def settle(self) -> list[Event]:
-        """What has come of it: rounds verified or rolled back, and text that is certain."""
+    async def collect(self) -> list[Event]:
+        """Take the results: rounds verified or rolled back, and text that is certain."""
         self._take_round()
         events: list[Event] = []
-        while self._flight and self._flight[0].task.done():
-            events += await self._judge(self._flight.popleft())
+        while self._searching and self._searching[0].task.done():
+            events += await self._compare(self._searching.popleft())
         return [*events, *self._commit()]
 
     def _take_round(self) -> None:
-        """The round that was spoken to its end, if it was. Raises what its backend raised."""
-        if self._speaking is None or not self._speaking.done():
+        """The round that was generated to its end, if it was. Raises what its backend raised."""
+        if self._generating is None or not self._generating.done():
             return
-        task, self._speaking = self._speaking, None
+        task, self._generating = self._generating, None
         round = self.ahead[-1]
         round.after, round.seconds = task.result(), time.perf_counter() - round.began
         self.governor.pace.spoke(round.seconds, changed=round.changed, alone=not round.beside)
 
-    async def _judge(self, batch: Batch) -> list[Event]:
+    async def _compare(self, batch: VerificationBatch) -> list[Event]:
         """Compare guesses with what was found, by id; back to the first wrong one (RaLMSpec, algorithm 1, line 9)."""
         found, seconds = batch.task.result()
         self.governor.pace.asked(seconds, alone=False)
@@ -197,10 +199,10 @@ class Course:
         ]
         right = same.index(False) if False in same else len(same)
         changed = any(round.version != found.version for round in batch.rounds)
-        self.account.redone += changed
+        self.stats.redone += changed
         self.cache.add(found.version, found.hits)
         self.governor.verified(right, wrong=right < len(same))
-        self.account.judged(right, wrong=right < len(same))
+        self.stats.count_guesses(right, wrong=right < len(same))
         for round in batch.rounds[:right]:
             round.query = None
         events: list[Event] = [Verified(len(same), right, seconds, changed)]
@@ -213,16 +215,16 @@ class Course:
         dropped = list(self.ahead)[self.ahead.index(wrong) :]
         for _ in dropped:
             self.ahead.pop()
-        task, self._speaking = self._speaking, None
-        await cancel(*([task] if task else []), *(batch.task for batch in self._flight))
-        self._flight.clear()
+        await cancel_tasks(*self._tasks())
+        self._generating = None
+        self._searching.clear()
         if dropped[-1].after is None:
             dropped[-1].seconds = time.perf_counter() - dropped[-1].began
         tokens = sum(round.tokens for round in dropped)
-        self.account.rolled_back += sum(round.seconds for round in dropped)
-        self.account.dropped_rounds += len(dropped)
-        self.account.dropped_tokens += tokens
-        self._truth = Truth(truth)
+        self.stats.rolled_back += sum(round.seconds for round in dropped)
+        self.stats.dropped_rounds += len(dropped)
+        self.stats.dropped_tokens += tokens
+        self._true_document = TrueDocument(truth)
         return RolledBack(len(wrong.before.token_ids), name_of(truth), len(dropped), tokens)
 
     def _commit(self) -> Iterator[Event]:
@@ -231,26 +233,31 @@ class Course:
             round = self.ahead.popleft()
             assert round.after is not None
             before, self.answer, self._document = round.before, round.after, name_of(round.document)
-            self.account.rounds += 1
-            self.account.generate += round.seconds
-            self.account.guessed_tokens += round.tokens if round.sent else 0
-            self._weigh(round)
-            text = self.answer.certain(self.speaker.stops)
+            self.stats.rounds += 1
+            self.stats.generate += round.seconds
+            self.stats.guessed_tokens += round.tokens if round.sent else 0
+            self._observe_time(round)
+            text = self.answer.certain(self.generator.stops)
             fresh = self.answer.token_ids[len(before.token_ids) :], self.answer.logprobs[len(before.logprobs) :]
-            yield Said(text[self._said :], *fresh, name_of(round.document))
-            self._said = len(text)
+            yield VerifiedText(text[self._sent :], *fresh, name_of(round.document))
+            self._sent = len(text)
 
-    def _weigh(self, round: Round) -> None:
+    def _observe_time(self, round: Round) -> None:
         """Tell the governor what a kept round took in all, queries aside, which are made in any case."""
-        (began, encoded), now = self._kept_at, (time.perf_counter(), self.account.encode)
+        (began, encoded), now = self._kept_at, (time.perf_counter(), self.stats.encode)
         self._kept_at = now
         if self.plan.stride:
             self.governor.pace.kept(round.changed, now[0] - began - (now[1] - encoded))
 
+    def _tasks(self, searches: int = MAX_SEARCHES) -> list[asyncio.Task[Any]]:
+        """What is under way: the round, and the oldest `searches` batches."""
+        tasks: list[asyncio.Task[Any]] = [batch.task for batch in self._searching]
+        return [*([self._generating] if self._generating else []), *tasks[:searches]]
+
     def _unsent(self) -> list[Round]:
         return [round for round in self.ahead if round.query is not None and not round.sent]
 
-    async def _search(self, queries: list[Query], count: int) -> tuple[Found, float]:
+    async def _search(self, queries: list[Query], count: int) -> tuple[SearchResult, float]:
         began = time.perf_counter()
-        found = await self.library.search(queries, count)
+        found = await self.client.search(queries, count)
         return found, time.perf_counter() - began

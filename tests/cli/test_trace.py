@@ -8,8 +8,7 @@ import pytest
 from agentspec.backends.settings import TorchSettings
 from agentspec.cli.trace_page import page
 from agentspec.langchain import ChatAgentSpec
-from agentspec.reasoning.delegation.trace_settings import TraceSettings
-from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.testing import ThinkingModel

@@ -10,7 +10,7 @@ from langchain_tests.integration_tests import RetrieversIntegrationTests
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
 from agentspec.langchain import KnowledgeRetriever, RetrieverKnowledge
 from agentspec.reasoning.retrieval.knowledge import base
-from agentspec.reasoning.retrieval.knowledge.base import Found, KnowledgeBase, Query
+from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.folder import in_memory
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge
 from agentspec.testing import FakeEncoder
@@ -58,7 +58,7 @@ class Counted:
 
     metric = property(lambda self: self.inner.metric)
 
-    async def search(self, queries: list[Query], count: int) -> Found:
+    async def search(self, queries: list[Query], count: int) -> SearchResult:
         self.sizes.append(len(queries))
         if self.error is not None:
             raise self.error

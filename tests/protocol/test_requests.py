@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.requests import AnswerFormat, parse_chat, parse_completion
+from agentspec.protocol.requests import AnswerFormat, parse_chat, parse_completion, with_extra
 from agentspec.protocol.responses import encode
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
@@ -232,28 +233,6 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
     encode(caught.value.body())
 
 
-@pytest.mark.parametrize(
-    ("fields", "form"),
-    [
-        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {}}}},
-            StructuredOutputs(json={}),
-        ),
-        ({"structured_outputs": {"json": {"type": "object"}}}, StructuredOutputs(json={"type": "object"})),
-        ({"structured_outputs": {"regex": "a", "choice": None}}, StructuredOutputs(regex="a")),
-        ({"structured_outputs": {"grammar": "start: x"}}, StructuredOutputs(grammar="start: x")),
-        ({"guided_json": '{"type": "object"}'}, StructuredOutputs(json={"type": "object"})),
-        ({"guided_choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
-        ({"guided_regex": "a+"}, StructuredOutputs(regex="a+")),
-        ({"guided_grammar": "root ::= x"}, StructuredOutputs(grammar="root ::= x")),
-        ({"response_format": {"type": "text"}}, None),
-    ],
-)
-def test_forms_by_every_name(fields: dict[str, Any], form: StructuredOutputs | None) -> None:
-    assert ask(**fields).sampling.structured_outputs == form
-
-
 def test_the_fields_of_vllm() -> None:
     request = ask(
         n=3,
@@ -273,25 +252,28 @@ def test_the_fields_of_vllm() -> None:
     assert request.template_arguments == {"enable_thinking": False} and not request.start_answer
 
 
-def test_tools_and_what_came_of_them() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
-        {"role": "tool", "content": [{"type": "text", "text": "y"}], "tool_call_id": "1", "name": "f"},
-    ]
-    for choice, read in (
-        ("required", "required"),
-        ({"type": "function", "function": {"name": "f"}}, "f"),
-        ("none", "none"),
-    ):
-        request = ask(messages=messages, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)
-        assert request.tools == (TOOL,) and request.tool_choice == read and not request.parallel_tool_calls
-        assert request.messages == [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},
-            {"role": "tool", "content": "y", "tool_call_id": "1", "name": "f"},
-        ]
+@pytest.mark.parametrize(
+    ("choice", "read"), [("required", "required"), ({"function": {"name": "f"}}, "f"), ("none", "none")]
+)
+def test_tools_may_be_called_as_the_choice_allows(choice: Any, read: str) -> None:
+    request = ask(tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)
+    assert request.tools == (TOOL,) and request.tool_choice == read and not request.parallel_tool_calls
+
+
+def test_the_local_engine_acts_on_the_extra_fields_of_a_client_in_this_process() -> None:
+    request = GenerateRequest("m", messages=[{"role": "user", "content": "x"}], priority=4)
+    extra = {"n": 2, "tools": [TOOL], "guided_regex": "a", "return_token_ids": True, "user": "u", "top_k": None}
+    changed = with_extra(replace(request, extra=extra))
+    assert changed == replace(
+        request,
+        sampling=SamplingParams(n=2, structured_outputs=StructuredOutputs(regex="a")),
+        tools=(TOOL,),
+        return_prompt=True,
+    )
+    assert with_extra(request) is request
+    for refused in ({"top_k": 3}, {"messages": []}, {"priority": "high"}):
+        with pytest.raises(InvalidRequestError):
+            with_extra(replace(request, extra=refused))
 
 
 NAMES = [

@@ -1,4 +1,4 @@
-"""What surrounds every route: keys, logs, unknown paths, the pages that only tell something."""
+"""Around every route: keys, logs, unknown paths, and the pages about the gateway itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with retrieval behind every door: the gateway, LangChain and steps; what cannot work is said at the start."""
+"""A model with retrieval by the gateway, LangChain and steps; what cannot work is refused at the start."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cli.doctor import strategy_checks
 from agentspec.cli.doctor.checks import Check
 from agentspec.cli.doctor.strategy_checks import Unloaded, check_strategies
-from agentspec.reasoning.retrieval.knn.store import Manifest, StoreWriter
+from agentspec.reasoning.retrieval.knn.datastore import DatastoreManifest, DatastoreWriter
 from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
 from agentspec.reasoning.settings import KnnLmSettings, LookaheadSettings, RaLMSpecSettings, SpecReasonSettings
 from agentspec.settings.load import ModelSettings, Settings
@@ -116,8 +116,8 @@ def test_a_datastore_must_be_the_models_own(serving: Any, tiny_model: Path, tmp_
 
     local = TorchSettings(model=str(tiny_model))
     assert check(local).state == "fail" and "holds no datastore" in check(local).detail
-    fresh = Manifest(str(tiny_model), resolve(str(tiny_model)).fingerprint, "corpus", width=4)
-    with StoreWriter(tmp_path, fresh) as writer:
+    fresh = DatastoreManifest(str(tiny_model), resolve(str(tiny_model)).fingerprint, "corpus", width=4)
+    with DatastoreWriter(tmp_path, fresh) as writer:
         writer.append([np.ones((3, 4), np.float32)], [[1, 2, 3]], 1)
         writer.finish()
     assert check(local).state == "ok" and check(local).detail.startswith("base = large; 3 entries in ")

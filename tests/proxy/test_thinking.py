@@ -1,4 +1,4 @@
-"""A strategy's model behind every door: the gateway, LangChain and steps; and what cannot work is said at the start."""
+"""A strategy's model through the gateway, LangChain and steps; settings that cannot work are refused at the start."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.errors import ConfigurationError, UpstreamError
 from agentspec.langchain import ChatAgentSpec
-from agentspec.reasoning.delegation.trace_settings import TraceSettings
-from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.step.decorator import report, step
@@ -124,7 +123,7 @@ def test_langchain_and_steps_reach_it(reset_report: None) -> None:
 
 
 @pytest.mark.parametrize(("threshold", "word"), [(9.5, "base"), (0, "small")])
-def test_above_nine_and_at_zero_one_model_thinks_alone_at_every_door(
+def test_above_nine_and_at_zero_one_model_thinks_alone(
     gateway: Any, reset_report: None, threshold: float, word: str
 ) -> None:
     def alone(thinking: str, role: str) -> Script:

@@ -102,8 +102,13 @@ class ComputeThread:
 class Tasks:
     """Calls from any thread, made in a computing thread one a turn, in order, between the turns of its engines."""
 
-    def __init__(self, thread: ComputeThread) -> None:
-        self._thread = thread
+    def __init__(
+        self,
+        thread: ComputeThread,
+        refused: str = "the engine is shutting down",
+        dropped: str = "the engine was shut down",
+    ) -> None:
+        self._thread, self._refused, self._dropped = thread, refused, dropped
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._lock = threading.Lock()
         self._added = self._closed = False
@@ -111,12 +116,12 @@ class Tasks:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """What `function` returns or raises. Cancelling the future works until its turn has come.
 
-        Raises `ShuttingDownError` after `close`.
+        Raises `ShuttingDownError` with the message `refused` after `close`.
         """
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise ShuttingDownError("the engine is shutting down")
+                raise ShuttingDownError(self._refused)
             self._calls.append((future, function))
             if not self._added:
                 self._added = True
@@ -125,7 +130,7 @@ class Tasks:
         return future
 
     def close(self) -> None:
-        """Fail what waits with `ShuttingDownError`. Idempotent."""
+        """Fail what waits with `ShuttingDownError` and the message `dropped`. Idempotent."""
         with self._lock:
             if self._added and not self._closed:
                 self._thread.remove(self)
@@ -133,7 +138,7 @@ class Tasks:
             waiting, self._calls = self._calls, deque()
         for future, _ in waiting:
             if future.set_running_or_notify_cancel():
-                future.set_exception(ShuttingDownError("the engine was shut down"))
+                future.set_exception(ShuttingDownError(self._dropped))
 
     @property
     def ready(self) -> bool:

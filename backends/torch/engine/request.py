@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from agentspec.backends.torch.engine.logprobs import PromptScorer
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.text.streaming_text import StreamingText
+from agentspec.text.detokenizer import Detokenizer
+from agentspec.text.stop_strings import StopScanner
 from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, SamplingParams
 
 
@@ -49,8 +50,8 @@ class AnswerText:
         self.num_tokens = 0
         self.finish: FinishReason | None = None
         self._request = request
-        decode = tokenizer.decoder(request.constraints.shown)
-        self._stream = StreamingText(decode, request.prompt, request.sampling.stop)
+        self._detokenizer = Detokenizer(tokenizer.decoder(request.constraints.shown), request.prompt)
+        self._scanner = StopScanner(request.sampling.stop)
         self._fresh: list[str] = []
 
     def add(self, token: int) -> bool:
@@ -59,10 +60,11 @@ class AnswerText:
         if token in self._request.stop_ids:
             self.finish = "stop"
         else:
+            text = self._detokenizer.feed(token)
             # Stop strings count only behind `min_tokens`: before, text passes unscanned.
-            may_stop = self.num_tokens > self._request.sampling.min_tokens
-            self._fresh.append(self._stream.feed(token, may_stop=may_stop))
-            if self._stream.stopped:
+            scans = self.num_tokens > self._request.sampling.min_tokens
+            self._fresh.append(self._scanner.feed(text) if scans else text)
+            if self._scanner.stopped:
                 self.finish = "stop"
             elif self.num_tokens >= self._request.max_tokens:
                 self.finish = "length"
@@ -70,8 +72,9 @@ class AnswerText:
 
     def take(self) -> str:
         """The text since the last call; at the end with all that was held back."""
-        if self.finish is not None:
-            self._fresh.append(self._stream.finish())
+        if self.finish is not None and not self._scanner.stopped:
+            self._fresh.append(self._scanner.feed(self._detokenizer.finish()))
+            self._fresh.append(self._scanner.finish())
         text, self._fresh = "".join(self._fresh), []
         return text
 

@@ -34,9 +34,7 @@ DepthRates::DepthRates() : cells_(3 * kCells), ratios_(kCells) {
     for (int cell = 0; cell < kCells; ++cell) update(cell);
 }
 
-double DepthRates::correct(int depth, double rate) const {
-    return scaled(rate, ratios_[row_of(depth) + bin_of(rate)]);
-}
+double DepthRates::correct(int depth, double rate) const { return scaled(rate, ratios_[row_of(depth) + bin_of(rate)]); }
 
 void DepthRates::record(int depth, double rate, bool hit) {
     const int cell = row_of(depth) + bin_of(rate);

@@ -82,8 +82,8 @@ std::deque<LevelWalk>& kept_walks() {
     return walks;
 }
 
-/// Best-first growth of one tree, or of the chain of likeliest children. Levels wait until nothing found so far is surely
-/// likelier than what they may offer: most are never looked at.
+/// Best-first growth of one tree, or of the chain of likeliest children. Levels wait until nothing found so far is
+/// surely likelier than what they may offer: most are never looked at.
 class Growth {
 public:
     Growth(const Learned& learned, std::size_t max_tokens, double floor, bool chain)
@@ -153,12 +153,14 @@ private:
         const double lead = level->weight(leader) / level->weights();
         const double reported_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
         const double scale = reach.probability * rate / level->weights(), reported = reach.corrected * corrected;
-        const double reported_scale = lead < 1.0 ? reported * (1.0 - reported_lead) / (level->weights() * (1.0 - lead)) : 0.0;
+        const double reported_scale =
+            lead < 1.0 ? reported * (1.0 - reported_lead) / (level->weights() * (1.0 - lead)) : 0.0;
         for (const Symbol& symbol : level->symbols) {
             const double weight = level->weight(symbol), probability = scale * weight;
             const double reported_here = &symbol == &leader ? reported * reported_lead : reported_scale * weight;
             if (probability < kNegligible || reported_here < floor_) continue;
-            open_.push({probability, reported_here, node, symbol.token, kLengths[level->key.length], level->key.source});
+            open_.push(
+                {probability, reported_here, node, symbol.token, kLengths[level->key.length], level->key.source});
         }
         reach.probability *= 1.0 - rate;
         reach.corrected *= 1.0 - corrected;
@@ -219,8 +221,8 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
     }
 }
 
-/// The levels that were consulted for each token, down to the one that held it. What was learned plays no part, so others
-/// draft meanwhile.
+/// The levels that were consulted for each token, down to the one that held it. What was learned plays no part, so
+/// others draft meanwhile.
 std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                                                  std::span<const Token> tokens) const {
     const LockedIndexes locked(indexes, scan_limit_);
@@ -256,7 +258,9 @@ void Drafter::observe_end(Token token) {
 std::vector<double> Drafter::state() const {
     const std::shared_lock lock(mutex_);
     std::vector<double> state = rates_.state();
-    for (const std::vector<double>& more : {depths_.state(), leads_.state(), ends_.state()}) state.insert(state.end(), more.begin(), more.end());
+    for (const std::vector<double>& more : {depths_.state(), leads_.state(), ends_.state()}) {
+        state.insert(state.end(), more.begin(), more.end());
+    }
     return state;
 }
 

@@ -1,4 +1,5 @@
-// Drafting: blend the levels of a context into calibrated next-token probabilities and grow a tree, most likely path first.
+// Drafting: blend the levels of a context into calibrated next-token probabilities and grow a tree, most likely path
+// first.
 #pragma once
 
 #include <shared_mutex>
@@ -22,14 +23,15 @@ public:
     explicit Drafter(std::uint32_t scan_limit) : scan_limit_(scan_limit) {}
 
     /// A tree of at most `max_tokens` nodes continuing `context`, none with a path probability below `min_probability`.
-    /// At equal match lengths an earlier index goes before a later one. As a `chain` each node has one child, the likeliest.
-    /// An index that cannot be read before the deadline is left out.
-    /// Throws std::invalid_argument for an index given twice or an unknown source.
+    /// At equal match lengths an earlier index goes before a later one. As a `chain` each node has one child, the
+    /// likeliest. An index that cannot be read before the deadline is left out. Throws std::invalid_argument for an
+    /// index given twice or an unknown source.
     DraftTree draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
                     double min_probability, bool chain = false, const Deadline& until = {}) const;
 
-    /// Learn from `tokens`, which turned out to follow `context`; call before adding them to any index. Best called with
-    /// what was committed after one draft, which tells what is hard where a draft begins from what is easy further on.
+    /// Learn from `tokens`, which turned out to follow `context`; call before adding them to any index. Best called
+    /// with what was committed after one draft, which tells what is hard where a draft begins from what is easy further
+    /// on.
     void observe(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::span<const Token> tokens);
 
     /// Learn that an output ended with `token`.

@@ -144,9 +144,8 @@ void EndRates::record_end(std::int32_t token) {
     count.ends += 1.0;
     count.goes_on = std::max(0.0, count.goes_on - 1.0);
     if (counts_.size() <= kEndTokens) return;
-    counts_.erase(std::min_element(counts_.begin(), counts_.end(), [](const auto& a, const auto& b) {
-        return a.second.ends < b.second.ends;
-    }));
+    counts_.erase(std::min_element(counts_.begin(), counts_.end(),
+                                   [](const auto& a, const auto& b) { return a.second.ends < b.second.ends; }));
 }
 
 std::vector<double> EndRates::state() const {
@@ -156,7 +155,8 @@ std::vector<double> EndRates::state() const {
 }
 
 void EndRates::restore(std::span<const double> state) {
-    if (state.size() % 3 != 0 || state.size() > 3 * kEndTokens) throw std::invalid_argument("learned state of another shape");
+    if (state.size() % 3 != 0 || state.size() > 3 * kEndTokens)
+        throw std::invalid_argument("learned state of another shape");
     counts_.clear();
     for (std::size_t i = 0; i < state.size(); i += 3) {
         const double token = state[i], ends = state[i + 1], goes_on = state[i + 2];

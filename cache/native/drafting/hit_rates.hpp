@@ -1,7 +1,7 @@
 // Learned confidence: how often the next token is among the symbols that a level of the drafter offers.
 //
-// Secondary escape estimation (Bloom, "Solving the problems of context modeling", 1998): running hit rates keyed by what
-// is visible of a level, instead of a formula on its counts.
+// Secondary escape estimation (Bloom, "Solving the problems of context modeling", 1998): running hit rates keyed by
+// what is visible of a level, instead of a formula on its counts.
 #pragma once
 
 #include <cstddef>

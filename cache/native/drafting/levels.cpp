@@ -141,7 +141,8 @@ void LevelWalk::widen(std::size_t view, int length) {
     Matches& matches = matches_[view];
     for (RunMatches& run : matches.runs) {
         if (run.next() < length) continue;
-        run.widen(length, searched_->scan_limit, [&](Token token, Position p, double weight) { offer(token, p, weight); });
+        run.widen(length, searched_->scan_limit,
+                  [&](Token token, Position p, double weight) { offer(token, p, weight); });
     }
     if (matches.tail.next() >= length) {
         matches.tail.widen(length, [&](Token token, Position position) { offer(token, position, 1.0); });

@@ -1,4 +1,5 @@
-// What the indexes offer after one context: levels of ever shorter matches, each with the symbols no longer level offered.
+// What the indexes offer after one context: levels of ever shorter matches, each with the symbols no longer level
+// offered.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +28,7 @@ struct Level {
     std::vector<Symbol> symbols;
 
     /// Probability inside the level is shared by count, with a bonus for the most recent.
-    double weight(const Symbol& symbol) const {
-        return symbol.count + (symbol.newest == newest ? kRecencyBonus : 0.0);
-    }
+    double weight(const Symbol& symbol) const { return symbol.count + (symbol.newest == newest ? kRecencyBonus : 0.0); }
     double weights() const { return key.total + kRecencyBonus; }
     /// The symbol of the greatest weight, and of these the one with the lowest id.
     const Symbol& leader() const;

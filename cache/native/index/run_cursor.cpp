@@ -11,7 +11,11 @@ constexpr int kSteps = 4;  // places tried one by one before a search
 }  // namespace
 
 RunCursor::RunCursor(const Token* log, std::span<const Position> run, const RunTable& table, const Token* query_end)
-    : log_(log), run_(run.data()), table_(&table), query_end_(query_end), count_(static_cast<std::uint32_t>(run.size())) {
+    : log_(log),
+      run_(run.data()),
+      table_(&table),
+      query_end_(query_end),
+      count_(static_cast<std::uint32_t>(run.size())) {
     std::uint32_t low = 0, high = count_;
     left_ = right_ = kUnknown;
     if (!table.empty()) {

@@ -79,7 +79,8 @@ const RunTable::Wide* RunTable::wide(Token last) const {
 }
 
 std::size_t RunTable::memory_bytes() const {
-    return keys_.capacity() * sizeof(keys_[0]) + wide_.capacity() * sizeof(Wide) + followers_.capacity() * sizeof(Follower);
+    return keys_.capacity() * sizeof(keys_[0]) + wide_.capacity() * sizeof(Wide) +
+           followers_.capacity() * sizeof(Follower);
 }
 
 std::uint32_t first_at_least(const Token* log, const Position* run, Places within, std::uint64_t key) {

@@ -34,7 +34,8 @@ public:
     RunTable(const Token* log, std::span<const Position> run);
 
     bool empty() const { return keys_.empty(); }
-    /// Bounds of the first place whose context's nearest pair is `key` (of `order_key`) or more: at least low, at most high.
+    /// Bounds of the first place whose context's nearest pair is `key` (of `order_key`) or more: at least low, at most
+    /// high.
     Places around(std::uint64_t key) const;
     /// The same for the place behind all with that key, by way of `first`, where they begin.
     std::uint32_t after(std::uint64_t key, const Places& first) const;

@@ -25,9 +25,7 @@ struct Keyed {
     std::uint64_t key;
     Position position;
 
-    bool operator<(const Keyed& other) const {
-        return key != other.key ? key < other.key : position < other.position;
-    }
+    bool operator<(const Keyed& other) const { return key != other.key ? key < other.key : position < other.position; }
 };
 
 /// Sort contexts that share `depth` tokens by the next pair, then groups of equal pairs by what comes after: linear in

@@ -20,9 +20,9 @@ using Token = std::int32_t;
 using Position = std::uint32_t;
 using Positions = std::vector<Position, PageAllocator<Position>>;
 
-inline constexpr int kDepth = 64;         // contexts are ordered by at most this many tokens
-inline constexpr Token kBoundary = -1;    // stands before each piece of the log
-inline constexpr Token kNoContext = -2;   // pads queries: equals nothing in the log
+inline constexpr int kDepth = 64;  // contexts are ordered by at most this many tokens
+inline constexpr Token kBoundary = -1;  // stands before each piece of the log
+inline constexpr Token kNoContext = -2;  // pads queries: equals nothing in the log
 inline constexpr int kPadding = kDepth + 2;
 
 /// The two tokens before `end`, the nearest in the high half: comparing two of these compares two tokens at once.
@@ -32,12 +32,14 @@ inline std::uint64_t pair_before(const Token* end) {
     return std::endian::native == std::endian::little ? pair : std::rotl(pair, 32);
 }
 
-/// The pair before `end` as a number that grows in the order of contexts: boundaries sort below tokens. Where the nearest
-/// is a boundary, the other is foreign and the order of such numbers means nothing.
+/// The pair before `end` as a number that grows in the order of contexts: boundaries sort below tokens. Where the
+/// nearest is a boundary, the other is foreign and the order of such numbers means nothing.
 inline std::uint64_t order_key(const Token* end) { return pair_before(end) ^ 0x8000000080000000; }
 
 /// The least order_key of a context that ends with `last`.
-inline std::uint64_t lowest_key(Token last) { return std::uint64_t{static_cast<std::uint32_t>(last) ^ 0x80000000u} << 32; }
+inline std::uint64_t lowest_key(Token last) {
+    return std::uint64_t{static_cast<std::uint32_t>(last) ^ 0x80000000u} << 32;
+}
 
 /// Number of tokens (at most kDepth) that a log context shares with a query, given that they share `known`.
 inline int shared_context(const Token* log_end, const Token* query_end, int known = 0) {
@@ -55,8 +57,8 @@ int compare_contexts(const Token* a, const Token* b, int known = 0);
 /// Sort positions by context, equal contexts by position.
 Positions sort_positions(const Token* log, std::span<const Position> positions);
 
-/// Merge two sorted runs into one; all positions of `older` are below those of `newer`. Where one is much the smaller, the
-/// other is copied in stretches.
+/// Merge two sorted runs into one; all positions of `older` are below those of `newer`. Where one is much the smaller,
+/// the other is copied in stretches.
 Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer);
 
 }  // namespace agentspec

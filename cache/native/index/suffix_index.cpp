@@ -107,8 +107,8 @@ std::vector<Token> SuffixIndex::context_before(Position end) const {
     return {log_.begin() + begin, log_.begin() + end};
 }
 
-/// Make the tail a run of its own, and merge runs until each is at least ratio_ times the next. Only the caller, who holds
-/// writing_, changes what is read here; so sorting and merging leave the readers alone.
+/// Make the tail a run of its own, and merge runs until each is at least ratio_ times the next. Only the caller, who
+/// holds writing_, changes what is read here; so sorting and merging leave the readers alone.
 void SuffixIndex::merge_tail() {
     replace_runs(runs_.size(), sort_positions(log_.data(), tail_), true);
     std::size_t first = runs_.size() - 1;
@@ -231,7 +231,8 @@ void SuffixIndex::compact() {
     std::map<Position, Position> moved;
     for (const Piece& piece : pieces_) {
         const std::vector<Span>& spans = at(piece.sequence).spans;
-        const auto span = std::find_if(spans.begin(), spans.end(), [&](const Span& s) { return s.begin == piece.begin; });
+        const auto span =
+            std::find_if(spans.begin(), spans.end(), [&](const Span& s) { return s.begin == piece.begin; });
         const std::vector<Token> prefix = context_before(span->begin);
         log.push_back(kBoundary);
         log.append(prefix);

@@ -106,8 +106,8 @@ public:
     /// Those of the sequences `kept` that exist. Others append meanwhile, but for the time it takes to copy the log.
     Frozen freeze(std::span<const SequenceId> kept) const;
     /// Use a frozen index where it lies in a file, which must not change any more. Whatever the file holds, either the
-    /// index is safe to use and drafts tokens of its pieces only, or std::invalid_argument says what is wrong. The order
-    /// of the run is taken on trust: a wrong one costs matches.
+    /// index is safe to use and drafts tokens of its pieces only, or std::invalid_argument says what is wrong. The
+    /// order of the run is taken on trust: a wrong one costs matches.
     static std::unique_ptr<SuffixIndex> load(int file, const FrozenLayout& layout);
 
     /// Throws std::runtime_error with a description when an invariant does not hold. Linear in the index.

@@ -18,7 +18,9 @@ class TokenLog {
 public:
     /// An empty log of its own memory.
     explicit TokenLog(std::size_t capacity)
-        : tokens_(PageAllocator<Token>().allocate(capacity), Release{capacity}), data_(tokens_.get()), capacity_(capacity) {}
+        : tokens_(PageAllocator<Token>().allocate(capacity), Release{capacity}),
+          data_(tokens_.get()),
+          capacity_(capacity) {}
     /// `size` tokens at byte `offset` of a mapped file, behind which nothing else may lie.
     TokenLog(std::shared_ptr<const Mapping> file, std::size_t offset, std::size_t size)
         : file_(std::move(file)),

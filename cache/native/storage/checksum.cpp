@@ -16,9 +16,7 @@ Word load(const std::byte* at) {
     return word;
 }
 
-std::uint64_t round(std::uint64_t lane, std::uint64_t input) {
-    return std::rotl(lane + input * kPrime2, 31) * kPrime1;
-}
+std::uint64_t round(std::uint64_t lane, std::uint64_t input) { return std::rotl(lane + input * kPrime2, 31) * kPrime1; }
 
 /// Four lanes over the whole stripes of 32 bytes; `at` is left behind the last.
 std::uint64_t stripes(const std::byte*& at, const std::byte* end) {

@@ -1,4 +1,5 @@
-// XXH64 of Yann Collet's xxHash (github.com/Cyan4973/xxHash, doc/xxhash_spec.md) with seed 0: finds damage, not forgery.
+// XXH64 of Yann Collet's xxHash (github.com/Cyan4973/xxHash, doc/xxhash_spec.md) with seed 0: finds damage, not
+// forgery.
 #pragma once
 
 #include <cstddef>

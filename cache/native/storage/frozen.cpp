@@ -32,7 +32,8 @@ void check_log(std::span<const Token> log, std::span<const PieceRecord> pieces) 
         least = std::min(least, token);
     }
     require(least >= kBoundary, "a negative token");
-    require(log.size() >= kPadding && std::count(log.begin(), log.begin() + kPadding, kBoundary) == kPadding, "no padding");
+    require(log.size() >= kPadding && std::count(log.begin(), log.begin() + kPadding, kBoundary) == kPadding,
+            "no padding");
     require(boundaries == kPadding + pieces.size(), "boundaries and pieces differ");
     std::uint64_t end = kPadding;
     for (const PieceRecord& piece : pieces) {

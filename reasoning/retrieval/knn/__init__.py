@@ -1,0 +1,21 @@
+"""KNN-LM: a local model whose next-token distribution is mixed with that of its nearest hidden states in a corpus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from agentspec.reasoning.retrieval.knn.settings import KnnSettings
+
+if TYPE_CHECKING:
+    from agentspec.reasoning.retrieval.knn.backend import KnnBackend
+
+__all__ = ["KnnBackend", "KnnSettings"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: settings can be read without numpy."""
+    if name != "KnnBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from agentspec.reasoning.retrieval.knn.backend import KnnBackend
+
+    return KnnBackend

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from agentspec.backends.base import Backend, Capabilities, HiddenStates, StepByStep
 from agentspec.errors import ConfigurationError, NotReadyError
-from agentspec.reasoning.retrieval.knn.generate import KnnPlayer, knn_lm
+from agentspec.reasoning.retrieval.knn.datastore import Datastore
+from agentspec.reasoning.retrieval.knn.generate import KnnDecoder
 from agentspec.reasoning.retrieval.knn.mixture import Mixture
-from agentspec.reasoning.retrieval.knn.search import Datastore, NeighbourCache
-from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
-from agentspec.reasoning.retrieval.knn.store import Store
+from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache
+from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 from agentspec.reasoning.retrieval.knn.stride import KnnStride
+from agentspec.reasoning.settings import KnnLmSettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy
 from agentspec.types import Delta, GenerateRequest
-
-if TYPE_CHECKING:
-    from agentspec.reasoning.settings import KnnLmSettings
 
 
 @runtime_checkable
-class Local(Backend, HiddenStates, StepByStep, Protocol):
+class LocalModel(Backend, HiddenStates, StepByStep, Protocol):
     """What KNN-LM needs of a model: it runs here, shows its hidden states and is made to go step by step."""
 
 
@@ -33,24 +31,24 @@ class KnnBackend:
     `request.speculation` is whether neighbours are guessed; the answer is the same either way.
     """
 
-    def __init__(self, base: Local, datastore: Datastore, knobs: KnnKnobs) -> None:
-        self.knobs = knobs
+    def __init__(self, base: LocalModel, datastore: DatastoreSearch, settings: KnnSettings) -> None:
+        self.settings = settings
         self._base, self._datastore = base, datastore
-        self._mixture = Mixture(knobs.weight, knobs.temperature)
+        self._mixture = Mixture(settings.weight, settings.temperature)
 
     @classmethod
-    async def open(cls, base: Backend, folder: Path, knobs: KnnKnobs, *, model: str) -> KnnBackend:
+    async def open(cls, base: Backend, folder: Path, settings: KnnSettings, *, model: str) -> KnnBackend:
         """Read a datastore to where the model computes: 4 bytes a number. Raises `ConfigurationError` for a base that
         is no local model, and for a folder without a complete datastore of that model.
         """
-        if not isinstance(base, Local):
-            raise ConfigurationError(f'KNN-LM needs a local model: {model!r} is no backend of kind "torch"')
-        store = Store.open(folder, fingerprint=base.fingerprint, model=model)
-        return cls(base, Datastore(store, await base.open_scan(store.keys)), knobs)
+        if not isinstance(base, LocalModel):
+            raise _no_local_model(model)
+        store = Datastore.open(folder, fingerprint=base.fingerprint, model=model)
+        return cls(base, DatastoreSearch(store, await base.open_scan(store.keys)), settings)
 
-    def with_knobs(self, knobs: KnnKnobs) -> KnnBackend:
-        """The same model and datastore with other knobs."""
-        return KnnBackend(self._base, self._datastore, knobs)
+    def with_settings(self, settings: KnnSettings) -> KnnBackend:
+        """The same model and datastore with other settings."""
+        return KnnBackend(self._base, self._datastore, settings)
 
     @property
     def entries(self) -> int:
@@ -73,41 +71,69 @@ class KnnBackend:
         Raises `InvalidRequestError` as the base does, and for several choices and log-probabilities.
         """
         session = await self._base.open_steps(request)
-        async with aclosing(knn_lm(session, self._player(speculation=request.speculation))) as deltas:
-            async for delta in deltas:
+        decoder = self._decoder(speculation=request.speculation)
+        delta = Delta()
+        while delta.finish_reason is None:
+            if tokens := await session.run(decoder.advance):
+                delta = session.tell(tokens)
+                if delta.finish_reason is not None:
+                    delta = replace(delta, speculation=decoder.counters.summary())
                 yield delta
 
     async def aclose(self) -> None:
         """The base is closed by who built it."""
 
-    def _player(self, *, speculation: bool) -> KnnPlayer:
-        knobs, store = self.knobs, self._datastore.store
-        return KnnPlayer(
+    def _decoder(self, *, speculation: bool) -> KnnDecoder:
+        settings, store = self.settings, self._datastore.store
+        return KnnDecoder(
             self._datastore,
             self._mixture,
-            knobs.neighbours,
-            NeighbourCache(store, knobs.prefetch) if speculation else None,
-            KnnStride(None if knobs.stride == "os3" else knobs.stride),
-            bound=knobs.bound,
+            settings.neighbours,
+            NeighbourCache(store, settings.prefetch) if speculation else None,
+            KnnStride(None if settings.stride == "os3" else settings.stride),
+            bound=settings.bound,
         )
 
 
 @dataclass(slots=True)
-class KnnStrategy:
-    """`[models.name] strategy = "knnlm"`: a `KnnBackend` that is there once `open` has read its datastore."""
+class KnnStrategy(Strategy):
+    """`[models.name] strategy = "knnlm"`: a `KnnBackend` that is there once `prepare` has read its datastore."""
 
     name: str
     settings: KnnLmSettings
     base: Backend
     model: str
     _opened: KnnBackend | None = None
+    _inspected: Datastore | None = None
 
-    async def open(self) -> None:
+    @classmethod
+    def open(cls, name: str, settings: KnnLmSettings, dependencies: Dependencies) -> KnnStrategy:
+        base = dependencies.find(settings.base)
+        return cls(name, settings, base.backend, base.model)
+
+    @property
+    def roles(self) -> dict[str, ModelRef]:
+        return {"base": ModelRef(self.base, self.model)}
+
+    async def prepare(self) -> list[str]:
         """Raises `ConfigurationError` as `KnnBackend.open` does, naming the table."""
         try:
             self._opened = await KnnBackend.open(self.base, self.settings.datastore, self.settings, model=self.model)
         except ConfigurationError as error:
             raise ConfigurationError(f"models.{self.name}: {error}") from error
+        return []
+
+    async def inspect(self) -> list[str]:
+        """Only opens the datastore. Raises `ConfigurationError` for one that the model cannot use."""
+        fingerprint = getattr(self.base, "fingerprint", None)
+        if fingerprint is None:
+            raise _no_local_model(self.settings.base)
+        self._inspected = Datastore.open(self.settings.datastore, fingerprint=fingerprint, model=self.settings.base)
+        return []
+
+    def describe(self, role: str) -> str:
+        assert self._inspected is not None
+        return f"base = {self.settings.base}; {self._inspected.manifest.entries} entries in {self.settings.datastore}"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -117,15 +143,12 @@ class KnnStrategy:
         """As `KnnBackend.generate`."""
         return self._ready.generate(request)
 
-    async def aclose(self) -> None:
-        """The base is closed by who built it."""
-
-    def response_headers(self, request: GenerateRequest) -> dict[str, str]:
-        """The strategy and its knobs."""
-        return self.settings.headers(request.speculation)
-
     @property
     def _ready(self) -> KnnBackend:
         if self._opened is None:
             raise NotReadyError(f"the datastore of {self.name!r} is not open yet")
         return self._opened
+
+
+def _no_local_model(model: str) -> ConfigurationError:
+    return ConfigurationError(f'KNN-LM needs a local model: {model!r} is no backend of kind "torch"')

@@ -14,7 +14,7 @@ from typing import IO
 
 from agentspec.backends.base import HiddenStates
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knn.store import Manifest, StoreWriter
+from agentspec.reasoning.retrieval.knn.datastore import DatastoreManifest, DatastoreWriter
 
 BATCH_TOKENS = 1024  # in one forward: more are no faster on a CPU
 WINDOW = 1024  # tokens that a state looks back on at most; longer texts are read in pieces
@@ -73,14 +73,14 @@ async def build(
     model: str,
     encode: Encode,
     progress: Callable[[Progress], None],
-) -> Manifest:
+) -> DatastoreManifest:
     """Read what is not in `folder` yet and finish the datastore there. A build that is cut off loses one batch.
 
     Raises `ConfigurationError` for a folder with something else in it and for lines that are no documents.
     """
-    fresh = Manifest(model, backend.fingerprint, corpus.digest())
+    fresh = DatastoreManifest(model, backend.fingerprint, corpus.digest())
     total = corpus.count()
-    with StoreWriter(folder, fresh) as writer:
+    with DatastoreWriter(folder, fresh) as writer:
         progress(Progress(writer.manifest.documents, writer.manifest.entries, total))
         if writer.manifest.complete:
             return writer.manifest

@@ -1,27 +1,27 @@
 """KNN-LM with speculative retrieval: neighbours are guessed from the request's cache and verified a batch at a time.
 
-KNN-LM by Khandelwal et al. 2020, its speculation by RaLMSpec (Zhang et al. 2024, section 5.3). What is said is what
-KNN-LM says that asks the datastore for every token, byte for byte: each token is drawn from the same numbers with the
+KNN-LM by Khandelwal et al. 2020, its speculation by RaLMSpec (Zhang et al. 2024, section 5.3). The answer is that of a
+KNN-LM that asks the datastore for every token, byte for byte: each token is drawn from the same numbers with the
 same noise, and a guess only decides whether the forward that follows it is there already.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
 
-from agentspec.backends.base import Floats, StepSession, StepwiseDecoding
+from agentspec.backends.base import Floats, StepwiseDecoding
 from agentspec.reasoning.retrieval.knn.mixture import Mixture, Prior
-from agentspec.reasoning.retrieval.knn.search import Datastore, NeighbourCache, Neighbours
+from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
 from agentspec.reasoning.retrieval.knn.stride import KnnStride
-from agentspec.types import Delta, KnnSpeculation
+from agentspec.types import KnnSpeculation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Guess:
+class TokenGuess:
     """One token ahead of what is known: the model's part of its distribution, the query, and what was drawn.
 
     `token` is None where there was nothing to guess from; `decided` where no neighbour can change it.
@@ -34,7 +34,7 @@ class Guess:
 
 
 @dataclass(slots=True)
-class Tally:
+class KnnCounters:
     """What an answer took: forwards, tokens `decided` without neighbours, guesses and how many came true, and seconds.
 
     `trace` has the queries of each search.
@@ -68,26 +68,26 @@ class Tally:
 
 
 @dataclass(slots=True)
-class KnnPlayer:
-    """Plays one answer, a forward or a search a turn. `cache` is None for sequential KNN-LM.
+class KnnDecoder:
+    """Decodes one answer, a forward or a search at a time. `cache` is None for sequential KNN-LM.
 
     With `bound`, a token that the model alone decides (see `Mixture.decided`) asks for no neighbours.
     """
 
-    datastore: Datastore
+    datastore: DatastoreSearch
     mixture: Mixture
     count: int
     cache: NeighbourCache | None = None
     stride: KnnStride = field(default_factory=KnnStride)
     bound: bool = True
-    tally: Tally = field(default_factory=Tally)
-    _pending: list[Guess] = field(default_factory=list)
+    counters: KnnCounters = field(default_factory=KnnCounters)
+    _pending: list[TokenGuess] = field(default_factory=list)
     _known: int = 0
     _over: bool = False
     _since: float | None = None  # the end of the last guess or search
 
-    def turn(self, steps: StepwiseDecoding) -> list[int]:
-        """Do what comes next; the tokens that are certain now."""
+    def advance(self, steps: StepwiseDecoding) -> list[int]:
+        """Do the next forward or search; the tokens that are certain now."""
         if self._due():
             return self._verify(steps)
         if not self._pending:
@@ -96,7 +96,7 @@ class KnnPlayer:
         if guess.token is not None:
             self._over = steps.add(guess.token)
         if guess.decided and not self._pending and guess.token is not None:
-            self.tally.decided += 1
+            self.counters.decided += 1
             return [guess.token]
         self._pending.append(guess)
         return []
@@ -111,24 +111,24 @@ class KnnPlayer:
             return False
         return self._over or self._pending[-1].token is None or self._queries >= self.stride.choose()
 
-    def _guess(self, steps: StepwiseDecoding) -> Guess:
+    def _guess(self, steps: StepwiseDecoding) -> TokenGuess:
         began = perf_counter()
         state = steps.advance()
-        self.tally.forwards += 1
+        self.counters.forwards += 1
         prior = self.mixture.prior(state.logits)
-        self.tally.model_seconds += (forwarded := perf_counter()) - began
+        self.counters.model_seconds += (forwarded := perf_counter()) - began
         if self.cache is None:
-            return Guess(prior, state.hidden, None)
+            return TokenGuess(prior, state.hidden, None)
         if self.bound and steps.plain and (token := self.mixture.decided(prior)) is not None:
-            return Guess(prior, state.hidden, token, decided=True)
+            return TokenGuess(prior, state.hidden, token, decided=True)
         token = None
         if len(self.cache):
             token = steps.draw(self.mixture.scores(prior, self.cache.search(state.hidden, self.count)))
-        self.tally.guess_seconds += (now := perf_counter()) - forwarded
+        self.counters.guess_seconds += (now := perf_counter()) - forwarded
         if self._since is not None:
             self.stride.guessed(now - self._since)
         self._since = now
-        return Guess(prior, state.hidden, token)
+        return TokenGuess(prior, state.hidden, token)
 
     def _verify(self, steps: StepwiseDecoding) -> list[int]:
         """Draw every guessed token again, now from the datastore's neighbours, up to the first that is another."""
@@ -156,34 +156,18 @@ class KnnPlayer:
             self.cache.add(found)
         seconds = perf_counter() - began
         self.stride.searched(seconds)
-        self.tally.search_seconds += seconds
-        self.tally.queries += len(queries)
-        self.tally.trace.append(len(queries))
+        self.counters.search_seconds += seconds
+        self.counters.queries += len(queries)
+        self.counters.trace.append(len(queries))
         return found
 
-    def _count(self, pending: Sequence[Guess], tokens: Sequence[int]) -> None:
+    def _count(self, pending: Sequence[TokenGuess], tokens: Sequence[int]) -> None:
         """Note how the guesses did, as far as they were verified."""
         seen = list(zip(pending, tokens, strict=False))
         guessed = [guess.token == token for guess, token in seen if guess.token is not None and not guess.decided]
-        self.tally.decided += sum(guess.decided for guess, _ in seen)
-        self.tally.guessed += sum(guess.token is not None and not guess.decided for guess in pending)
-        self.tally.right += sum(guessed)
-        self.tally.wrong += len(guessed) - sum(guessed)
+        self.counters.decided += sum(guess.decided for guess, _ in seen)
+        self.counters.guessed += sum(guess.token is not None and not guess.decided for guess in pending)
+        self.counters.right += sum(guessed)
+        self.counters.wrong += len(guessed) - sum(guessed)
         if guessed:
             self.stride.verified(sum(guessed), wrong=not all(guessed))
-
-
-async def knn_lm(session: StepSession, player: KnnPlayer) -> AsyncGenerator[Delta]:
-    """The answer in pieces, each as soon as it is certain; the last one says what it took.
-
-    Closing the iterator ends the work before the next forward. Raises what the model raises.
-    """
-    while True:
-        tokens = await session.run(player.turn)
-        if not tokens:
-            continue
-        delta = session.tell(tokens)
-        if delta.finish_reason is not None:
-            yield replace(delta, speculation=player.tally.summary())
-            return
-        yield delta

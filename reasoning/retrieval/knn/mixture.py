@@ -23,7 +23,7 @@ class Mixture:
     temperature: float
 
     def prior(self, logits: Floats) -> Prior:
-        """log((1 - weight) * p_lm) [vocab]: what the model says alone."""
+        """log((1 - weight) * p_lm) [vocab]: the model's share alone."""
         shifted = logits.astype(np.float64)
         shifted -= shifted.max()
         shifted += np.log1p(-self.weight) - np.log(np.exp(shifted).sum())
@@ -37,7 +37,7 @@ class Mixture:
         return mixed.astype(np.float32)
 
     def decided(self, prior: Prior) -> int | None:
-        """The likeliest token, where it is that whatever the neighbours say: they add `weight` to another at most."""
+        """The likeliest token, where no neighbours can change that: they add `weight` to another at most."""
         best = int(prior.argmax())
         if np.exp(prior[best]) <= self.weight:
             return None

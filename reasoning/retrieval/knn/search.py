@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.backends.base import Floats, Scan
-from agentspec.reasoning.retrieval.knn.store import Keys, Store, Values
+from agentspec.reasoning.retrieval.knn.datastore import Datastore, Keys, Values
 
 BLOCK = 4096  # entries whose distances are computed together
 CACHED = 4096  # entries that a request's cache holds
@@ -27,10 +27,10 @@ class Neighbours:
     tokens: Values
 
 
-class Datastore:
+class DatastoreSearch:
     """Exact search. An answer depends on its query alone, not on the batch that it was asked in."""
 
-    def __init__(self, store: Store, scan: Scan) -> None:
+    def __init__(self, store: Datastore, scan: Scan) -> None:
         self.store = store
         self._scan = scan
 
@@ -55,7 +55,7 @@ class NeighbourCache:
     al. 2024, section 5.3). The oldest make room for new ones.
     """
 
-    def __init__(self, store: Store, prefetch: int, capacity: int = CACHED) -> None:
+    def __init__(self, store: Datastore, prefetch: int, capacity: int = CACHED) -> None:
         self._store = store
         self._ahead = np.arange(prefetch + 1)
         self._entries = np.empty(0, np.int64)

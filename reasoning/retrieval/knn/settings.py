@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class KnnKnobs(BaseModel):
-    """`weight`, `temperature` and `neighbours` say what is generated; the others only how fast."""
+class KnnSettings(BaseModel):
+    """`weight`, `temperature` and `neighbours` determine what is generated; the others only how fast."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -37,7 +37,7 @@ class KnnStride:
         self._search.add(seconds)
 
     def verified(self, right: int, *, wrong: bool) -> None:
-        """A search confirmed `right` guesses and, where there was a `wrong` one behind them, said what it should be."""
+        """A search confirmed `right` guesses and, where there was a `wrong` one behind them, corrected it."""
         self._seen.append((right, right + wrong))
 
     def choose(self) -> int:

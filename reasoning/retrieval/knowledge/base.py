@@ -43,7 +43,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The answer to a batch of queries: for each the best documents, best first, all of one `version`."""
 
     version: str
@@ -69,7 +69,7 @@ class KnowledgeBase(Protocol):
     @property
     def metric(self) -> Metric: ...
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         """The best `count` documents for each query, or as many as there are; a larger count begins with the same ones.
 
         Raises `KnowledgeBaseError` when it cannot be asked, `ConfigurationError` for queries of another metric.
@@ -85,3 +85,16 @@ def ranked(hits: Sequence[Hit], scores: NDArray[np.float64]) -> list[Hit]:
     """`hits` in the order of `scores`, the smaller id first among equals."""
     order = sorted(range(len(hits)), key=lambda i: (-scores[i], hits[i].document.id))
     return [hits[i] for i in order]
+
+
+def best_rows(scores: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """The places of the `count` highest scores, or of all if there are fewer: better first, of equals the earlier.
+
+    An index whose rows stand in the order of their documents' ids thus ranks as `ranked` does.
+    """
+    chosen = np.arange(len(scores))
+    if count < len(scores):
+        last = np.partition(scores, len(scores) - count)[len(scores) - count]
+        above = np.flatnonzero(scores > last)
+        chosen = np.concatenate([above, np.flatnonzero(scores == last)[: count - len(above)]])
+    return chosen[np.lexsort((chosen, -scores[chosen]))]

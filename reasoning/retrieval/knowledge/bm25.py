@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, best_rows
 from agentspec.reasoning.retrieval.knowledge.lexical import K1, B, terms, terms_of, weighed
-from agentspec.reasoning.retrieval.knowledge.order import best
 
 _WEIGHTS, _VOCABULARY = "bm25.npz", "vocabulary.json"
 
@@ -90,7 +89,7 @@ class Bm25Index:
             if (at := self._terms.get(term)) is not None:
                 entries = slice(self._starts[at], self._starts[at + 1])
                 scores[self._rows[entries]] += self._weights[entries]
-        return tuple(Hit(self.documents[row], float(scores[row]), self._own(row)) for row in best(scores, count))
+        return tuple(Hit(self.documents[row], float(scores[row]), self._own(row)) for row in best_rows(scores, count))
 
     def _own(self, row: int) -> dict[str, float]:
         """The weights of a document's own terms."""

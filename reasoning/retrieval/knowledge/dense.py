@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query
-from agentspec.reasoning.retrieval.knowledge.order import best
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, best_rows
 
 Vectors = NDArray[np.float32]
 DenseKind = Literal["dense", "hnsw"]
@@ -43,7 +42,7 @@ class Encoder(Protocol):
         ...
 
     def encode_all(self, texts: Sequence[str], advance: Callable[[int], None]) -> Vectors:
-        """The vectors [texts, dimensions] of documents, in batches; `advance` hears how many are done. Blocks."""
+        """The vectors [texts, dimensions] of documents, in batches; `advance` gets how many are done. Blocks."""
         ...
 
     def close(self) -> None:
@@ -185,7 +184,7 @@ class DenseIndex:
         """Candidates in order, with their scores; faiss marks places that it could not fill with -1."""
         rows = np.sort(rows[rows >= 0])
         scores = products(self._vectors[rows], query)
-        order = best(scores, len(scores))
+        order = best_rows(scores, len(scores))
         return rows[order], scores[order]
 
     def _hits(self, rows: NDArray[np.int64], scores: NDArray[np.float64], count: int) -> tuple[Hit, ...]:

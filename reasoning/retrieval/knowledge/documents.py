@@ -12,11 +12,11 @@ from agentspec.reasoning.retrieval.knowledge.base import Hit, Metric, Query, ran
 OVERHEAD = 512  # bytes of a document beside its text and its features
 
 
-class DocumentCache:
-    """Documents by id, all of one version of one knowledge base; those not found for the longest time are let go of.
+class RetrievedDocuments:
+    """Documents by id, all of one version of one knowledge base; those not found for the longest time are evicted.
 
     If the knowledge base's best document for a query is here, it is the best one here: scores are the knowledge base's
-    own (RaLMSpec, section 3.1). What is wrong here costs time, never a word of an answer. One request's alone, unless
+    own (RaLMSpec, section 3.1). A wrong guess costs time and never changes an answer. One request's alone, unless
     its owner gives it to several.
     """
 
@@ -30,7 +30,7 @@ class DocumentCache:
         return len(self._hits)
 
     def add(self, version: str, found: Iterable[Sequence[Hit]]) -> None:
-        """Take in what a search found; documents of another version go."""
+        """Add what a search found; documents of another version are dropped."""
         if version != self.version:
             self.clear()
             self.version = version

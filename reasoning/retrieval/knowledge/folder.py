@@ -29,7 +29,7 @@ _MANIFEST, _DOCUMENTS = "manifest.json", "documents.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class IndexManifest:
     """What a folder holds. `files` are their SHA-256s; `model` and `encoder` (its fingerprint) are of a dense index."""
 
     kind: Kind
@@ -53,10 +53,10 @@ def build(
     encoder: Encoder | None = None,
     model: str | None = None,
     advance: Advance = lambda what, done: None,
-) -> Manifest:
+) -> IndexManifest:
     """Index `documents` into `folder`, whole or not at all; an index that is there already is replaced.
 
-    `model` is how to find the dense kinds' `encoder` again. `advance` hears of progress: what is done, and how many
+    `model` is how to find the dense kinds' `encoder` again. `advance` reports progress: what is done, and how many
     more. Raises `ConfigurationError` for no documents, for ids given twice, and for a folder that is no index.
     """
     with _replacing(folder) as fresh:
@@ -66,7 +66,7 @@ def build(
             file.writelines(_line(document) for document in index.documents)
         hashes = {path.name: compute_sha256(path) for path in sorted(fresh.iterdir())}
         fingerprint = encoder.fingerprint if encoder is not None and kind != "bm25" else None
-        manifest = Manifest(kind, len(documents), hashes, model if fingerprint else None, fingerprint)
+        manifest = IndexManifest(kind, len(documents), hashes, model if fingerprint else None, fingerprint)
         (fresh / _MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     return manifest
 
@@ -105,13 +105,13 @@ def open_folder(folder: Path, encoder_of: EncoderOf, *, model: str | None = None
     return IndexKnowledge(opened.read(), opened.read, opened.close)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> IndexManifest:
     """Raises `KnowledgeBaseError` where there is none of this version."""
     try:
         values = json.loads((folder / _MANIFEST).read_text())
         if values["format"] != FORMAT:
             raise KnowledgeBaseError(f"{folder} is of format {values['format']}, not {FORMAT}: build it again")
-        return Manifest(**values)
+        return IndexManifest(**values)
     except OSError as error:
         message = f"{folder} is no knowledge base ({error.strerror}); agentspec kb build makes one"
         raise KnowledgeBaseError(message) from None
@@ -160,7 +160,7 @@ class _Opened:
         if self._encoder is not None:
             self._encoder.close()
 
-    def _loaded(self, manifest: Manifest) -> Index:
+    def _loaded(self, manifest: IndexManifest) -> Index:
         try:
             for name, known in manifest.files.items():
                 if file_sha256(self._folder / name) != known:
@@ -172,7 +172,7 @@ class _Opened:
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise KnowledgeBaseError(f"{self._folder} cannot be read: {error}; build it again") from error
 
-    def _encoder_for(self, manifest: Manifest) -> Encoder:
+    def _encoder_for(self, manifest: IndexManifest) -> Encoder:
         if self._encoder is None:
             self._encoder = self._encoder_of(self._model or manifest.model or "")
         if self._encoder.fingerprint != manifest.encoder:

@@ -10,7 +10,7 @@ from typing import Protocol
 import anyio
 
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.base import Document, Found, Hit, Metric, Query
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Metric, Query, SearchResult
 
 
 class Index(Protocol):
@@ -34,7 +34,7 @@ class Snapshot:
 
 
 class IndexKnowledge:
-    """A `KnowledgeBase` over an index. `refresh` tells before each search which snapshot is the current one.
+    """A `KnowledgeBase` over an index. `refresh` gives the current snapshot before each search.
 
     A new snapshot must rank as the old one does: the metric stays. `close` is called once, by `aclose`.
     """
@@ -58,7 +58,7 @@ class IndexKnowledge:
         """How many documents there are."""
         return len(self._snapshot.index.documents)
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         require_count(count)
         return await anyio.to_thread.run_sync(self._search, queries, count, abandon_on_cancel=True)
 
@@ -67,10 +67,10 @@ class IndexKnowledge:
             self._closed = True
             await anyio.to_thread.run_sync(self._close)
 
-    def _search(self, queries: Sequence[Query], count: int) -> Found:
+    def _search(self, queries: Sequence[Query], count: int) -> SearchResult:
         with self._lock:
             self._snapshot = current = self._refresh(self._snapshot)
-        return Found(current.version, tuple(current.index.search(queries, count)))
+        return SearchResult(current.version, tuple(current.index.search(queries, count)))
 
 
 def require_count(count: int) -> None:

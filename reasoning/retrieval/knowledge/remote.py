@@ -11,7 +11,7 @@ import anyio
 from agentspec.backends.http import Endpoint, Transport
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import KnowledgeBaseError, UpstreamError
-from agentspec.reasoning.retrieval.knowledge.base import Found, Hit, Metric, Query
+from agentspec.reasoning.retrieval.knowledge.base import Hit, Metric, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
 from agentspec.reasoning.retrieval.knowledge.dense import DenseMetric
 from agentspec.reasoning.retrieval.knowledge.lexical import LexicalMetric, with_counts
@@ -23,7 +23,7 @@ from agentspec.reasoning.retrieval.knowledge.wire import parse_found, search_bod
 class RemoteKnowledge:
     """A `KnowledgeBase` that asks a service. `dense` is the metric of its embedding model, where the settings name one.
 
-    A search without an answer in time is tried again as often as the settings say, by default not at all.
+    A search without an answer in time is retried as often as the settings allow, by default not at all.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class RemoteKnowledge:
     def metric(self) -> Metric:
         return self._metric
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         require_count(count)
         if not queries:
-            return Found("", ())
+            return SearchResult("", ())
         body = json.dumps(search_body(queries, count, self._fingerprint)).encode()
         answer = await self._answer(body)
         try:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentspec.errors import KnowledgeBaseError
-from agentspec.reasoning.retrieval.knowledge.base import Document, Found, Hit, KnowledgeBase, Query
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, KnowledgeBase, Query, SearchResult
 
 TRACED = 256  # strides that a trace keeps
 
 
 @dataclass(slots=True)
-class Account:
+class SearchStats:
     """What one answer took. Seconds are those that passed, each counted once.
 
     `generate` and `rolled_back` are those of the rounds that stayed and that did not; `retrieve` and `verify` those of
@@ -49,33 +49,33 @@ class Account:
         names = ("generate", "rolled_back", "retrieve", "verify", "encode")
         return {name: round(getattr(self, name), 6) for name in names}
 
-    def asked(self, queries: int, stride: int) -> None:
+    def count_search(self, queries: int, stride: int) -> None:
         self.queries += queries
         self.batches += 1
         if len(self.strides) < TRACED:
             self.strides.append(stride)
 
-    def judged(self, right: int, *, wrong: bool) -> None:
+    def count_guesses(self, right: int, *, wrong: bool) -> None:
         self.right += right
         self.guesses += right + wrong
 
 
 @dataclass(slots=True)
-class Library:
+class SearchClient:
     """Asks `base`, for one answer."""
 
     base: KnowledgeBase
     timeout: float
-    account: Account = field(default_factory=Account)
+    stats: SearchStats = field(default_factory=SearchStats)
 
     async def query(self, text: str) -> Query:
         began = time.perf_counter()
         try:
             return await self.base.metric.encode(text)
         finally:
-            self.account.encode += time.perf_counter() - began
+            self.stats.encode += time.perf_counter() - began
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         """The answers to all queries, in one batch. Raises `KnowledgeBaseError` for a base that fails in any way."""
         try:
             async with asyncio.timeout(self.timeout):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.reasoning.retrieval.knowledge.base import Document, Found, Hit, Query
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult
 
 MAX_QUERIES, MAX_COUNT = 256, 1000
 
@@ -24,7 +24,7 @@ def search_body(queries: Sequence[Query], count: int, encoder: str | None) -> di
     return body if encoder is None else body | {"encoder": encoder}
 
 
-def found_json(found: Found, encoder: str | None) -> dict[str, Any]:
+def found_json(found: SearchResult, encoder: str | None) -> dict[str, Any]:
     """The answer to `POST /search`."""
     results = [[_hit_json(hit) for hit in hits] for hits in found.hits]
     answer = {"version": found.version, "results": results}
@@ -44,7 +44,7 @@ def parse_search(body: Any) -> tuple[list[Query], int, str | None]:
     return queries, count, None if encoder is None else _text(encoder, "encoder")
 
 
-def parse_found(answer: Any, queries: int, count: int) -> tuple[Found, str | None]:
+def parse_found(answer: Any, queries: int, count: int) -> tuple[SearchResult, str | None]:
     """An answer and the encoder it names: at most `count` documents for each query, a document once, the best first.
 
     Fewer documents are fine. Raises `ValueError` for what is no answer to that many queries.
@@ -56,7 +56,7 @@ def parse_found(answer: Any, queries: int, count: int) -> tuple[Found, str | Non
     version = _text(fields.get("version", ""), "version")
     encoder = fields.get("encoder")
     hits = tuple(_parse_hits(_list(result, "a result"))[:count] for result in results)
-    return Found(version, hits), None if encoder is None else _text(encoder, "encoder")
+    return SearchResult(version, hits), None if encoder is None else _text(encoder, "encoder")
 
 
 def _query_json(query: Query) -> dict[str, Any]:

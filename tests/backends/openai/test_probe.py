@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.backends.base import text_side
+from agentspec.backends.base import tokenization_of
 from agentspec.backends.http import Endpoint
 from agentspec.backends.openai import OpenAIBackend, ProbeReport
-from agentspec.backends.openai.tokenization import ServerTextSide
+from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
 
@@ -116,14 +116,14 @@ async def test_the_settings_model_is_probed() -> None:
 
 async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
     probed = backend(Upstream("ids", "tokenizer"))
-    assert text_side(probed) is None
+    assert tokenization_of(probed) is None
     await probed.probe()
-    side = text_side(probed)
+    side = tokenization_of(probed)
     assert side is not None and await side.tokenize("ab") == [97, 98] and await side.detokenize([98]) == "b"
     assert await side.render([{"role": "user", "content": "hi"}]) == "<user>hi<assistant>"
     without_ids = backend(Upstream("tokenizer"))
     await without_ids.probe()
-    assert text_side(without_ids) is None
+    assert tokenization_of(without_ids) is None
 
 
 async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> None:
@@ -133,7 +133,7 @@ async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> 
         asked.append(json.loads(request.content))
         return answer({"tokens": [1]} if request.url.path.endswith("/tokenize") else {"prompt": "p"})
 
-    side = ServerTextSide(Endpoint(SETTINGS, transport=httpx.MockTransport(tokenizer)), "m")
+    side = ServerTokenization(Endpoint(SETTINGS, transport=httpx.MockTransport(tokenizer)), "m")
     tool = {"type": "function", "function": {"name": "add"}}
     assert await side.render([{"role": "user", "content": "hi"}], [tool], {"enable_thinking": False}) == "p"
     assert asked[0]["tools"] == [tool] and asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
@@ -142,7 +142,7 @@ async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> 
 
 
 async def test_a_tokenizer_of_another_form_is_an_upstream_error() -> None:
-    side = ServerTextSide(Endpoint(SETTINGS, transport=httpx.MockTransport(lambda request: answer({"x": 1}))), "m")
+    side = ServerTokenization(Endpoint(SETTINGS, transport=httpx.MockTransport(lambda request: answer({"x": 1}))), "m")
     for asked in (side.tokenize("a"), side.detokenize([1])):
         with pytest.raises(UpstreamError, match="form that is not known"):
             await asked

@@ -28,7 +28,7 @@ from agentspec.benchmarks.retrieval.cases import (
     speedup_goal,
 )
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.testing import Answer, FakeBackend, FakeEncoder
 
 WORDS = [f"{first}{second}" for first in "bdfgkl" for second in ("an", "el", "ir", "os", "um")]
@@ -47,8 +47,8 @@ class Reader(FakeBackend):
         return Answer("".join(f" {draw.choice(WORDS)}" for _ in range(4)), finish_reason="length")
 
 
-def account(seconds: float, rounds: int, **more: Any) -> Account:
-    return Account(rounds=rounds, generate=seconds, **more)
+def account(seconds: float, rounds: int, **more: Any) -> SearchStats:
+    return SearchStats(rounds=rounds, generate=seconds, **more)
 
 
 def test_the_bound_is_what_free_verification_would_give() -> None:

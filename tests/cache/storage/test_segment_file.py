@@ -31,18 +31,18 @@ def text(seed: int, length: int, vocabulary: int = 50) -> Tokens:
     return np.random.default_rng(seed).integers(0, vocabulary, length).astype(np.int32)
 
 
-def packed(index: SuffixIndex, origins: dict[int, SequenceMeta], space: Namespace = SPACE) -> bytes:
-    frozen = index.freeze(list(origins))
-    segment = segment_of(space, Coverage(7, len(origins), 3, 2), frozen, origins)
+def packed(index: SuffixIndex, meta: dict[int, SequenceMeta], space: Namespace = SPACE) -> bytes:
+    frozen = index.freeze(list(meta))
+    segment = segment_of(space, Coverage(7, len(meta), 3, 2), frozen, meta)
     return segment.head() + b"".join(part.tobytes() for part in frozen.parts)
 
 
 def an_index(sequences: int = 6, length: int = 40) -> tuple[SuffixIndex, dict[int, SequenceMeta]]:
-    index, origins = SuffixIndex(tail=4), {}
+    index, meta = SuffixIndex(tail=4), {}
     for number in range(sequences):
         index.append(number, text(number, length), context=text(100 + number, 9))
-        origins[number] = SequenceMeta(f"session {number} é" if number % 3 else None, float(number), 5)
-    return index, origins
+        meta[number] = SequenceMeta(f"session {number} é" if number % 3 else None, float(number), 5)
+    return index, meta
 
 
 def opened(data: bytes, space: Namespace = SPACE) -> tuple[Segment, SuffixIndex, list[int]]:
@@ -72,15 +72,15 @@ def sealed(data: bytes) -> bytes:
 def test_what_is_read_is_what_was_written(
     lengths: list[tuple[int, int]], sessions: list[str | None], removed: set[int]
 ) -> None:
-    index, origins = SuffixIndex(tail=8), {}
+    index, meta = SuffixIndex(tail=8), {}
     for number, (length, context) in enumerate(lengths):
         index.append(number, text(number, length, 4), context=text(-number - 1 + 1000, context, 4))
-        origins[number] = SequenceMeta(sessions[number], number / 3, number)
-    kept = {number: origin for number, origin in origins.items() if number not in removed}
+        meta[number] = SequenceMeta(sessions[number], number / 3, number)
+    kept = {number: one for number, one in meta.items() if number not in removed}
     segment, loaded, numbers = opened(packed(index, kept))
     index.remove(list(removed))
     assert segment.namespace == SPACE and segment.coverage == Coverage(7, len(kept), 3, 2)
-    assert dict(zip(numbers, segment.origins, strict=True)) == kept
+    assert dict(zip(numbers, segment.meta, strict=True)) == kept
     loaded.check_integrity()
     for number in kept:
         assert loaded.tokens(number).tolist() == index.tokens(number).tolist()
@@ -94,8 +94,8 @@ def test_what_is_read_is_what_was_written(
 
 
 def test_a_loaded_index_grows_and_forgets_like_any_other() -> None:
-    index, origins = an_index(20, 200)
-    _, loaded, _ = opened(packed(index, origins))
+    index, meta = an_index(20, 200)
+    _, loaded, _ = opened(packed(index, meta))
     file_bytes = loaded.mapped_bytes()
     assert file_bytes > 20 * 200 * 8
     for each in (index, loaded):
@@ -112,9 +112,9 @@ def test_a_loaded_index_grows_and_forgets_like_any_other() -> None:
 
 
 def test_hits_and_order_of_use_are_kept() -> None:
-    index, origins = an_index()
+    index, meta = an_index()
     IndexDrafter().observe([(index, Source.SHARED)], index.tokens(2)[:5], index.tokens(2)[5:9])
-    _, loaded, _ = opened(packed(index, origins))
+    _, loaded, _ = opened(packed(index, meta))
     before, after = (each.usage() for each in (index, loaded))
     assert sum(before.hits) > 0
     for column in ("hits", "last_used", "lengths"):
@@ -123,8 +123,8 @@ def test_hits_and_order_of_use_are_kept() -> None:
 
 
 def test_scopes_that_cover_it() -> None:
-    index, origins = an_index()
-    segment, _, _ = opened(packed(index, origins))
+    index, meta = an_index()
+    segment, _, _ = opened(packed(index, meta))
     for conditions, expected in (
         ({"session": "session 1 é"}, True),
         ({"session": "session 3 é"}, False),  # that one has no name

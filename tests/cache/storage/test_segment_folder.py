@@ -70,10 +70,10 @@ class FailingFiles(LocalFiles):
 
 
 def save(segments: SegmentFolder, token: int = 1, space: Namespace = SPACE) -> None:
-    index, origins = SuffixIndex(), {5: SequenceMeta("s", 10.0, token)}
+    index, meta = SuffixIndex(), {5: SequenceMeta("s", 10.0, token)}
     index.append(5, np.full(300, token, dtype=np.int32))
     frozen = index.freeze([5])
-    segments.save(segment_of(space, Coverage(1, 1, 5, 0), frozen, origins), frozen)
+    segments.save(segment_of(space, Coverage(1, 1, 5, 0), frozen, meta), frozen)
 
 
 def read(segments: SegmentFolder, space: Namespace = SPACE) -> int | None:

@@ -251,7 +251,7 @@ def test_a_damaged_row_is_told_on_open_and_skipped_while_following(
     writer.put(row((1 << 32) + 1, [4, 5, 6]))
     writer.flush()
     execute(location, f"UPDATE sequences SET tokens = {damage[isinstance(location, str)]} WHERE id = 1")
-    assert [r.tokens.tolist() for r in follower.poll(origin=2)] == [[4, 5, 6]]
+    assert [r.tokens.tolist() for r in follower.poll(process=2)] == [[4, 5, 6]]
     assert "damaged" in caplog.text
     with pytest.raises(CacheFormatError, match="damaged"):
         writer.newest(limit=100)

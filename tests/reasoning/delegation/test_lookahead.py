@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ConfigurationError, UpstreamError
-from agentspec.reasoning.delegation.backend import StrategyBackend
-from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Said, Scored
-from agentspec.reasoning.delegation.lookahead import Pace
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Scored, ThinkingText
+from agentspec.reasoning.delegation.lookahead import DepthPlanner
 from agentspec.reasoning.delegation.thinking import Thinking
-from agentspec.reasoning.factory import Named, build
 from agentspec.reasoning.settings import LookaheadSettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef
 from agentspec.testing import Answer, Script, ThinkingModel
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -45,10 +45,10 @@ async def run(
     small: ThinkingModel, base: ThinkingModel, settings: LookaheadSettings | None = None, **sampling: Any
 ) -> list[Event]:
     settings = settings or knobs()
-    backend = StrategyBackend.of(settings, base=base, small=small)
+    backend = DelegationBackend.of(settings, base=base, small=small)
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     asked = GenerateRequest("fast", messages=[{"role": "user", "content": "Two?"}], sampling=params)
-    events = [event async for event in backend.think(Thinking(asked, settings, backend.writers))]
+    events = [event async for event in backend.think(Thinking(asked, settings, backend.roles))]
     assert small.active == base.active == 0
     return events
 
@@ -60,7 +60,7 @@ def authors(events: list[Event]) -> list[tuple[str, str]]:
 
 
 def thought(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Said))
+    return "".join(event.text for event in events if isinstance(event, ThinkingText))
 
 
 @MODES
@@ -170,7 +170,7 @@ def _alone(steps: Sequence[str]) -> str:
 
 
 def test_the_pace_drafts_as_deep_as_pays() -> None:
-    pace = Pace(4)
+    pace = DepthPlanner(4)
     assert pace.depth() == 4  # nothing is known yet
     pace.drafted(0.1)
     pace.wrote(4, 1.0)
@@ -205,6 +205,11 @@ async def test_an_embedding_judge_compares_directions() -> None:
 def test_an_embedding_judge_must_embed() -> None:
     settings = knobs(compare="embedding")
     plain, embedding = ThinkingModel(telling("a")), Embedding(telling("a"))
+
+    def opened(model: ThinkingModel) -> DelegationBackend:
+        dependencies = Dependencies(lambda name: ModelRef(model, name), lambda name: pytest.fail(name))
+        return DelegationBackend.open("ahead", settings, dependencies)
+
     with pytest.raises(ConfigurationError, match="embeds texts"):
-        build("ahead", settings, lambda name: Named(plain, name))
-    assert build("ahead", settings, lambda name: Named(embedding, name)).writers["judge"].backend is embedding
+        opened(plain)
+    assert opened(embedding).roles["judge"].backend is embedding

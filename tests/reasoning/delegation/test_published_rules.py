@@ -17,7 +17,7 @@ import anyio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Accepted, Ended, Rewritten
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
@@ -98,10 +98,10 @@ def ours(
         return Answer(max(likely, key=lambda token: likely[token]), top=likely)
 
     async def run() -> tuple[Steps, int, str]:
-        backend = StrategyBackend.of(settings, base=ThinkingModel(base, score=score), small=ThinkingModel(small))
+        backend = DelegationBackend.of(settings, base=ThinkingModel(base, score=score), small=ThinkingModel(small))
         messages = [{"role": "user", "content": "Two plus two?"}]
         request = GenerateRequest("fast", messages=messages, sampling=SamplingParams(temperature=0.0))
-        thinking = Thinking(request, settings, backend.writers)
+        thinking = Thinking(request, settings, backend.roles)
         events = [event async for event in backend.think(thinking)]
         steps = [(event.step.author, event.step.text) for event in events if isinstance(event, (Accepted, Rewritten))]
         assert isinstance(events[-1], Ended)

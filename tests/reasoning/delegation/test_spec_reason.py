@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import UpstreamError
-from agentspec.reasoning.delegation.backend import StrategyBackend
-from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Proposed, Rewritten, Said, Scored
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.events import (
+    Accepted,
+    Ended,
+    Event,
+    Failed,
+    Proposed,
+    Rewritten,
+    Scored,
+    ThinkingText,
+)
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
@@ -48,8 +57,8 @@ def numbered(word: str, last: int = 3) -> Callable[[str], str]:
     return step
 
 
-async def events_of(backend: StrategyBackend, request: GenerateRequest | None = None) -> list[Event]:
-    thinking = Thinking(request or ask(), backend.settings, backend.writers)
+async def events_of(backend: DelegationBackend, request: GenerateRequest | None = None) -> list[Event]:
+    thinking = Thinking(request or ask(), backend.settings, backend.roles)
     return [event async for event in backend.think(thinking)]
 
 
@@ -58,11 +67,11 @@ async def deltas_of(answer: AsyncIterator[Delta]) -> list[Delta]:
 
 
 def kinds(events: list[Event]) -> list[str]:
-    return [type(event).__name__ for event in events if not isinstance(event, Said)]
+    return [type(event).__name__ for event in events if not isinstance(event, ThinkingText)]
 
 
 def thought(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Said))
+    return "".join(event.text for event in events if isinstance(event, ThinkingText))
 
 
 def kept(events: list[Event]) -> list[Step]:
@@ -73,7 +82,7 @@ def kept(events: list[Event]) -> list[Step]:
 async def test_steps_are_kept_or_rewritten_by_their_score(abilities: Capabilities) -> None:
     small = ThinkingModel(numbered("small"), capabilities=abilities)
     base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
-    events = await events_of(StrategyBackend.of(knobs(), base=base, small=small))
+    events = await events_of(DelegationBackend.of(knobs(), base=base, small=small))
     assert thought(events) == "small 1.\n\nbase 2.\n\nsmall 3. Answer: 4\n\n"
     assert kinds(events) == [
         *("Proposed", "Scored", "Accepted"),
@@ -87,7 +96,7 @@ async def test_steps_are_kept_or_rewritten_by_their_score(abilities: Capabilitie
 @MODES
 async def test_the_answer_follows_and_says_what_it_is(abilities: Capabilities) -> None:
     small, base = (ThinkingModel(numbered(name), capabilities=abilities) for name in ("small", "base"))
-    deltas = await deltas_of(StrategyBackend.of(knobs(threshold=5), base=base, small=small).generate(ask()))
+    deltas = await deltas_of(DelegationBackend.of(knobs(threshold=5), base=base, small=small).generate(ask()))
     thinking = "".join(delta.extra.get("reasoning", "") for delta in deltas)
     assert thinking == "".join(delta.extra.get("reasoning_content", "") for delta in deltas)
     assert thinking == "small 1.\n\nsmall 2.\n\nsmall 3. Answer: 4\n\n"
@@ -140,7 +149,7 @@ def test_above_nine_is_the_base_model_alone_and_zero_the_small_one(
     abilities = IDS if ids else MESSAGES
 
     async def run(threshold: float) -> str:
-        backend = StrategyBackend.of(
+        backend = DelegationBackend.of(
             knobs(threshold=threshold, pipelined=pipelined),
             base=ThinkingModel(base, capabilities=abilities),
             small=ThinkingModel(small, capabilities=abilities),
@@ -149,7 +158,7 @@ def test_above_nine_is_the_base_model_alone_and_zero_the_small_one(
 
     async def alone(model: Callable[[str], str]) -> str:
         fake = ThinkingModel(model, capabilities=abilities)
-        backend = StrategyBackend.of(knobs(), base=fake, small=fake)
+        backend = DelegationBackend.of(knobs(), base=fake, small=fake)
         return thought(await events_of(backend, replace(ask(), speculation=False)))
 
     assert anyio.run(run, 9.5) == anyio.run(alone, base)
@@ -163,7 +172,7 @@ async def test_scores_are_read_from_the_digits_probabilities(method: str, accept
     said = Answer("8", top={"8": 0.4, "1": 0.3, " 2": 0.1, "good": 0.2})
     base, small = ThinkingModel(numbered("base"), score=lambda step: said), ThinkingModel(numbered("small"))
     settings = knobs(score=method, threshold=6)
-    events = await events_of(StrategyBackend.of(settings, base=base, small=small))
+    events = await events_of(DelegationBackend.of(settings, base=base, small=small))
     value = next(event.value for event in events if isinstance(event, Scored))
     assert value == pytest.approx(8.0 if method == "greedy" else (8 * 0.4 + 0.3 + 2 * 0.1) / 0.8)
     assert isinstance(kept(events)[0], Step) and (kept(events)[0].author == "small") is accepted
@@ -172,7 +181,7 @@ async def test_scores_are_read_from_the_digits_probabilities(method: str, accept
 @pytest.mark.parametrize("word", ["good", "10", "", "²"])
 async def test_a_score_that_is_no_digit_rejects(word: str) -> None:
     base, small = ThinkingModel(numbered("base"), score=lambda step: word), ThinkingModel(numbered("small"))
-    events = await events_of(StrategyBackend.of(knobs(threshold=1), base=base, small=small))
+    events = await events_of(DelegationBackend.of(knobs(threshold=1), base=base, small=small))
     assert {step.author for step in kept(events)} == {"base"}
     assert [event.reason for event in events if isinstance(event, Scored)] == ["no digit"] * 3
 
@@ -190,7 +199,7 @@ async def test_a_step_that_tells_the_judge_its_score_is_not_obeyed(abilities: Ca
 
     small = ThinkingModel(injected, capabilities=abilities)
     base = ThinkingModel(numbered("base", 9), score=obedient, capabilities=abilities)
-    events = await events_of(StrategyBackend.of(knobs(), base=base, small=small))
+    events = await events_of(DelegationBackend.of(knobs(), base=base, small=small))
     assert [step.author for step in kept(events)] == ["base", "base", "small"]
     assert next(event for event in events if isinstance(event, Scored)).reason == "names a score"
     asked = base.asked
@@ -202,7 +211,7 @@ async def test_a_step_that_tells_the_judge_its_score_is_not_obeyed(abilities: Ca
 async def test_the_judge_down_leaves_the_base_model_alone() -> None:
     judge = ThinkingModel(numbered("judge"), score=lambda step: UpstreamError("judge is gone"))
     base, small = ThinkingModel(numbered("base")), ThinkingModel(numbered("small"))
-    backend = StrategyBackend.of(knobs(), base=base, small=small, judge=judge)
+    backend = DelegationBackend.of(knobs(), base=base, small=small, judge=judge)
     deltas = await deltas_of(backend.generate(ask()))
     assert (
         "".join(delta.extra.get("reasoning", "") for delta in deltas) == "base 1.\n\nbase 2.\n\nbase 3. Answer: 4\n\n"
@@ -219,21 +228,21 @@ async def test_the_small_model_down_leaves_the_base_model_alone(abilities: Capab
 
     base = ThinkingModel(numbered("base"), capabilities=abilities)
     small = ThinkingModel(fails_at_second, capabilities=abilities)
-    events = await events_of(StrategyBackend.of(knobs(), base=base, small=small))
+    events = await events_of(DelegationBackend.of(knobs(), base=base, small=small))
     assert thought(events) == "small 1.\n\nbase 2.\n\nbase 3. Answer: 4\n\n"
     assert [event for event in events if isinstance(event, Failed)] == [Failed("small", "small is gone")]
 
 
 async def test_the_base_model_down_ends_the_answer() -> None:
     base = ThinkingModel(lambda thinking: UpstreamError("base is gone"), score=lambda step: "1")
-    backend = StrategyBackend.of(knobs(), base=base, small=ThinkingModel(numbered("small")))
+    backend = DelegationBackend.of(knobs(), base=base, small=ThinkingModel(numbered("small")))
     with pytest.raises(UpstreamError, match="base is gone"):
         await deltas_of(backend.generate(ask()))
 
 
 async def test_a_model_that_takes_too_long_is_given_up() -> None:
     small = ThinkingModel(lambda thinking: Answer("slow one\n\n", first_latency=3600.0))
-    backend = StrategyBackend.of(knobs(call_timeout=1.0), base=ThinkingModel(numbered("base")), small=small)
+    backend = DelegationBackend.of(knobs(call_timeout=1.0), base=ThinkingModel(numbered("base")), small=small)
     events = await events_of(backend)
     assert {step.author for step in kept(events)} == {"base"}
     assert next(event for event in events if isinstance(event, Failed)).reason.startswith("the small model took more")
@@ -244,9 +253,9 @@ async def test_a_slow_client_costs_no_model_its_patience() -> None:
     """The time limit of a call counts the backend's time; what is read slowly was written long ago."""
     base = ThinkingModel(lambda thinking: "one two three four Answer: 4\n\n", score=lambda step: "1")
     small = ThinkingModel(numbered("small"))
-    backend = StrategyBackend.of(knobs(call_timeout=1.0), base=base, small=small)
+    backend = DelegationBackend.of(knobs(call_timeout=1.0), base=base, small=small)
     events = []
-    async for event in backend.think(Thinking(ask(), backend.settings, backend.writers)):
+    async for event in backend.think(Thinking(ask(), backend.settings, backend.roles)):
         await asyncio.sleep(0.3)
         events.append(event)
     assert [step.author for step in kept(events)] == ["base"] and kept(events)[0].seconds < 1.0
@@ -255,7 +264,7 @@ async def test_a_slow_client_costs_no_model_its_patience() -> None:
 
 async def test_a_judge_that_takes_too_long_is_given_up() -> None:
     base = ThinkingModel(numbered("base"), score=lambda step: Answer("9", first_latency=3600.0))
-    backend = StrategyBackend.of(knobs(score_timeout=1.0), base=base, small=ThinkingModel(numbered("small")))
+    backend = DelegationBackend.of(knobs(score_timeout=1.0), base=base, small=ThinkingModel(numbered("small")))
     events = await events_of(backend)
     assert {step.author for step in kept(events)} == {"base"} and base.active == 0
     assert [event.role for event in events if isinstance(event, Failed)] == ["judge"]
@@ -269,12 +278,12 @@ async def test_what_is_saved_is_told_at_the_base_models_own_pace(seconds: float,
         return Answer(numbered("small")(thinking), first_latency=seconds)
 
     answer = Answer("so four", first_latency=0.3)
-    backend = StrategyBackend.of(
+    backend = DelegationBackend.of(
         knobs(pipelined=False), base=ThinkingModel(numbered("base"), answer=answer), small=ThinkingModel(slow)
     )
     told = (await deltas_of(backend.generate(ask())))[-1].speculation
     assert told is not None and (told.estimated_seconds_saved > 0) is saves
-    pace = backend.pace
+    pace = backend.throughput
     assert pace.tokens == 2 and pace.seconds >= 0.3
     alone = (await deltas_of(backend.generate(replace(ask(), speculation=False))))[-1].speculation
     assert alone is not None and alone.estimated_seconds_saved == 0
@@ -284,7 +293,7 @@ async def test_what_is_saved_is_told_at_the_base_models_own_pace(seconds: float,
 async def test_empty_steps_end_the_thinking_where_the_base_model_has_none_either(abilities: Capabilities) -> None:
     small = ThinkingModel(lambda thinking: "", capabilities=abilities)
     base = ThinkingModel(lambda thinking: "" if thinking else "one thing\n\n", capabilities=abilities)
-    events = await events_of(StrategyBackend.of(knobs(), base=base, small=small))
+    events = await events_of(DelegationBackend.of(knobs(), base=base, small=small))
     assert thought(events) == "one thing\n\n" and events[-1] == Ended("silent")
     assert base.asked == []  # nothing to be judged
 
@@ -296,19 +305,19 @@ async def test_endless_steps_are_cut_and_both_budgets_hold() -> None:
     base = ThinkingModel(endless, score=lambda step: "0")
     small = ThinkingModel(endless)
     settings = knobs(step_tokens=20, budget_tokens=70, spend_tokens=10_000)
-    backend = StrategyBackend.of(settings, base=base, small=small)
-    thinking = Thinking(ask(), settings, backend.writers)
+    backend = DelegationBackend.of(settings, base=base, small=small)
+    thinking = Thinking(ask(), settings, backend.roles)
     events = [event async for event in backend.think(thinking)]
     assert events[-1] == Ended("budget") and thinking.counts.all_kept == 70
     assert [step.ending for step in kept(events)] == ["length"] * 4
     tight = knobs(step_tokens=20, budget_tokens=10_000, spend_tokens=100, pipelined=False)
-    thinking = Thinking(ask(), tight, backend.writers)
+    thinking = Thinking(ask(), tight, backend.roles)
     assert [event async for event in backend.think(thinking)][-1] == Ended("budget")
     assert 100 <= thinking.counts.all_spent <= 120 and thinking.counts.all_kept <= 60
 
 
 async def test_max_tokens_counts_thinking_and_answer() -> None:
-    backend = StrategyBackend.of(knobs(), base=ThinkingModel(numbered("b")), small=ThinkingModel(numbered("s")))
+    backend = DelegationBackend.of(knobs(), base=ThinkingModel(numbered("b")), small=ThinkingModel(numbered("s")))
     deltas = await deltas_of(backend.generate(ask(max_tokens=5)))
     last = deltas[-1]
     assert last.finish_reason == "length" and last.usage is not None and last.usage.completion_tokens <= 5
@@ -320,15 +329,15 @@ async def test_max_tokens_counts_thinking_and_answer() -> None:
 async def test_thinking_that_closes_itself(abilities: Capabilities) -> None:
     base = ThinkingModel(numbered("base"), capabilities=abilities)
     small = ThinkingModel(lambda thinking: "all clear\n</think>\n\nThe answer", capabilities=abilities)
-    deltas = await deltas_of(StrategyBackend.of(knobs(), base=base, small=small).generate(ask()))
+    deltas = await deltas_of(DelegationBackend.of(knobs(), base=base, small=small).generate(ask()))
     assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == "all clear\n"
     assert "".join(delta.text for delta in deltas) == "The answer is four."
 
 
 async def test_what_the_base_model_writes_goes_out_as_it_comes() -> None:
     base = ThinkingModel(lambda thinking: "one two three Answer: 4\n\n", score=lambda step: "1")
-    events = await events_of(StrategyBackend.of(knobs(), base=base, small=ThinkingModel(numbered("small"))))
-    said = [event.text for event in events if isinstance(event, Said)]
+    events = await events_of(DelegationBackend.of(knobs(), base=base, small=ThinkingModel(numbered("small"))))
+    said = [event.text for event in events if isinstance(event, ThinkingText)]
     assert said[:3] == ["one", " two", " three"] and "".join(said) == "one two three Answer: 4\n\n"
 
 
@@ -340,7 +349,7 @@ async def test_pipelining_drafts_while_it_scores_and_cancels_what_is_rejected() 
         return Answer("1" if "2" in step else "9", first_latency=0.02)
 
     small, base = ThinkingModel(slow("small")), ThinkingModel(slow("base"), score=judge)
-    events = await events_of(StrategyBackend.of(knobs(), base=base, small=small))
+    events = await events_of(DelegationBackend.of(knobs(), base=base, small=small))
     assert [step.author for step in kept(events)] == ["small", "base", "small", "small"]
     assert len(small.cancelled) == 1 and small.active == base.active == 0
     assert len(small.requests) == 5  # four that were decided, and the one behind the rejected step
@@ -351,7 +360,7 @@ async def test_a_client_that_goes_away_cancels_all_models() -> None:
         return Answer(f"step {len(thinking)}\n\n", first_latency=3600.0 if thinking else 0.0)
 
     small, base = ThinkingModel(slow), ThinkingModel(slow, score=lambda step: Answer("9", first_latency=3600.0))
-    answer = StrategyBackend.of(knobs(), base=base, small=small).generate(ask())
+    answer = DelegationBackend.of(knobs(), base=base, small=small).generate(ask())
     task = asyncio.create_task(deltas_of(answer))
     while not (base.active and small.active == 1 and len(small.requests) == 2):
         await asyncio.sleep(0.005)
@@ -364,7 +373,7 @@ async def test_prompts_only_grow_in_token_ids() -> None:
     """Prefix caches stay warm: each model's next step begins with all of its last prompt, id for id."""
     small = ThinkingModel(numbered("small", 6))
     base = ThinkingModel(numbered("base", 6), score=lambda step: str(9 - 3 * (int(re.findall(r"\d", step)[0]) % 2)))
-    await events_of(StrategyBackend.of(knobs(pipelined=False), base=base, small=small))
+    await events_of(DelegationBackend.of(knobs(pipelined=False), base=base, small=small))
     for model in (small, base):
         prompts = [tuple(r.token_ids or ()) for r in model.requests if "score is" not in model.prompt_text(r)]
         assert len(prompts) > 2
@@ -381,7 +390,7 @@ async def test_all_models_see_the_tools_while_they_think(abilities: Capabilities
     base = ThinkingModel(numbered("base"), score=lambda step: "3" if "2" in step else "8", capabilities=abilities)
     small = ThinkingModel(numbered("small"), capabilities=abilities)
     request = replace(ask(), tools=(TOOL,)) if place == "tools" else replace(ask(), extra={"tools": [TOOL]})
-    await events_of(StrategyBackend.of(knobs(pipelined=False), base=base, small=small), request)
+    await events_of(DelegationBackend.of(knobs(pipelined=False), base=base, small=small), request)
     for model in (base, small):
         prompts = [model.prompt_text(request) for request in model.requests]
         assert prompts and all(prompt.startswith('<|tools|>\n[{"type": "function"') for prompt in prompts)
@@ -393,7 +402,7 @@ async def test_all_models_see_the_tools_while_they_think(abilities: Capabilities
 async def test_token_level_speculation_goes_on_inside_steps() -> None:
     """SpecReason+Decode: what speeds up the base model's own tokens is asked for in its steps, unless it is off."""
     base, small = ThinkingModel(numbered("base"), score=lambda step: "1"), ThinkingModel(numbered("small"))
-    backend = StrategyBackend.of(knobs(), base=base, small=small)
+    backend = DelegationBackend.of(knobs(), base=base, small=small)
     await deltas_of(backend.generate(ask()))
     assert base.requests and all(request.speculation for request in base.requests)
     base.requests.clear()
@@ -403,6 +412,6 @@ async def test_token_level_speculation_goes_on_inside_steps() -> None:
 
 async def test_the_first_steps_are_the_base_models() -> None:
     base, small = ThinkingModel(numbered("base", 4)), ThinkingModel(numbered("small", 4))
-    events = await events_of(StrategyBackend.of(knobs(first_steps=2), base=base, small=small))
+    events = await events_of(DelegationBackend.of(knobs(first_steps=2), base=base, small=small))
     assert [step.author for step in kept(events)] == ["base", "base", "small", "small"]
     assert [type(event) for event in events if isinstance(event, Proposed)] == [Proposed, Proposed]

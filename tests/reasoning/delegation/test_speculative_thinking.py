@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import UpstreamError
-from agentspec.reasoning.delegation.backend import StrategyBackend
-from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, Said, Triggered
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, ThinkingText, Triggered
 from agentspec.reasoning.delegation.speculative_thinking import Overload, classify
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
@@ -51,15 +51,15 @@ def self_words(text: str) -> list[str]:
 
 
 async def run(small: ThinkingModel, base: ThinkingModel, settings: SpeculativeThinkingSettings) -> list[Event]:
-    backend = StrategyBackend.of(settings, base=base, small=small)
-    thinking = Thinking(ASK, settings, backend.writers)
+    backend = DelegationBackend.of(settings, base=base, small=small)
+    thinking = Thinking(ASK, settings, backend.roles)
     events = [event async for event in backend.think(thinking)]
     assert small.active == base.active == 0
     return events
 
 
 def thought(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Said))
+    return "".join(event.text for event in events if isinstance(event, ThinkingText))
 
 
 def authors(events: list[Event]) -> list[tuple[str, str]]:
@@ -120,8 +120,8 @@ async def test_the_base_models_share_is_capped() -> None:
     for share in (0.0, 0.1):
         small, base = Speaker(text), Speaker(text.replace("wait", "base"))
         settings = knobs(max_base_share=share, overload=1000, overload_most=1000)
-        backend = StrategyBackend.of(settings, base=base, small=small)
-        thinking = Thinking(ASK, settings, backend.writers)
+        backend = DelegationBackend.of(settings, base=base, small=small)
+        thinking = Thinking(ASK, settings, backend.roles)
         events = [event async for event in backend.think(thinking)]
         kept = thinking.counts.kept
         assert kept["base"] <= share * max(256, thinking.counts.all_kept) + 1e-9

@@ -45,9 +45,9 @@ def test_at_every_boundary_and_character_by_character(text: str) -> None:
     assert "".join(map(reader.feed, text)) + reader.finish() == expected(text)[0]
 
 
-def test_what_may_be_an_end_is_held_back_and_heard() -> None:
+def test_what_may_be_an_end_is_held_back_and_counts_as_fed() -> None:
     reader = StepReader(CLOSING)
-    assert reader.feed("so\n") == "so" and reader.heard == "so\n"
+    assert reader.feed("so\n") == "so" and reader.fed == "so\n"
     assert reader.feed("on</th") == "\non" and reader.feed("at") == "</that"
     assert reader.finish() == "" and reader.ended is None
 

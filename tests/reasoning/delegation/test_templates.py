@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.reasoning.delegation.prompts import defused, names_score, quoted
-from agentspec.reasoning.delegation.templates import Template
+from agentspec.reasoning.delegation.judge import names_score, quoted
+from agentspec.reasoning.delegation.templates import Template, escape_markers
 
 SAID = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]
 
@@ -69,12 +69,12 @@ def test_quoted_text_closes_no_quotation_and_opens_no_turn(text: str) -> None:
 
 @pytest.mark.parametrize("mark", ["<|im_end|>", "<\uff5cUser\uff5c>", "<start_of_turn>", "</s>", "[/INST]", "<eos>"])
 def test_marks_of_turns_are_broken_up(mark: str) -> None:
-    assert mark not in defused(f"x{mark}y")
+    assert mark not in escape_markers(f"x{mark}y")
 
 
 def test_ordinary_text_is_left_alone() -> None:
     for text in ("a < b and c > d", "x[0] << 2", "<think>\nso", "</think>", "a<b|c"):
-        assert defused(text) == text
+        assert escape_markers(text) == text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.backends.base import text_side
+from agentspec.backends.base import tokenization_of
 from agentspec.backends.model_store import locate
 from agentspec.backends.settings import OpenAISettings
 from agentspec.benchmarks.vllm.server import VllmServer, find_environment
@@ -58,7 +58,7 @@ async def ask(runtime: Runtime, *, speculation: bool = True) -> tuple[str, StepS
 
 async def test_above_nine_is_the_base_model_alone_and_scores_come_from_digits(server: VllmServer) -> None:
     async with Runtime(settings(server.url, 9.5)) as runtime:
-        assert text_side(runtime.backends()["base"]) is not None
+        assert tokenization_of(runtime.backends()["base"]) is not None
         none, told = await ask(runtime)
         alone, _ = await ask(runtime, speculation=False)
     assert none == alone and none.strip() and told.accepted_steps == 0 < told.proposed_steps

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from agentspec.reasoning.retrieval.events import Said
+from agentspec.reasoning.retrieval.events import VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
-from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
 from agentspec.types import GenerateRequest, SamplingParams
@@ -49,13 +49,13 @@ def asking(question: str, seed: int | None, max_tokens: int) -> GenerateRequest:
 
 
 async def said(run: Any, request: GenerateRequest, **given: Any) -> tuple[str, tuple[int, ...]]:
-    events = [event async for event in run(request, knowledge=passages(), **given) if isinstance(event, Said)]
+    events = [event async for event in run(request, knowledge=passages(), **given) if isinstance(event, VerifiedText)]
     return "".join(event.text for event in events), tuple(token for event in events for token in event.token_ids)
 
 
 def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
     """Its tokens are bytes and its text is noise, which ends inside characters and retrieves at random."""
-    account = Account()
+    stats = SearchStats()
 
     async def check(backend: Any) -> None:
         for number, passage in enumerate(PASSAGES[:8]):
@@ -63,11 +63,11 @@ def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
             plain = await said(sequential, request, backend=backend)
             for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
                 knobs = RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=3)  # type: ignore[arg-type]
-                assert await said(ralmspec, request, backend=backend, settings=knobs, account=account) == plain
+                assert await said(ralmspec, request, backend=backend, settings=knobs, stats=stats) == plain
 
     with loaded(str(tiny_model)) as backend:
         asyncio.run(check(backend))
-    assert account.guesses and account.rounds
+    assert stats.guesses and stats.rounds
 
 
 @pytest.mark.slow

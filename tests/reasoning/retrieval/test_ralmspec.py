@@ -19,11 +19,19 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, KnowledgeBaseError
-from agentspec.reasoning.retrieval.events import Ended, Event, Retrieved, RolledBack, Said, Speculated, Verified
-from agentspec.reasoning.retrieval.knowledge.base import Document, Found, Hit, KnowledgeBase, Query, ranked
-from agentspec.reasoning.retrieval.knowledge.documents import DocumentCache
+from agentspec.reasoning.retrieval.events import (
+    AnswerEnded,
+    Event,
+    Retrieved,
+    RolledBack,
+    Speculated,
+    Verified,
+    VerifiedText,
+)
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, KnowledgeBase, Query, SearchResult, ranked
+from agentspec.reasoning.retrieval.knowledge.documents import RetrievedDocuments
 from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snapshot
-from agentspec.reasoning.retrieval.knowledge.search_client import Account
+from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.retrieval.settings import RetrievalSettings
 from agentspec.testing import Answer, FakeBackend
@@ -113,7 +121,7 @@ class FakeKnowledge:
     active: int = 0
     metric: WordMetric = field(default_factory=WordMetric)
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         number = len(self.searches)
         self.searches.append(len(queries))
         self.active += 1
@@ -124,7 +132,9 @@ class FakeKnowledge:
         if (error := self.failing(number)) is not None:
             raise error
         version = self.version(number)
-        return Found(version, tuple(self._best(query, min(count, self.fewer or count), version) for query in queries))
+        return SearchResult(
+            version, tuple(self._best(query, min(count, self.fewer or count), version) for query in queries)
+        )
 
     async def aclose(self) -> None: ...
 
@@ -153,23 +163,23 @@ def asking(number: int = 0, **sampling: object) -> GenerateRequest:
 @dataclass
 class Outcome:
     events: list[Event]
-    account: Account
+    stats: SearchStats
 
     @property
     def answer(self) -> tuple[str, tuple[int, ...], str]:
-        said = [event for event in self.events if isinstance(event, Said)]
+        said = [event for event in self.events if isinstance(event, VerifiedText)]
         ended = self.events[-1]
-        assert isinstance(ended, Ended)
+        assert isinstance(ended, AnswerEnded)
         return "".join(s.text for s in said), tuple(i for s in said for i in s.token_ids), ended.finish
 
     @property
     def documents(self) -> list[str | None]:
-        return [event.document for event in self.events if isinstance(event, Said)]
+        return [event.document for event in self.events if isinstance(event, VerifiedText)]
 
 
 async def outcome(run: Callable[..., AsyncGenerator[Event]], request: GenerateRequest, **options: object) -> Outcome:
-    account = Account()
-    return Outcome([event async for event in run(request, account=account, **options)], account)
+    stats = SearchStats()
+    return Outcome([event async for event in run(request, stats=stats, **options)], stats)
 
 
 EVERY_WAY = [
@@ -188,7 +198,7 @@ async def test_says_what_sequential_retrieval_says(knobs: RetrievalSettings) -> 
         found = await outcome(ralmspec, request, backend=model, knowledge=knowledge, settings=knobs)
         plain = await outcome(sequential, request, backend=model, knowledge=knowledge, settings=knobs)
         assert found.answer == plain.answer and found.documents == plain.documents
-        wrong += found.account.dropped_rounds
+        wrong += found.stats.dropped_rounds
     assert wrong > 20 or knobs.stride == "os3"
 
 
@@ -241,12 +251,12 @@ async def test_only_verified_rounds_are_said() -> None:
         match event:
             case Verified(_, matched):
                 pending += matched
-            case Said() if pending:
+            case VerifiedText() if pending:
                 pending -= 1
     assert any(isinstance(event, RolledBack) for event in found.events)
     guessed = sum(isinstance(event, Speculated) for event in found.events)
     certain = sum(isinstance(event, (Retrieved, RolledBack)) for event in found.events)
-    assert found.account.rounds + found.account.dropped_rounds == guessed + certain
+    assert found.stats.rounds + found.stats.dropped_rounds == guessed + certain
 
 
 async def test_a_batch_asks_for_a_whole_stride() -> None:
@@ -254,9 +264,7 @@ async def test_a_batch_asks_for_a_whole_stride() -> None:
     knobs, knowledge = RetrievalSettings(stride=3, asynchronous=False), FakeKnowledge(one)
     model = HashedModel(ends=10**9)
     found = await outcome(ralmspec, asking(max_tokens=40), backend=model, knowledge=knowledge, settings=knobs)
-    assert (
-        knowledge.searches == [1, 3, 3, 3] and found.account.hit_rate == 1.0 and found.account.strides == [0, 3, 3, 3]
-    )
+    assert knowledge.searches == [1, 3, 3, 3] and found.stats.hit_rate == 1.0 and found.stats.strides == [0, 3, 3, 3]
 
 
 async def test_verification_runs_beside_the_rounds_that_follow() -> None:
@@ -288,10 +296,10 @@ async def test_what_was_guessed_of_another_version_is_redone(change: int, asynch
     possible = [
         (await outcome(sequential, asking(1), backend=model, knowledge=changing(at))).answer for at in range(1, 8)
     ]
-    cache = DocumentCache(1 << 20)
+    cache = RetrievedDocuments(1 << 20)
     found = await outcome(ralmspec, asking(1), backend=model, knowledge=changing(change), settings=knobs, cache=cache)
     assert found.answer in possible
-    assert cache.version == ("2" if len(cache) and found.account.batches > change else "1")
+    assert cache.version == ("2" if len(cache) and found.stats.batches > change else "1")
 
 
 async def test_a_knowledge_base_without_documents_leaves_the_prompt_as_it_is() -> None:
@@ -315,7 +323,7 @@ async def test_a_knowledge_base_that_fails_ends_the_answer(nth: int, error: Exce
     with pytest.raises(KnowledgeBaseError, match=r"gone|refused"):
         async for event in ralmspec(asking(), backend=model, knowledge=knowledge, settings=knobs):
             said.append(event)
-    assert model.active == 0 and any(isinstance(event, Said) for event in said) == (nth > 0)
+    assert model.active == 0 and any(isinstance(event, VerifiedText) for event in said) == (nth > 0)
 
 
 async def test_a_search_that_hangs_is_given_up() -> None:
@@ -430,7 +438,7 @@ async def test_log_probabilities_come_with_the_rounds_that_are_said() -> None:
     model = FakeBackend(*(Answer(text, finish_reason="length") for text in ("a b c d", " e f g h")))
     request = asking(max_tokens=8, logprobs=True)
     found = await outcome(ralmspec, request, backend=model, knowledge=FakeKnowledge([]))
-    said = [event for event in found.events if isinstance(event, Said)]
+    said = [event for event in found.events if isinstance(event, VerifiedText)]
     assert "".join(entry.text for s in said for entry in s.logprobs) == found.answer[0] == "a b c d e f g h"
 
 
@@ -444,7 +452,7 @@ class SlowKnowledge:
         self._base, self._draw = base, random.Random(7)
         self.metric = base.metric
 
-    async def search(self, queries: Sequence[Query], count: int) -> Found:
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
         await asyncio.sleep(self._draw.choice([0.0, 0.001, 0.004]))
         return await self._base.search(queries, count)
 
@@ -472,7 +480,7 @@ async def test_every_question_is_answered_the_same(make_index: Callable[..., Any
                 knobs = RetrievalSettings(stride=stride, asynchronous=asynchronous, prefetch=4)  # type: ignore[arg-type]
                 found = await outcome(ralmspec, request, backend=model, knowledge=base, settings=knobs)
                 assert found.answer == plain.answer and found.documents == plain.documents
-                dropped[0] += found.account.dropped_rounds
+                dropped[0] += found.stats.dropped_rounds
 
     await asyncio.gather(*map(check, range(QUESTIONS)))
     assert dropped[0] > QUESTIONS

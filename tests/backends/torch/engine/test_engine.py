@@ -29,7 +29,7 @@ WAIT = 30.0
 
 
 class Client:
-    """Submits one job and receives what is delivered."""
+    """Submits one request and receives what is delivered."""
 
     def __init__(
         self, engine: Engine, prompt: list[int] = PROMPT, *, max_tokens: int = 8, seed: int = 0, **params: Any
@@ -38,10 +38,10 @@ class Client:
         self.engine = engine
         sampling = SamplingParams(temperature=1.0, seed=seed)
         request = GenerateRequest("m", token_ids=prompt, sampling=sampling, **params)
-        self.job = EngineRequest(request, prompt, max_tokens, frozenset(), None, self.items.put)
+        self.request = EngineRequest(request, prompt, max_tokens, frozenset(), None, self.items.put)
 
     def submit(self) -> Client:
-        self.engine.submit(self.job)
+        self.engine.submit(self.request)
         return self
 
     def result(self) -> tuple[list[int], Delta]:
@@ -60,9 +60,9 @@ def engine_of(lab: Any) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def make(
-        memory: Callable[[EngineRequest], CacheSession] = lambda job: CacheSession(None), **settings: Any
+        session: Callable[[EngineRequest], CacheSession] = lambda request: CacheSession(None), **settings: Any
     ) -> Engine:
-        engines.append(Engine(EngineContext(lab.target, lab.tokenizer), TorchSettings(**settings), memory))
+        engines.append(Engine(EngineContext(lab.target, lab.tokenizer), TorchSettings(**settings), session))
         return engines[-1]
 
     yield make
@@ -110,7 +110,7 @@ def test_twenty_requests_at_once_get_their_own_answers(lab: Any, engine_of: Any)
 
 def test_active_requests_take_turns(engine_of: Any) -> None:
     gate = Gate()
-    engine = engine_of(lambda job: gate, max_active=2)
+    engine = engine_of(lambda request: gate, max_active=2)
     first, second = Client(engine, max_tokens=20).submit(), Client(engine, max_tokens=20).submit()
     assert gate.reached.wait(WAIT)
     wait_until(lambda: engine.scheduler.num_waiting <= 1)
@@ -121,7 +121,7 @@ def test_active_requests_take_turns(engine_of: Any) -> None:
 
 def test_a_full_queue_says_when_to_come_back(engine_of: Any) -> None:
     gate = Gate()
-    engine = engine_of(lambda job: gate, max_active=1, max_queue=2)
+    engine = engine_of(lambda request: gate, max_active=1, max_queue=2)
     clients = [Client(engine).submit() for _ in range(3)]
     assert gate.reached.wait(WAIT)
     with pytest.raises(OverloadedError) as caught:
@@ -135,12 +135,12 @@ def test_a_full_queue_says_when_to_come_back(engine_of: Any) -> None:
 
 def test_cancelling_frees_a_waiting_and_an_active_place_at_once(engine_of: Any) -> None:
     gate = Gate()
-    engine = engine_of(lambda job: gate, max_active=1, max_queue=1)
+    engine = engine_of(lambda request: gate, max_active=1, max_queue=1)
     active, waiting = Client(engine).submit(), Client(engine).submit()
     assert gate.reached.wait(WAIT)
-    engine.cancel(waiting.job)
+    engine.cancel(waiting.request)
     next_one = Client(engine).submit()  # would be refused if the place were still taken
-    engine.cancel(active.job)
+    engine.cancel(active.request)
     after_next = Client(engine).submit()
     gate.opened.set()
     assert len(next_one.result()[0]) == len(after_next.result()[0]) == 8
@@ -151,11 +151,11 @@ def test_cancelling_frees_a_waiting_and_an_active_place_at_once(engine_of: Any) 
 def test_cancelling_in_the_middle_of_a_prompt_or_an_answer_stops_the_work(lab: Any, engine_of: Any) -> None:
     engine = engine_of(max_active=2)
     long = Client(engine, [5] * (2 * CHUNKS[0] - 100), max_tokens=90).submit()
-    engine.cancel(long.job)
+    engine.cancel(long.request)
     answering = Client(engine, max_tokens=400).submit()
     answering.items.get(timeout=WAIT)
-    engine.cancel(answering.job)
-    engine.cancel(answering.job)
+    engine.cancel(answering.request)
+    engine.cancel(answering.request)
     wait_until(lambda: len(engine.scheduler.active) == 0)
     assert engine.context.counters.tokens < 300
     assert len(engine.scheduler.prefix_cache) == 0  # what was cut is not kept
@@ -168,7 +168,7 @@ def test_an_error_in_one_request_is_that_requests_alone(
     engine_of: Any, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     memories = iter([CacheSession(None), Broken(error), CacheSession(None)])
-    engine = engine_of(lambda job: next(memories), max_active=3)
+    engine = engine_of(lambda request: next(memories), max_active=3)
     clients = [Client(engine, max_tokens=12).submit() for _ in range(3)]
     with pytest.raises(EngineError) as caught:
         clients[1].result()
@@ -182,7 +182,7 @@ def test_an_error_in_one_request_is_that_requests_alone(
 
 @pytest.mark.parametrize("error", [SystemExit(), torch.AcceleratorError("a device-side assert")])
 def test_the_end_of_the_thread_or_its_device_leaves_nobody_waiting(engine_of: Any, error: BaseException) -> None:
-    engine = engine_of(lambda job: Broken(error), max_active=1)
+    engine = engine_of(lambda request: Broken(error), max_active=1)
     clients = [Client(engine) for _ in range(2)]
     with engine.scheduler._lock:  # both are there before the first turn
         for client in clients:
@@ -197,13 +197,13 @@ def test_the_end_of_the_thread_or_its_device_leaves_nobody_waiting(engine_of: An
 def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:
     calls: list[EngineRequest] = []
 
-    def open_memory(job: EngineRequest) -> CacheSession:
-        calls.append(job)
+    def open_session(request: EngineRequest) -> CacheSession:
+        calls.append(request)
         if len(calls) == 1:
             raise OSError("disk")
         return CacheSession(None)
 
-    engine = engine_of(open_memory)
+    engine = engine_of(open_session)
     with pytest.raises(EngineError, match=r"failed on this request$"):
         Client(engine).submit().result()
     assert len(Client(engine).submit().result()[0]) == 8
@@ -214,28 +214,28 @@ def test_answers_are_the_same_where_the_cache_learns_beside_the_forwards(lab: An
     samplings = [SamplingParams(temperature=min(seed, 1.0), seed=seed) for seed in range(4)]
     wants = [lab.oracle(PROMPT, sampling, max_tokens=40, stop_ids=()) for sampling in samplings]
     with SuffixCache.open() as cache:
-        engine = engine_of(lambda job: late_memory(cache, job), max_active=4)
+        engine = engine_of(lambda request: late_session(cache, request), max_active=4)
         for together in (False, False, True):
             clients = list[Client]()
             for sampling in samplings:
                 clients.append(Client(engine, max_tokens=40, labels=Labels(session=f"{together}")))
-                clients[-1].job.request = replace(clients[-1].job.request, sampling=sampling)
+                clients[-1].request.original = replace(clients[-1].request.original, sampling=sampling)
                 clients[-1].submit()
                 assert together or clients[-1].result()[0] == wants[len(clients) - 1]
             assert not together or [client.result()[0] for client in clients] == wants
         assert cache.stats().accepted > 100 and cache.stats().tokens == 3 * 4 * 40
 
 
-def late_memory(cache: SuffixCache, job: EngineRequest) -> CacheSession:
-    return CacheSession.open(cache, job.request, job.prompt, Namespace("t", "model"), late=True)
+def late_session(cache: SuffixCache, request: EngineRequest) -> CacheSession:
+    return CacheSession.open(cache, request.original, request.prompt, Namespace("t", "model"), late=True)
 
 
 def test_what_a_cancelled_answer_said_stays_partial_where_the_cache_learns_late(engine_of: Any) -> None:
     with SuffixCache.open() as cache:
-        engine = engine_of(lambda job: late_memory(cache, job))
+        engine = engine_of(lambda request: late_session(cache, request))
         client = Client(engine, max_tokens=400).submit()
         said = [token for _ in range(5) for token in client.items.get(timeout=WAIT).token_ids]
-        engine.cancel(client.job)
+        engine.cancel(client.request)
         wait_until(lambda: len(engine.scheduler.active) == 0)
         assert (cache.stats().partial, cache.stats().tokens) == (1, 0) and len(said) >= 5
 
@@ -246,7 +246,7 @@ def test_a_cache_that_breaks_beside_a_forward_costs_only_speed(
     want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=30, stop_ids=())
     with SuffixCache.open() as cache:
         broken = Breaking(cache.request(PROMPT))
-        engine = engine_of(lambda job: CacheSession(broken, late=True))  # type: ignore[arg-type]
+        engine = engine_of(lambda request: CacheSession(broken, late=True))  # type: ignore[arg-type]
         assert Client(engine, max_tokens=30).submit().result()[0] == want
         assert broken.told == 3 and caplog.text.count("the disk is gone") == 1
 
@@ -269,7 +269,7 @@ class Breaking:
 
 def test_closing_ends_everything_and_refuses_more(engine_of: Any) -> None:
     gate = Gate()
-    engine = engine_of(lambda job: gate, max_active=1)
+    engine = engine_of(lambda request: gate, max_active=1)
     clients = [Client(engine, max_tokens=400).submit() for _ in range(3)]
     assert gate.reached.wait(WAIT)
     closer = threading.Thread(target=engine.close)
@@ -305,9 +305,9 @@ def test_a_request_that_cannot_begin_gives_its_place_in_the_cache_back(engine_of
         def close(self, *, clean: bool) -> None:
             closed.append(clean)
 
-    client = Client(engine_of(lambda job: Watched(None)))
+    client = Client(engine_of(lambda request: Watched(None)))
     beyond = SamplingParams(logit_bias={10**6: 1.0})  # which the backend would have refused
-    client.job.request = GenerateRequest("m", token_ids=PROMPT, sampling=beyond)
+    client.request.original = GenerateRequest("m", token_ids=PROMPT, sampling=beyond)
     with pytest.raises(EngineError):
         client.submit().result()
     assert closed == [False]
@@ -361,8 +361,8 @@ def test_answers_that_do_not_fit_together_are_put_back_and_go_on_where_they_stoo
 class Tight(KVBudget):
     """Begins with little, so that answers meet while they grow."""
 
-    def initial(self, job: EngineRequest, tokens: int | None = None) -> int:
-        return (tokens or len(job.prompt)) + 20
+    def initial(self, request: EngineRequest, tokens: int | None = None) -> int:
+        return (tokens or len(request.prompt)) + 20
 
 
 def test_reserved_rows_stay_within_the_limit(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +384,7 @@ def test_reserved_rows_stay_within_the_limit(engine_of: Any, monkeypatch: pytest
 
 def test_a_lower_priority_is_served_first_and_takes_the_place_of_a_higher_one(lab: Any, engine_of: Any) -> None:
     gate = Gate()
-    engine = engine_of(lambda job: gate, max_active=1)
+    engine = engine_of(lambda request: gate, max_active=1)
     slow = Client(engine, max_tokens=60, priority=5).submit()
     assert gate.reached.wait(WAIT)
     waiting = Client(engine, [1, *PROMPT], max_tokens=60, priority=5).submit()
@@ -402,13 +402,13 @@ def test_what_was_put_back_can_be_cancelled(engine_of: Any) -> None:
     closed: list[bool] = []
     gate = Gate()
     gate.close = lambda *, clean: closed.append(clean)  # type: ignore[method-assign]
-    engine = engine_of(lambda job: gate if job.request.priority else CacheSession(None), max_active=1)
+    engine = engine_of(lambda request: gate if request.original.priority else CacheSession(None), max_active=1)
     slow = Client(engine, max_tokens=400, priority=5).submit()
     assert gate.reached.wait(WAIT)
     urgent = Client(engine, [2, *PROMPT], max_tokens=200, priority=0).submit()
     gate.opened.set()
     urgent.items.get(timeout=WAIT)
-    engine.cancel(slow.job)
+    engine.cancel(slow.request)
     urgent.result()
     wait_until(lambda: not engine.ready)
     assert closed == [False] and (len(engine.scheduler.active), engine.scheduler.num_waiting) == (0, 0)
@@ -423,7 +423,7 @@ def test_two_engines_compute_in_one_thread_and_take_turns(lab: Any, engine_of: A
             names.add(f"{threading.current_thread().name}-{threading.get_ident()}")
 
     for engine in engines:
-        engine._open_session = lambda job: Told(None)
+        engine._open_session = lambda request: Told(None)
     clients = [Client(engine, max_tokens=40).submit() for engine in engines for _ in range(2)]
     want = lab.oracle(PROMPT, SamplingParams(temperature=1.0, seed=0), max_tokens=40, stop_ids=())
     assert [client.result()[0] for client in clients] == [want] * 4

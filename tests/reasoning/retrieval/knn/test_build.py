@@ -17,7 +17,7 @@ import pytest
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knn import build as build_module
 from agentspec.reasoning.retrieval.knn.build import Corpus, build
-from agentspec.reasoning.retrieval.knn.store import Manifest, Store, StoreWriter
+from agentspec.reasoning.retrieval.knn.datastore import Datastore, DatastoreManifest, DatastoreWriter
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +54,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
     return Corpus((plain, packed))
 
 
-async def built(corpus: Corpus, folder: Path, backend: Countable) -> Manifest:
+async def built(corpus: Corpus, folder: Path, backend: Countable) -> DatastoreManifest:
     return await build(corpus, folder, backend, "tiny", encode, lambda progress: None)
 
 
@@ -64,7 +64,7 @@ def contents(folder: Path) -> tuple[bytes, bytes]:
 
 async def test_every_token_but_the_first_is_an_entry(corpus: Corpus, tmp_path: Path) -> None:
     manifest = await built(corpus, tmp_path / "store", Countable())
-    store = Store.open(tmp_path / "store", fingerprint="f1", model="tiny")
+    store = Datastore.open(tmp_path / "store", fingerprint="f1", model="tiny")
     texts = list(corpus.texts())
     assert manifest.documents == len(texts) == 25 and manifest.complete
     assert texts[-1] == "T4\nxyz"
@@ -80,7 +80,7 @@ async def test_a_build_that_was_cut_off_goes_on(corpus: Corpus, tmp_path: Path, 
         await built(corpus, tmp_path / "cut", Countable(fails_at=fails_at))
     if fails_at > 1:
         with pytest.raises(ConfigurationError, match="incomplete"):
-            Store.open(tmp_path / "cut", fingerprint="f1", model="tiny")
+            Datastore.open(tmp_path / "cut", fingerprint="f1", model="tiny")
         with (tmp_path / "cut" / "keys.f16").open("ab") as file:
             file.write(b"half a batch that no manifest counts")
     await built(corpus, tmp_path / "cut", rest := Countable())
@@ -95,13 +95,13 @@ async def test_another_model_or_corpus_is_refused(corpus: Corpus, tmp_path: Path
     with pytest.raises(ConfigurationError, match="hidden states mean nothing"):
         await built(corpus, tmp_path / "store", Countable("f2"))
     with pytest.raises(ConfigurationError, match="hidden states mean nothing"):
-        Store.open(tmp_path / "store", fingerprint="f2", model="other")
+        Datastore.open(tmp_path / "store", fingerprint="f2", model="other")
     with pytest.raises(ConfigurationError, match="another corpus"):
         await built(Corpus(corpus.files[:1]), tmp_path / "store", Countable())
 
 
 async def test_one_build_at_a_time(corpus: Corpus, tmp_path: Path) -> None:
-    first = StoreWriter(tmp_path / "store", Manifest("tiny", "f1", corpus.digest()))
+    first = DatastoreWriter(tmp_path / "store", DatastoreManifest("tiny", "f1", corpus.digest()))
     with first, pytest.raises(ConfigurationError, match="another build"):
         await built(corpus, tmp_path / "store", Countable())
     assert (await built(corpus, tmp_path / "store", Countable())).complete
@@ -109,18 +109,18 @@ async def test_one_build_at_a_time(corpus: Corpus, tmp_path: Path) -> None:
 
 async def test_what_is_no_datastore_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="holds no datastore"):
-        Store.open(tmp_path, fingerprint="f", model="m")
+        Datastore.open(tmp_path, fingerprint="f", model="m")
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="of this version"):
-        Store.open(tmp_path, fingerprint="f", model="m")
-    Manifest("m", "f", "c", WIDTH, 1, 100, True, format=9).write(tmp_path)
+        Datastore.open(tmp_path, fingerprint="f", model="m")
+    DatastoreManifest("m", "f", "c", WIDTH, 1, 100, True, format=9).write(tmp_path)
     with pytest.raises(ConfigurationError, match="format 9"):
-        Store.open(tmp_path, fingerprint="f", model="m")
-    Manifest("m", "f", "c", WIDTH, 1, 100, True).write(tmp_path)
+        Datastore.open(tmp_path, fingerprint="f", model="m")
+    DatastoreManifest("m", "f", "c", WIDTH, 1, 100, True).write(tmp_path)
     (tmp_path / "keys.f16").write_bytes(b"short")
     (tmp_path / "values.i32").write_bytes(b"short")
     with pytest.raises(ConfigurationError, match="damaged"):
-        Store.open(tmp_path, fingerprint="f", model="m")
+        Datastore.open(tmp_path, fingerprint="f", model="m")
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"title": "x"}', "3"])
@@ -145,11 +145,11 @@ def test_a_killed_command_goes_on_where_it_stood(tiny_model: Path, tmp_path: Pat
     command = [sys.executable, "-c", code, "knn", "build", str(file), "--model", str(tiny_model), "--out"]
     subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True, timeout=200)
     process = subprocess.Popen([*command, tmp_path / "cut"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while (now := Manifest.read(tmp_path / "cut")) is None or not now.documents:
+    while (now := DatastoreManifest.read(tmp_path / "cut")) is None or not now.documents:
         assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    stood = Manifest.read(tmp_path / "cut")
+    stood = DatastoreManifest.read(tmp_path / "cut")
     assert stood is not None and 0 < stood.documents < 150 and not stood.complete
     done = subprocess.run([*command, tmp_path / "cut"], check=True, capture_output=True, timeout=200)
     assert b"150 documents" in done.stdout

@@ -19,7 +19,7 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend
 from agentspec.reasoning.retrieval.knn.build import Corpus, build
-from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, KnnSpeculation, SamplingParams
 
@@ -56,7 +56,7 @@ async def folder(backend: TorchBackend, corpus: Path, tmp_path_factory: pytest.T
 
 
 async def opened(backend: TorchBackend, folder: Path, **knobs: Any) -> KnnBackend:
-    return await KnnBackend.open(backend, folder, KnnKnobs(**(SOFT | knobs)), model="tiny")
+    return await KnnBackend.open(backend, folder, KnnSettings(**(SOFT | knobs)), model="tiny")
 
 
 def prompts() -> list[str]:
@@ -220,4 +220,4 @@ async def test_what_it_does_not_carry_is_refused(backend: TorchBackend, folder: 
 
 async def test_other_backends_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="local model"):
-        await KnnBackend.open(FakeBackend("x"), folder, KnnKnobs(), model="far")
+        await KnnBackend.open(FakeBackend("x"), folder, KnnSettings(), model="far")

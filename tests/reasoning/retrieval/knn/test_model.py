@@ -15,7 +15,7 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.errors import ConfigurationError, NotReadyError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend, KnnStrategy
 from agentspec.reasoning.retrieval.knn.build import Corpus, build
-from agentspec.reasoning.retrieval.knn.settings import KnnKnobs
+from agentspec.reasoning.retrieval.knn.settings import KnnSettings
 from agentspec.reasoning.settings import KnnLmSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings, load_settings
@@ -95,7 +95,7 @@ def test_the_table_is_checked_when_it_is_read(tmp_path: Path) -> None:
 async def test_the_default_model_says_the_same_with_and_without_speculation(default_model: Any, tmp_path: Path) -> None:
     backend = TorchBackend.load(TorchSettings(model="smollm2-135m", max_draft_tokens=0))
     try:
-        model = await KnnBackend.open(backend, await make_store(backend, tmp_path), KnnKnobs(weight=0.5), model="m")
+        model = await KnnBackend.open(backend, await make_store(backend, tmp_path), KnnSettings(weight=0.5), model="m")
         for prompt in ("The river Elbe rises in the", "Photosynthesis turns"):
             for chosen in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
                 sampling = SamplingParams(max_tokens=16, **chosen)

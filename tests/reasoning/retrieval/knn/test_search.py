@@ -11,23 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.model.vector_scan import VectorScan
+from agentspec.reasoning.retrieval.knn.datastore import Datastore, DatastoreManifest
 from agentspec.reasoning.retrieval.knn.mixture import Mixture
-from agentspec.reasoning.retrieval.knn.search import Datastore, NeighbourCache, Neighbours
-from agentspec.reasoning.retrieval.knn.store import Manifest, Store
+from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourCache, Neighbours
 
 CPU = torch.device("cpu")
 
 
-def store_of(keys: Any) -> Store:
+def store_of(keys: Any) -> Datastore:
     keys = np.asarray(keys, np.float16)
-    return Store(
-        Manifest("m", "f", "c", keys.shape[1], 1, len(keys), True), keys, np.arange(len(keys), dtype=np.int32) % 7
+    return Datastore(
+        DatastoreManifest("m", "f", "c", keys.shape[1], 1, len(keys), True),
+        keys,
+        np.arange(len(keys), dtype=np.int32) % 7,
     )
 
 
-def datastore_of(keys: Any) -> Datastore:
+def datastore_of(keys: Any) -> DatastoreSearch:
     store = store_of(keys)
-    return Datastore(store, VectorScan(store.keys, CPU))
+    return DatastoreSearch(store, VectorScan(store.keys, CPU))
 
 
 def oracle(keys: Any, query: Any, count: int) -> list[int]:

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, ranked
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, best_rows, ranked
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.dense import POOL, DenseIndex, products
 from agentspec.reasoning.retrieval.knowledge.memory import Index
-from agentspec.reasoning.retrieval.knowledge.order import best
 from agentspec.testing import FakeEncoder
 
 WORDS = "cat dog bird fish tree house river stone cloud night".split()
@@ -128,7 +127,7 @@ def test_corpora_that_cannot_be_searched_are_refused():
 @given(scores=st.lists(st.sampled_from([0.0, 1.0, 2.0]), max_size=30), count=st.integers(1, 40))
 def test_the_best_come_in_order_and_equals_as_they_stood(scores, count):
     expected = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[:count]
-    assert best(np.array(scores, np.float64), count).tolist() == expected
+    assert best_rows(np.array(scores, np.float64), count).tolist() == expected
 
 
 @given(rows=st.integers(1, 40), seed=st.integers(0, 1000))

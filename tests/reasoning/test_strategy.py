@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import pytest
 
 from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import ProbeReport
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
-from agentspec.reasoning.delegation.backend import StrategyBackend
-from agentspec.reasoning.factory import Named, build, prepare
+from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef, prepare
 from agentspec.testing import Script, ThinkingModel
 from agentspec.types import GenerateRequest, Message
 
@@ -32,9 +32,18 @@ def step(thinking: str) -> Script:
     return "one Answer: 4\n\n"
 
 
-def strategy(base: ThinkingModel, small: ThinkingModel, **knobs: Any) -> StrategyBackend:
+def strategy(base: ThinkingModel, small: ThinkingModel, **knobs: Any) -> DelegationBackend:
     settings = SpecReasonSettings(base="base", small="small", **knobs)
-    return build("fast", settings, lambda name: Named({"base": base, "small": small}[name], name))
+    return opened(settings, {"base": base, "small": small})
+
+
+def opened(settings: SpecReasonSettings, models: Mapping[str, ThinkingModel]) -> DelegationBackend:
+    def no_knowledge(name: str) -> NoReturn:
+        raise AssertionError(name)
+
+    return DelegationBackend.open(
+        "fast", settings, Dependencies(lambda name: ModelRef(models[name], name), no_knowledge)
+    )
 
 
 @pytest.mark.parametrize(("kind", "keeps"), [(ThinkingModel, True), (Forgetful, False)])
@@ -44,7 +53,7 @@ async def test_thinking_that_a_template_would_delete_stands_as_plain_text(
     base, small = kind(step, capabilities=MESSAGES), kind(step, capabilities=MESSAGES)
     backend = strategy(base, small)
     await prepare(backend)
-    assert backend.writers["base"].keeps_thinking is keeps
+    assert backend.roles["base"].keeps_thinking is keeps
     async for _ in backend.generate(ASK):
         pass
     messages: Sequence[Message] = base.requests[-1].messages or ()
@@ -100,7 +109,7 @@ async def test_a_judge_of_its_own_sees_the_thinking_and_decides() -> None:
     base, small = ThinkingModel(lambda text: "base Answer: 4\n\n"), ThinkingModel(step)
     settings = SpecReasonSettings(base="base", small="small", judge="judge")
     models = {"base": base, "small": small, "judge": judge}
-    backend = build("fast", settings, lambda name: Named(models[name], name))
+    backend = opened(settings, models)
     said = "".join([delta.extra.get("reasoning", "") async for delta in backend.generate(ASK)])
     assert said == "base Answer: 4\n\n" and base.asked == [] and len(judge.asked) == 1
     assert {request.model for request in judge.requests} == {"judge"}

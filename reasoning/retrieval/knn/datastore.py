@@ -1,7 +1,7 @@
 """A KNN-LM datastore on disk: for each token of a corpus the hidden state before it, and the token.
 
 A folder of `keys` (float16, [entries, width]), `values` (int32, [entries]) and `manifest.json`. Files only grow; the
-manifest says how much of them counts, and is replaced in one piece, so that a build goes on where it was killed.
+manifest records how much of them counts, and is replaced atomically, so that a build goes on where it was killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Values = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class DatastoreManifest:
     """What a datastore holds so far: `documents` of a corpus with hash `corpus`, by a model with `fingerprint`."""
 
     model: str
@@ -39,7 +39,7 @@ class Manifest:
     format: int = FORMAT
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest | None:
+    def read(cls, folder: Path) -> DatastoreManifest | None:
         """That of a folder, None where there is none. Raises `ConfigurationError` for one that cannot be read."""
         try:
             manifest = cls(**json.loads((folder / MANIFEST).read_text()))
@@ -52,7 +52,7 @@ class Manifest:
         return manifest
 
     def write(self, folder: Path) -> None:
-        """Replace the folder's manifest in one piece."""
+        """Replace the folder's manifest atomically."""
         beside = folder / f"{MANIFEST}.new"
         with beside.open("w") as file:
             json.dump(asdict(self), file, indent=2)
@@ -61,7 +61,7 @@ class Manifest:
         beside.replace(folder / MANIFEST)
 
 
-def require_model(folder: Path, manifest: Manifest, fingerprint: str, model: str) -> None:
+def require_model(folder: Path, manifest: DatastoreManifest, fingerprint: str, model: str) -> None:
     """Raises `ConfigurationError` for a datastore whose keys are the states of another model."""
     if manifest.fingerprint != fingerprint:
         raise ConfigurationError(
@@ -71,17 +71,17 @@ def require_model(folder: Path, manifest: Manifest, fingerprint: str, model: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Store:
+class Datastore:
     """A complete datastore, mapped into memory: `keys` [entries, width] and `values` [entries]."""
 
-    manifest: Manifest
+    manifest: DatastoreManifest
     keys: Keys
     values: Values
 
     @classmethod
-    def open(cls, folder: Path, *, fingerprint: str, model: str) -> Store:
+    def open(cls, folder: Path, *, fingerprint: str, model: str) -> Datastore:
         """Raises `ConfigurationError` for a folder without a complete datastore of this model."""
-        manifest = Manifest.read(folder)
+        manifest = DatastoreManifest.read(folder)
         if manifest is None:
             raise ConfigurationError(f"{str(folder)!r} holds no datastore; build one with agentspec knn build")
         require_model(folder, manifest, fingerprint, model)
@@ -95,14 +95,14 @@ class Store:
         return cls(manifest, keys, values)
 
 
-class StoreWriter:
+class DatastoreWriter:
     """Appends to the datastore in `folder`, behind what its manifest counts; what lies behind that is cut off.
 
     Raises `ConfigurationError` for a folder with a datastore of another model or corpus, and for one that another
     build is writing to.
     """
 
-    def __init__(self, folder: Path, fresh: Manifest) -> None:
+    def __init__(self, folder: Path, fresh: DatastoreManifest) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._lock = _locked(folder)
@@ -126,18 +126,18 @@ class StoreWriter:
             replace(self.manifest, width=width, documents=self.manifest.documents + documents, entries=entries)
         )
 
-    def finish(self) -> Manifest:
+    def finish(self) -> DatastoreManifest:
         """Everything is there. Raises `ConfigurationError` for a corpus that gave no entries."""
         if not self.manifest.entries:
             raise ConfigurationError("the corpus has no text of two tokens or more")
         self._replace(replace(self.manifest, complete=True))
         return self.manifest
 
-    def _replace(self, manifest: Manifest) -> None:
+    def _replace(self, manifest: DatastoreManifest) -> None:
         manifest.write(self.folder)
         self.manifest = manifest
 
-    def __enter__(self) -> StoreWriter:
+    def __enter__(self) -> DatastoreWriter:
         return self
 
     def __exit__(
@@ -158,9 +158,9 @@ def _locked(folder: Path) -> FileLock:
     return lock
 
 
-def _continued(folder: Path, fresh: Manifest) -> Manifest:
+def _continued(folder: Path, fresh: DatastoreManifest) -> DatastoreManifest:
     """The manifest to go on from: that of the folder if it is of the same model and corpus."""
-    found = Manifest.read(folder)
+    found = DatastoreManifest.read(folder)
     if found is None:
         return fresh
     require_model(folder, found, fresh.fingerprint, fresh.model)

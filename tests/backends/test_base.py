@@ -1,0 +1,31 @@
+"""Which abilities the backends offer to the gateway, which asks for nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentspec.backends.base import CHAT, COMPLETIONS, AddsHeaders, Capabilities, Forwards, ReportsMetrics
+from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.torch import TorchBackend
+from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.retrieval.backend import RetrievalBackend
+from agentspec.reasoning.retrieval.knn.backend import KnnStrategy
+from agentspec.testing import FakeBackend
+
+ABILITIES = {
+    FakeBackend: set(),
+    OpenAIBackend: {Forwards, ReportsMetrics},
+    TorchBackend: {ReportsMetrics},
+    StrategyBackend: {AddsHeaders},
+    RetrievalBackend: {AddsHeaders},
+    KnnStrategy: {AddsHeaders},
+}
+
+
+@pytest.mark.parametrize("backend", ABILITIES, ids=lambda backend: backend.__name__)
+def test_what_a_backend_offers(backend: type) -> None:
+    assert {one for one in (AddsHeaders, Forwards, ReportsMetrics) if issubclass(backend, one)} == ABILITIES[backend]
+
+
+def test_a_backend_answers_both_routes_for_text_unless_it_says_otherwise() -> None:
+    assert Capabilities().routes == (CHAT, COMPLETIONS)

@@ -1,0 +1,57 @@
+"""An answer's text: whole characters up to the first stop string, and why it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.torch.engine.request import AnswerText, EngineRequest
+from agentspec.types import GenerateRequest, SamplingParams
+
+END = 0
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+BYTES: Any = SimpleNamespace(decoder=lambda shown: decode_bytes)
+
+
+def streamed(tokens: Sequence[int], max_tokens: int = 100, **sampling: Any) -> tuple[str, str | None, int]:
+    original = GenerateRequest("m", text="", sampling=SamplingParams(**sampling))
+    request = EngineRequest(original, [0x20], max_tokens, frozenset({END}), None, lambda item: None)
+    answer, text = AnswerText(request, BYTES), ""
+    for token in tokens:
+        ended = answer.add(token)
+        text += answer.take()
+        if ended:
+            break
+    return text, answer.finish, answer.num_tokens
+
+
+@given(st.text(alphabet="ab€", max_size=12), st.sampled_from(["a", "ab", "€b", "b€"]))
+def test_text_ends_in_front_of_its_first_stop_string(text: str, stop: str) -> None:
+    shown, finish, _ = streamed([*text.encode(), END], stop=(stop,))
+    assert (shown, finish) == (text.partition(stop)[0], "stop")
+
+
+def test_an_answer_ends_by_its_end_token_or_by_its_length() -> None:
+    assert streamed([0x61, END, 0x62]) == ("a", "stop", 2)
+    assert streamed(b"abc", max_tokens=2) == ("ab", "length", 2)
+    assert streamed(b"abc") == ("abc", None, 3)
+
+
+def test_a_stop_string_inside_the_shortest_length_does_not_count() -> None:
+    assert streamed(b"xaya", stop=("a",), min_tokens=3)[:2] == ("xay", "stop")
+    assert streamed(b"xaya", stop=("a",), min_tokens=4)[:2] == ("xaya", None)
+
+
+def test_what_was_held_back_is_told_at_the_end() -> None:
+    assert streamed([*b"go ST", END], stop=("STOP",))[0] == "go ST"
+    assert streamed([0x61, 0xE2], max_tokens=2)[0] == "a\ufffd"
+    assert streamed([0x61, 0xE2], max_tokens=2, stop=("\ufffd",))[0] == "a"
