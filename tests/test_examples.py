@@ -24,7 +24,7 @@ from agentspec.types import Speculation
 def run(repository: Path, name: str, *arguments: str, **environment: str) -> str:
     command = [sys.executable, "-W", "error::ResourceWarning", str(repository / "examples" / name), *arguments]
     done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=240, check=False
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "leaked" not in done.stderr, done.stderr

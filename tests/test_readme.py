@@ -20,7 +20,7 @@ BLOCKS = blocks_of("README.md")
 
 
 def run(block: str) -> str:
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

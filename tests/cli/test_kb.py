@@ -94,7 +94,7 @@ def test_a_service_answers_until_told_to_stop(program, corpus):
                     time.sleep(0.1)
             assert [hits[0]["id"] for hits in answer["results"]] == ["b", "a"]
             assert set(answer["results"][0][0]["weights"]) == {"dogs", "dog", "barks"}
-            second = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+            second = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
             assert second.returncode == 2 and "cannot listen" in second.stderr
         finally:
             service.send_signal(signal.SIGTERM)

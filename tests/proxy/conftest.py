@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.server import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ServerSettings, Settings
+
+COMPLETIONS = "/v1/chat/completions"
 
 
 @dataclass
@@ -87,6 +89,23 @@ def shared_gateway() -> Iterator[StartGateway]:
 def until() -> Callable[..., None]:
     """Wait until a condition holds, or fail."""
     return wait_for
+
+
+@contextmanager
+def post_and_hang_up(url: str, body: object) -> Iterator[None]:
+    """Send a request and, instead of reading its answer, hang up at the end."""
+    host, port = url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + content)
+        yield
+
+
+@pytest.fixture(scope="session")
+def hanging_up() -> Callable[[str, object], AbstractContextManager[None]]:
+    """`with hanging_up(gateway.url, body): ...` asks for a completion and leaves at the end of the block."""
+    return post_and_hang_up
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -278,15 +277,11 @@ def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0.0, 0.05, 0.15])
 def test_a_client_that_leaves_frees_its_place(
-    gateway: Any, until: Callable[..., None], stream: bool, after: float
+    gateway: Any, until: Callable[..., None], hanging_up: Any, stream: bool, after: float
 ) -> None:
     held = Held()
     running = gateway({MODEL: held})
-    host, port = running.url.removeprefix("http://").split(":")
-    body = json.dumps({"model": MODEL, "messages": HELLO, "stream": stream}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    with hanging_up(running.url, {"model": MODEL, "messages": HELLO, "stream": stream}):
         until(lambda: held.active)
         time.sleep(after)
     until(lambda: held.active == 0 and running.app.limiter.running == 0)

@@ -54,7 +54,7 @@ class Process:
 
         def read() -> None:
             try:
-                with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=BODY, timeout=60) as response:
+                with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=BODY, timeout=500) as response:
                     for line in response.iter_lines():
                         into.append(line)
                         begun.set()
@@ -67,7 +67,7 @@ class Process:
         return thread
 
     def end(self) -> tuple[int, str]:
-        output, _ = self.popen.communicate(timeout=60)
+        output, _ = self.popen.communicate(timeout=500)
         return self.popen.returncode, output
 
 
@@ -149,7 +149,7 @@ try:
 except AgentSpecError as error:
     print("error:", type(error).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and done.stdout.startswith("error: ConfigurationError"), done.stderr
 
 
@@ -164,7 +164,7 @@ def test_an_address_that_is_taken_is_said_in_one_line() -> None:
             "--port",
             port,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and last.startswith(f"agentspec: cannot listen on 127.0.0.1:{port}"), done.stderr
     assert "Traceback" not in done.stderr and "loading failed" not in done.stderr

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOu
 
 pytestmark = [pytest.mark.anyio, pytest.mark.model]
 
+SLOW = pytest.mark.slow
 NEAR_TIE = 1e-3
 CODE = "def area(r):\n    pi = 3.14159\n    return pi * r * r\n"
 PROMPTS = (f"Return this code unchanged:\n```python\n{CODE}```", "Name three colours, then name them again.")
@@ -48,8 +50,11 @@ def ask(prompt: str, temperature: float, **fields: Any) -> GenerateRequest:
     return GenerateRequest("m", messages=[{"role": "user", "content": prompt}], sampling=sampling, **fields)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(
+    ("prompt", "temperature"),
+    [(PROMPTS[0], 0.0), (PROMPTS[1], 1.0)]
+    + [pytest.param(*each, marks=SLOW) for each in [(PROMPTS[0], 1.0), (PROMPTS[1], 0.0), *product(PROMPTS, [0.3])]],
+)
 async def test_speculation_changes_no_token(backend: TorchBackend, rule: Any, prompt: str, temperature: float) -> None:
     off, text, _ = await answer(backend, ask(prompt, temperature, speculation=False, store=False))
     for _ in range(2):
@@ -129,7 +134,7 @@ WEATHER = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=SLOW)])
 async def test_a_json_schema_holds_on_and_off(backend: TorchBackend, temperature: float) -> None:
     sampling = SamplingParams(
         temperature=temperature, seed=3, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON)
@@ -146,7 +151,7 @@ async def test_a_json_schema_holds_on_and_off(backend: TorchBackend, temperature
     assert on[2].speculation.steps < len(on[0])
 
 
-@pytest.mark.parametrize("choice", ["required", "get_weather"])
+@pytest.mark.parametrize("choice", ["required", pytest.param("get_weather", marks=SLOW)])
 async def test_a_tool_is_called(backend: TorchBackend, choice: str) -> None:
     request = GenerateRequest(
         "m",

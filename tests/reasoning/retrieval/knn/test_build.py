@@ -138,12 +138,13 @@ async def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
         await built(Corpus((file,)), tmp_path / "store", Countable())
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on_where_it_stood(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {i} " * 60}) + "\n" for i in range(150)))
     code = "from agentspec.cli import app; app()"
     command = [sys.executable, "-c", code, "knn", "build", str(file), "--model", str(tiny_model), "--out"]
-    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True, timeout=200)
+    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True, timeout=500)
     process = subprocess.Popen([*command, tmp_path / "cut"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while (now := DatastoreManifest.read(tmp_path / "cut")) is None or not now.documents:
         assert process.poll() is None
@@ -151,6 +152,6 @@ def test_a_killed_command_goes_on_where_it_stood(tiny_model: Path, tmp_path: Pat
     process.communicate()
     stood = DatastoreManifest.read(tmp_path / "cut")
     assert stood is not None and 0 < stood.documents < 150 and not stood.complete
-    done = subprocess.run([*command, tmp_path / "cut"], check=True, capture_output=True, timeout=200)
+    done = subprocess.run([*command, tmp_path / "cut"], check=True, capture_output=True, timeout=500)
     assert b"150 documents" in done.stdout
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
