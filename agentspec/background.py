@@ -22,7 +22,8 @@ from agentspec.backends.base import closing_items
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.errors import ShuttingDownError
 from agentspec.runtime import Runtime
-from agentspec.settings.load import Settings, effective_values, load_settings
+from agentspec.settings.effective import effective_values
+from agentspec.settings.load import Settings, load_settings
 
 T = TypeVar("T")
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.telemetry.samples import BackendSample
 from agentspec.types import Delta, GenerateRequest, Labels, Message
+
+if TYPE_CHECKING:
+    from agentspec.backends.http import UpstreamResponse
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -88,31 +91,13 @@ def tokenization_of(backend: Backend) -> Tokenization | None:
     return shown if isinstance(shown, Tokenization) and backend.capabilities.token_ids else None
 
 
-class ForwardedAnswer(Protocol):
-    """A server's own answer: `status`, the `headers` that may be passed on (lower case), and the body as it arrives."""
-
-    status: int
-    headers: dict[str, str]
-
-    @property
-    def is_stream(self) -> bool: ...
-
-    def aiter_raw(self) -> AsyncGenerator[bytes]:
-        """The body's bytes exactly as they were sent. Raises `UpstreamError` where the server breaks off."""
-        ...
-
-    async def aread(self) -> bytes:
-        """The whole body. Raises `UpstreamError` if it breaks off or is too long."""
-        ...
-
-
 @runtime_checkable
 class Forwards(Protocol):
     """A backend whose server speaks OpenAI's protocol itself: a gateway passes bytes on, both ways, unchanged."""
 
     def forward(
         self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b"", query: str = ""
-    ) -> AbstractAsyncContextManager[ForwardedAnswer]:
+    ) -> AbstractAsyncContextManager[UpstreamResponse]:
         """Send a request to `path` below the server's root; the caller allow-lists paths.
 
         Error answers are answers here. Closing the block cancels the server's work. Raises `UpstreamError`.

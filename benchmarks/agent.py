@@ -19,17 +19,18 @@ from rich.console import RenderableType
 from agentspec.benchmarks import report
 from agentspec.benchmarks.agent_workflows import Workflow, measured_workflows, other_workflows
 from agentspec.benchmarks.report import Progress, RatioGoal, rotated
-from agentspec.benchmarks.runs import COLD, OFF, TRANSFORMERS, EngineBench, Run, RunTable, collect, warm_name
-from agentspec.types import GenerateRequest, Labels, SamplingParams
+from agentspec.benchmarks.runs import COLD, OFF, TRANSFORMERS, EngineBench, Run, RunTable, ask, warm_name
+from agentspec.types import Labels, SamplingParams
 
 TURNS = 8
 MAX_TOKENS = 128
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 WARM_TOGETHER = 4  # other sessions that run at once while the cache is warmed
 
 KEPT = "transformers, keeping its rows"
 WARM = "on, warm"  # the tenant that has other sessions behind it
 
-Ask = Callable[[Sequence[int], str], Awaitable[Run]]
+Answerer = Callable[[Sequence[int], str], Awaitable[Run]]
 """From a prompt's token ids and the name of its session to an answer."""
 
 PromptTokens = tuple[tuple[int, ...], ...]
@@ -101,21 +102,21 @@ class AgentBench(EngineBench):
 
     async def _warm(self, workflows: Sequence[Workflow]) -> None:
         places = asyncio.Semaphore(WARM_TOGETHER)
-        ask = self._agentspec(WARM)
+        warm = self._agentspec(WARM)
 
         async def answer(number: int, workflow: Workflow) -> None:
             async with places:
                 self.progress(f"warming: session {number} of {len(workflows)}")
-                await self._answers(workflow, ask)
+                await self._answers(workflow, warm)
 
         await asyncio.gather(*(answer(number, workflow) for number, workflow in enumerate(workflows, 1)))
 
-    def variants(self, warm: int, *, off: bool = False, kept: bool = False) -> dict[str, Ask]:
+    def variants(self, warm: int, *, off: bool = False, kept: bool = False) -> dict[str, Answerer]:
         """What is compared; on request also agentspec without drafts, and transformers with rows kept between turns.
 
         Every measured session is new to its cold tenant. The warm one remembers measured sessions too.
         """
-        optional: dict[str, Ask] = {}
+        optional: dict[str, Answerer] = {}
         if off:
             optional[OFF] = self._agentspec(OFF, speculation=False)
         if kept:
@@ -127,37 +128,30 @@ class AgentBench(EngineBench):
             warm_name(warm): self._agentspec(WARM),
         }
 
-    def measure(self, workflows: Sequence[Workflow], variants: Mapping[str, Ask]) -> tuple[RunTable, PromptTokens]:
+    def measure(self, workflows: Sequence[Workflow], variants: Mapping[str, Answerer]) -> tuple[RunTable, PromptTokens]:
         table = RunTable("agent sessions", turns=len(workflows[0].turns))
         self.transformers(self._prompt(workflows[0], 0), 1)  # the first call also pays for one-time setup
         for index, workflow in enumerate(workflows):
-            for label, ask in rotated(variants, index):
+            for label, answerer in rotated(variants, index):
                 self.progress(f"session {index + 1} of {len(workflows)}: {label}")
-                for run in self.loop.run_until_complete(self._answers(workflow, ask)):
+                for run in self.loop.run_until_complete(self._answers(workflow, answerer)):
                     table.add(label, run)
         lengths = [tuple(len(self._prompt(flow, turn)) for turn in range(table.turns)) for flow in workflows]
         return table, tuple(lengths)
 
-    async def _answers(self, workflow: Workflow, ask: Ask) -> list[Run]:
+    async def _answers(self, workflow: Workflow, answerer: Answerer) -> list[Run]:
         """The answers of one session under one variant."""
-        return [await ask(self._prompt(workflow, turn), workflow.name) for turn in range(len(workflow.turns))]
+        return [await answerer(self._prompt(workflow, turn), workflow.name) for turn in range(len(workflow.turns))]
 
     def _prompt(self, workflow: Workflow, turn: int) -> list[int]:
         return self.backend.encode_chat(workflow.messages(turn))
 
-    def _agentspec(self, tenant: str, *, speculation: bool = True) -> Ask:
-        async def ask(prompt: Sequence[int], session: str) -> Run:
-            request = GenerateRequest(
-                model=self.backend.model_name,
-                token_ids=prompt,
-                sampling=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
-                labels=Labels(session=session, workflow="coding agent"),
-                tenant=tenant,
-                speculation=speculation,
-            )
-            return await collect(self.backend, request)
+    def _agentspec(self, tenant: str, *, speculation: bool = True) -> Answerer:
+        async def answer(prompt: Sequence[int], session: str) -> Run:
+            labels = Labels(session, workflow="coding agent")
+            return await ask(self.backend, prompt, GREEDY, tenant, labels=labels, speculation=speculation)
 
-        return ask
+        return answer
 
     async def _peer(self, prompt: Sequence[int], session: str) -> Run:
         return self.transformers(prompt, MAX_TOKENS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,9 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks import report
 from agentspec.benchmarks.decode import PREFIX_BYTES_OFF
 from agentspec.benchmarks.report import Progress, RatioGoal, rotated
-from agentspec.benchmarks.runs import Run, RunTable, collect
+from agentspec.benchmarks.runs import Run, RunTable, ask
 from agentspec.recordings.prompt_sets import load_prompts
-from agentspec.types import GenerateRequest, SamplingParams
+from agentspec.types import SamplingParams
 
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
@@ -83,25 +83,13 @@ async def _measure(backend: TorchBackend, clients: int, rounds: int, max_tokens:
         chosen = (texts[(index * clients + place) % len(texts)] for place in range(clients))
         prompts = [backend.encode_chat([{"role": "user", "content": text}]) for text in chosen]
         for name, (speculation, at_once) in rotated(VARIANTS, index):
-            requests = [
-                GenerateRequest(
-                    backend.model_name,
-                    token_ids=prompt,
-                    sampling=sampling,
-                    tenant=f"{name}: {index}",
-                    speculation=speculation,
-                    store=False,
-                )
-                for prompt in prompts
-            ]
-            table.add(name, await _timed(backend, requests, at_once=at_once))
+            options: dict[str, Any] = {"speculation": speculation, "store": False}
+            answers = [ask(backend, prompt, sampling, f"{name}: {index}", **options) for prompt in prompts]
+            table.add(name, await _timed(answers, at_once=at_once))
     return table
 
 
-async def _timed(backend: TorchBackend, requests: Sequence[GenerateRequest], *, at_once: bool) -> Run:
+async def _timed(answers: Sequence[Awaitable[Run]], *, at_once: bool) -> Run:
     started = time.perf_counter()
-    if at_once:
-        answers = await asyncio.gather(*(collect(backend, request) for request in requests))
-    else:
-        answers = [await collect(backend, request) for request in requests]
-    return Run(tuple(token for answer in answers for token in answer.tokens), time.perf_counter() - started)
+    runs = await asyncio.gather(*answers) if at_once else [await answer for answer in answers]
+    return Run(tuple(token for run in runs for token in run.tokens), time.perf_counter() - started)

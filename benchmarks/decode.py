@@ -19,9 +19,9 @@ from rich.console import RenderableType
 from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Progress, RatioGoal, rotated
-from agentspec.benchmarks.runs import COLD, OFF, TRANSFORMERS, EngineBench, Run, RunTable, collect, warm_name
+from agentspec.benchmarks.runs import COLD, OFF, TRANSFORMERS, EngineBench, Run, RunTable, ask, warm_name
 from agentspec.recordings.prompt_sets import PromptSet, load_prompts
-from agentspec.types import GenerateRequest, Labels, SamplingParams
+from agentspec.types import Labels, SamplingParams
 
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
@@ -141,7 +141,7 @@ class DecodeBench(EngineBench):
         """Answer `prompts` for `tenant`, whose cache remembers the answers."""
         for index, prompt in enumerate(prompts):
             self.progress(f"warming {tenant!r}: {index + 1} of {len(prompts)}")
-            self.run(self._request(prompt, tenant, f"warm-{index}", GREEDY, speculation=True, store=True))
+            self.loop.run_until_complete(ask(self.backend, prompt, GREEDY, tenant, labels=Labels(f"warm-{index}")))
 
     def variants(self, table: str) -> dict[str, Variant]:
         warm = {name: self._agentspec(name, GREEDY) for name in map(warm_name, WARM_COUNTS)}
@@ -159,26 +159,15 @@ class DecodeBench(EngineBench):
         self, tenant: str, sampling: SamplingParams, *, speculation: bool = True, backend: TorchBackend | None = None
     ) -> Variant:
         def variant(prompt: Sequence[int], index: int) -> Run:
-            request = self._request(prompt, tenant, f"run-{index}", sampling, speculation=speculation, store=False)
-            return self.loop.run_until_complete(collect(backend or self.backend, request))
+            options = {"speculation": speculation, "store": False}
+            answer = ask(backend or self.backend, prompt, sampling, tenant, labels=Labels(f"run-{index}"), **options)
+            return self.loop.run_until_complete(answer)
 
         return variant
 
     def _cold(self, table: str, sampling: SamplingParams) -> Variant:
         """A tenant of its own for each answer, whose cache is empty."""
         return lambda prompt, index: self._agentspec(f"{table}: {COLD} {index}", sampling)(prompt, index)
-
-    def _request(
-        self, prompt: Sequence[int], tenant: str, session: str, sampling: SamplingParams, **options: Any
-    ) -> GenerateRequest:
-        return GenerateRequest(
-            model=self.backend.model_name,
-            token_ids=prompt,
-            sampling=sampling,
-            labels=Labels(session=session),
-            tenant=tenant,
-            **options,
-        )
 
 
 def require_distinct(runs: Sequence[Run]) -> None:

@@ -6,16 +6,17 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.benchmarks.report import Progress, Ratio, RatioGoal, paired_ratio
 from agentspec.benchmarks.transformers_peer import TransformersPeer
-from agentspec.types import GenerateRequest, Speculation
+from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
 
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
 
+NO_LABELS = Labels()
 TRANSFORMERS, OFF, COLD = "transformers", "off", "on, cold"
 
 
@@ -97,8 +98,27 @@ class RunTable:
         return {variant: [asdict(run) for run in runs] for variant, runs in self.runs.items()}
 
 
-async def collect(backend: TorchBackend, request: GenerateRequest) -> Run:
-    """One answer with the time it took, from handing the request over to the last token."""
+async def ask(
+    backend: TorchBackend,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    tenant: str,
+    *,
+    labels: Labels = NO_LABELS,
+    **options: bool,
+) -> Run:
+    """One answer with the time it took, from handing the request over to the last token.
+
+    `options` of the request: `speculation` and `store`.
+    """
+    request = GenerateRequest(
+        backend.model_name,
+        token_ids=prompt,
+        sampling=sampling,
+        labels=labels,
+        tenant=tenant,
+        **cast(Any, options),
+    )
     tokens: list[int] = []
     stats: Speculation | None = None
     start = time.perf_counter()
@@ -134,9 +154,6 @@ class EngineBench:
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode_chat([{"role": "user", "content": text}])
-
-    def run(self, request: GenerateRequest) -> Run:
-        return self.loop.run_until_complete(collect(self.backend, request))
 
     def transformers(self, prompt: Sequence[int], max_tokens: int, **options: int) -> Run:
         return Run(*self.peer.generate(prompt, max_tokens, **options))

@@ -102,7 +102,10 @@ async def prepare(strategy: Strategy) -> list[str]:
             leave: Any = getattr(role.backend, "leave_loop", None)
             if leave is not None:
                 await leave()
-    for role_name in {id(strategy.roles[name]): name for name in reversed(silent)}.values():
+    distinct: dict[int, str] = {}  # a judge may be the base model
+    for role_name in silent:
+        distinct.setdefault(id(strategy.roles[role_name]), role_name)
+    for role_name in distinct.values():
         logger.warning("the %s model of %s does not answer yet", role_name, strategy.name)
     return silent
 

@@ -43,20 +43,6 @@ def test_every_exported_name_resolves():
     assert set(agentspec.__all__) <= set(dir(agentspec))
 
 
-def test_the_export_list_is_sorted_and_agrees_with_what_type_checkers_see(repository):
-    tree = ast.parse((repository / "agentspec" / "__init__.py").read_text())
-    imported = {
-        alias.name
-        for block in tree.body
-        if isinstance(block, ast.If)
-        for statement in block.body
-        if isinstance(statement, ast.ImportFrom)
-        for alias in statement.names
-    }
-    assert set(agentspec.__all__) == imported | {"__version__"}
-    assert agentspec.__all__ == sorted(agentspec.__all__)
-
-
 def test_every_error_is_exported():
     tree = {
         name
@@ -67,7 +53,7 @@ def test_every_error_is_exported():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'nonsense'"):
+    with pytest.raises(AttributeError, match="nonsense"):
         agentspec.nonsense  # noqa: B018
 
 

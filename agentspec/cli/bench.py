@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
-from agentspec.cli.common import FAILED, require_plot, require_writable
+from agentspec.cli.common import FAILED, ModelOption, require_plot, require_writable
 from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, settings_of
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=Tru
 REPORT_WIDTH = 150  # columns of a table that goes to a file
 TORCH = ("torch", "transformers")  # packages whose versions go into a JSON file
 R = TypeVar("R", bound="BenchmarkReport")
-
-ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")]
 
 
 class Prompts(StrEnum):

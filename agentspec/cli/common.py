@@ -24,6 +24,7 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", "-c", envvar="AGENTSPEC_CONFIG", help="Configuration file [default: ./agentspec.toml]"),
 ]
+ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 # Which extra brings a package that a command may miss.

@@ -11,7 +11,8 @@ import typer
 from agentspec.cli.common import ConfigOption, JsonOption, config_file, load, print_json
 
 if TYPE_CHECKING:
-    from agentspec.settings.load import EffectiveValue, Settings
+    from agentspec.settings.effective import EffectiveValue
+    from agentspec.settings.load import Settings
 
 app = typer.Typer(help="Show and check the configuration.", no_args_is_help=True)
 
@@ -19,7 +20,7 @@ app = typer.Typer(help="Show and check the configuration.", no_args_is_help=True
 @app.command()
 def show(config: ConfigOption = None, json: JsonOption = False) -> None:
     """Print every setting that applies and where it comes from. Secrets are masked."""
-    from agentspec.settings.load import effective_values
+    from agentspec.settings.effective import effective_values
 
     values = effective_values(load(config))
     if json:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
+from agentspec.cli.common import ModelOption
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -68,7 +70,7 @@ class AnswerDifference:
 def demo(
     tasks: Annotated[int, typer.Option(min=1, max=len(TASKS), help="How many tasks, of three model calls each")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of a call, in tokens")] = 96,
-    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    model: ModelOption = "smollm2-135m",
     json: Annotated[Path | None, typer.Option(help="Write every answer and figure to this file")] = None,
 ) -> None:
     """Write, criticise and revise code with a small model, with speculation off and on, and compare."""

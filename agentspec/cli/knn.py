@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentspec.cli.common import ModelOption
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Build a KNN-LM datastore, and generate with it.", no_args_is_help=True)
 
-ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")]
 NeighboursOption = Annotated[int | None, typer.Option(help="Nearest entries that share their part of the mixture")]
 WeightOption = Annotated[float | None, typer.Option(help="That part, from 0 to 1")]
 DistanceOption = Annotated[

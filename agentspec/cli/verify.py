@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentspec.cli.common import FAILED, JsonOption, print_json
+from agentspec.cli.common import FAILED, JsonOption, ModelOption, print_json
 from agentspec.errors import ConfigurationError
 from agentspec.types import SamplingParams
 
@@ -23,7 +23,7 @@ SAMPLED = 0.8  # the temperature of the second round
 
 
 def verify(
-    model: Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")] = "smollm2-135m",
+    model: ModelOption = "smollm2-135m",
     calls: Annotated[
         Path | None, typer.Option(help="Your own recorded calls instead of the built-in prompts", exists=True)
     ] = None,

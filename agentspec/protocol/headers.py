@@ -14,10 +14,10 @@ MAX_LABEL = 256
 _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
-def label_headers(labels: Labels, *, speculation: bool = True, store: bool = True) -> dict[str, str]:
-    """Labels and switches as headers. Blanks, `%` and what is not ASCII are percent-encoded."""
+def label_headers(labels: Labels, *, speculation: bool = True, store: bool = True, keep: str = "") -> dict[str, str]:
+    """Labels and switches as headers. Blanks, `%` and what is not ASCII are percent-encoded, unless in `keep`."""
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
-    headers = {f"{PREFIX}{name}": quote(value, safe=_PRINTABLE) for name, value in named.items() if value}
+    headers = {f"{PREFIX}{name}": quote(value, safe=_PRINTABLE + keep) for name, value in named.items() if value}
     switches = {"speculation": speculation, "store": store}
     return headers | {f"{PREFIX}{name}": "off" for name, on in switches.items() if not on}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope, Send
 
-from agentspec.backends.base import CHAT, COMPLETIONS, ForwardedAnswer, Forwards
+from agentspec.backends.base import CHAT, COMPLETIONS, Forwards
 from agentspec.errors import AgentSpecError, InvalidRequestError, UpstreamError
 from agentspec.protocol.deltas import to_delta
 from agentspec.protocol.sse import EventSplitter
@@ -19,6 +19,9 @@ from agentspec.proxy.errors import error_event, outcome
 from agentspec.proxy.limits import Deadline
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Labels
+
+if TYPE_CHECKING:
+    from agentspec.backends.http import UpstreamResponse
 
 # Fields that could have a gateway further on send the request, and its key, to another address.
 URL_FIELDS = frozenset({"api_base", "base_url", "model_url"})
@@ -100,7 +103,7 @@ def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
     return headers
 
 
-async def _send_whole(response: ForwardedAnswer, content: bytes, record: RequestRecord, send: Send) -> None:
+async def _send_whole(response: UpstreamResponse, content: bytes, record: RequestRecord, send: Send) -> None:
     note(record, content)
     if response.status >= 400:
         record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
@@ -109,7 +112,7 @@ async def _send_whole(response: ForwardedAnswer, content: bytes, record: Request
     await send({"type": "http.response.body", "body": content})
 
 
-async def _send_stream(response: ForwardedAnswer, record: RequestRecord, send: Send, deadline: Deadline) -> None:
+async def _send_stream(response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline) -> None:
     """Pass whole events on, byte for byte. If the upstream breaks off inside one, the client gets an error event."""
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
     events = EventSplitter()
@@ -136,7 +139,7 @@ def note(record: RequestRecord, content: bytes) -> None:
         record.read(to_delta(json.loads(content)))
 
 
-def _headers(response: ForwardedAnswer) -> list[tuple[bytes, bytes]]:
+def _headers(response: UpstreamResponse) -> list[tuple[bytes, bytes]]:
     renamed = {"x-request-id": "x-upstream-request-id"}
     headers = {renamed.get(name, name): value for name, value in response.headers.items()}
     return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
@@ -35,7 +34,6 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Know
 from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
-from agentspec.settings.flatten import flatten, redact
 
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
 ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
@@ -153,24 +151,6 @@ class Settings(BaseSettings):
                     f"models.{name}.{key} = {meant!r} names no [knowledge.NAME] table;"
                     f" configured: {', '.join(self.knowledge) or 'none'}{_suggestion(meant, self.knowledge)}"
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class EffectiveValue:
-    """One setting as it applies: its dotted key, its value as JSON data with secrets masked, and whence it came.
-
-    `origin` is the variable's or file's name, empty for flags and defaults.
-    """
-
-    key: str
-    value: Any
-    source: SourceKind
-    origin: str
-
-
-def effective_values(settings: Settings) -> list[EffectiveValue]:
-    """Every value of `settings` in the order of the tables; one that is unset is listed as None."""
-    return [EffectiveValue(".".join(key), redact(value), *settings.origin(key)) for key, value in flatten(settings, ())]
 
 
 def load_settings(

@@ -111,11 +111,10 @@ def current_model() -> str | None:
 
 
 def headers(labels: Labels | None = None, *, speculation: bool | None = None) -> dict[str, str]:
-    """The request headers that carry labels to a gateway; the current ones by default. All but printable ASCII is
-    percent-encoded, blanks too."""
+    """The request headers that carry labels to a gateway; the current ones by default. Non-ASCII is percent-encoded."""
     labels = current_labels() if labels is None else labels
     speculation = current_speculation() if speculation is None else speculation
-    return label_headers(labels, speculation=speculation is not False)
+    return label_headers(labels, speculation=speculation is not False, keep=" ")
 
 
 def observe(

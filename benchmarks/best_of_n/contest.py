@@ -37,6 +37,7 @@ SIDE_BY_SIDE, IN_TURN = "side by side", "in turn"
 HERE = "this machine"
 MIDDLE = 16  # budget of the figures that are shown for one budget alone
 SIZES = (1, 8, 16, 32)
+FIGURES = ("tokens_per_step", "nodes_per_step", "acceptance", "draft_microseconds", "learn_microseconds")
 ORDERS: tuple[Order, ...] = ("sampled", "likely", "coupled")
 
 
@@ -242,14 +243,7 @@ def _standing_data(contest: Contest, one: Standing) -> dict[str, Any]:
         "name": one.name,
         "order": one.order,
         "budgets": {
-            budget: {
-                "tokens_per_step": outcome.tokens_per_step,
-                "nodes_per_step": outcome.nodes_per_step,
-                "acceptance": outcome.acceptance,
-                "draft_microseconds": outcome.draft_microseconds,
-                "learn_microseconds": outcome.learn_microseconds,
-            }
-            for budget, outcome in one.budgets.items()
+            budget: {name: getattr(outcome, name) for name in FIGURES} for budget, outcome in one.budgets.items()
         },
         "governed": {
             name: {

@@ -25,10 +25,10 @@ from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.model.tree_mask import tree_layout
 from agentspec.benchmarks.report import rotated
-from agentspec.benchmarks.runs import OFF, Run, RunTable, collect
+from agentspec.benchmarks.runs import OFF, Run, RunTable, ask
 from agentspec.cache import SuffixCache
 from agentspec.recordings.traces import EncodedCall
-from agentspec.types import GenerateRequest, Labels, SamplingParams, Speculation
+from agentspec.types import Labels, SamplingParams, Speculation
 
 ON = "on"
 CONTEXT = 16_384
@@ -185,16 +185,9 @@ class ForcedEngine:
     async def _run(self, name: str, call: EncodedCall, way: str, *, speculation: bool) -> Run:
         prompt, answer = call.prompt.tolist(), call.response.tolist()
         self.target.script = [*prompt, *answer]
-        request = GenerateRequest(
-            self._backend.model_name,
-            token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True),
-            labels=Labels(session=call.session),
-            tenant=f"{name}: {way}",
-            speculation=speculation,
-        )
-        inside = self.target.seconds
-        run = await collect(self._backend, request)
+        sampling = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
+        inside, labels = self.target.seconds, Labels(call.session)
+        run = await ask(self._backend, prompt, sampling, f"{name}: {way}", labels=labels, speculation=speculation)
         self.outside[way] += run.seconds - (self.target.seconds - inside)
         assert list(run.tokens) == answer, "the engine's tokens are not its model's"
         return replace(run, speculation=run.speculation or Speculation(0, 0, len(answer), 0.0))

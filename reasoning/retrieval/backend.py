@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentspec.backends.base import Backend, Capabilities, tokenization_of
+from agentspec.backends.base import Capabilities, tokenization_of
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.events import AnswerEnded, Event, VerifiedText
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
@@ -33,24 +33,22 @@ class RetrievalBackend(Strategy):
 
     name: str
     settings: RaLMSpecSettings
-    base: Backend
-    model: str
+    base: ModelRef
     knowledge: KnowledgeBase
     pace: RequestStride = field(default_factory=RequestStride)
     _caches: OrderedDict[str, RetrievedDocuments] = field(default_factory=OrderedDict)
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(token_ids=True, logprobs=self.base.capabilities.logprobs, speculation=True)
+        return Capabilities(token_ids=True, logprobs=self.base.backend.capabilities.logprobs, speculation=True)
 
     @classmethod
     def open(cls, name: str, settings: RaLMSpecSettings, dependencies: Dependencies) -> RetrievalBackend:
-        base = dependencies.find(settings.base)
-        return cls(name, settings, base.backend, base.model, dependencies.find_knowledge(settings.knowledge))
+        return cls(name, settings, dependencies.find(settings.base), dependencies.find_knowledge(settings.knowledge))
 
     @property
     def roles(self) -> dict[str, ModelRef]:
-        return {"base": ModelRef(self.base, self.model)}
+        return {"base": self.base}
 
     def describe(self, role: str) -> str:
         return f"base = {self.settings.base} (token ids)"
@@ -60,11 +58,11 @@ class RetrievalBackend(Strategy):
 
         Raises `ConfigurationError` for a model whose prompts cannot be token ids.
         """
-        if not await answers(self.base):
+        if not await answers(self.base.backend):
             return ["base"]
-        if tokenization_of(self.base) is None:
+        if tokenization_of(self.base.backend) is None:
             raise ConfigurationError(
-                f"models.{self.name}.base: the model {self.model!r} takes no token ids, which retrieval needs:"
+                f"models.{self.name}.base: the model {self.base.model!r} takes no token ids, which retrieval needs:"
                 " name a local model, or a vLLM server's"
             )
         return []
@@ -87,12 +85,12 @@ class RetrievalBackend(Strategy):
 
     def _events(self, request: GenerateRequest, stats: SearchStats) -> AsyncGenerator[Event]:
         given: dict[str, Any] = {
-            "backend": self.base,
+            "backend": self.base.backend,
             "knowledge": self.knowledge,
             "settings": self.settings,
             "stats": stats,
         }
-        asked = replace(request, model=self.model)
+        asked = replace(request, model=self.base.model)
         if not request.speculation:
             return sequential(asked, **given)
         return ralmspec(asked, **given, pace=self.pace, cache=self._cache(request.tenant))

@@ -128,8 +128,8 @@ def test_a_local_model_without_a_chat_template_is_told_to_name_one(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Untaught(Unloaded):
-        def __init__(self, model: str) -> None:
-            super().__init__(model)
+        def __init__(self, settings: TorchSettings) -> None:
+            super().__init__(settings)
             self._codec.tokenizer.chat_template = None
 
     monkeypatch.setattr(strategy_checks, "Unloaded", Untaught)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -9,8 +10,9 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.openai import ProbeReport
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.reasoning.strategy import Dependencies, ModelRef, prepare
+from agentspec.reasoning.delegation.thinking import Algorithm
+from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, SpecReasonSettings, StrategySettings
+from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, prepare
 from agentspec.testing import Script, ThinkingModel
 from agentspec.types import GenerateRequest, Message
 
@@ -132,3 +134,11 @@ async def test_the_small_model_may_answer() -> None:
     small, base = ThinkingModel(step, answer="small says four"), ThinkingModel(step)
     backend = strategy(base, small, answer_by="small")
     assert "".join([delta.text async for delta in backend.generate(ASK)]) == "small says four"
+
+
+@pytest.mark.parametrize("settings", STRATEGIES.values(), ids=STRATEGIES)
+def test_every_listed_strategy_is_there(settings: type[StrategySettings]) -> None:
+    module, _, kind = settings.implementation.partition(":")
+    assert issubclass(getattr(importlib.import_module(module), kind), Strategy)
+    if issubclass(settings, DelegationSettings):
+        assert isinstance(importlib.import_module(settings.algorithm).ALGORITHM, Algorithm)

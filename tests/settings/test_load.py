@@ -15,7 +15,8 @@ from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.settings.api_keys import ApiKey
-from agentspec.settings.load import ServerSettings, Settings, effective_values, load_settings
+from agentspec.settings.effective import effective_values
+from agentspec.settings.load import ServerSettings, Settings, load_settings
 
 ISSUE = """
 [server]

@@ -194,7 +194,7 @@ private:
     double floor_;
     bool chain_;
     DraftTree tree_;
-    std::vector<Reach> reaches_;                   // of the context and of each node
+    std::vector<Reach> reaches_;  // of the context and of each node
     std::deque<LevelWalk>& walks_ = kept_walks();  // likewise
     std::priority_queue<Candidate> open_;
     std::priority_queue<Branch> branches_;

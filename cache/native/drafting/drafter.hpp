@@ -47,7 +47,7 @@ private:
         int depth;
         bool hit;
         double lead;  // share of the leading one of several symbols, 1 for a single one
-        bool led;     // the hit was that one
+        bool led;  // the hit was that one
     };
     std::vector<Outcome> look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                                    std::span<const Token> tokens) const;

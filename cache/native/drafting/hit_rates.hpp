@@ -49,7 +49,7 @@ private:
 
     std::vector<double> cells_;
     std::vector<double> highest_;  // rate of any cell of a source, length and exclusion
-    std::vector<double> bounds_;   // the same with all that is shorter or behind more
+    std::vector<double> bounds_;  // the same with all that is shorter or behind more
 };
 
 /// How likely an output goes on after a token: what follows an end-of-turn token in a transcript is never generated.

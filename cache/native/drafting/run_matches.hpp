@@ -76,7 +76,7 @@ private:
     const RunTable* table_;
     const Token* query_end_;
     int longest_;
-    int unknown_;             // no match that is not known is longer
+    int unknown_;  // no match that is not known is longer
     int next_;
     int taken_ = kDepth + 1;  // known matches as long as this are taken in
     Few known_;

@@ -61,7 +61,7 @@ private:
 
     std::uint32_t stride_ = 0, count_ = 0;
     std::vector<std::uint64_t> keys_;  // of every stride_-th place
-    std::vector<Wide> wide_;           // by token
+    std::vector<Wide> wide_;  // by token
     std::vector<Follower> followers_;
 };
 

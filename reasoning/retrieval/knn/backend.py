@@ -98,31 +98,31 @@ class KnnStrategy(Strategy):
 
     name: str
     settings: KnnLmSettings
-    base: Backend
-    model: str
+    base: ModelRef
     _opened: KnnBackend | None = None
     _inspected: Datastore | None = None
 
     @classmethod
     def open(cls, name: str, settings: KnnLmSettings, dependencies: Dependencies) -> KnnStrategy:
-        base = dependencies.find(settings.base)
-        return cls(name, settings, base.backend, base.model)
+        return cls(name, settings, dependencies.find(settings.base))
 
     @property
     def roles(self) -> dict[str, ModelRef]:
-        return {"base": ModelRef(self.base, self.model)}
+        return {"base": self.base}
 
     async def prepare(self) -> list[str]:
         """Raises `ConfigurationError` as `KnnBackend.open` does, naming the table."""
         try:
-            self._opened = await KnnBackend.open(self.base, self.settings.datastore, self.settings, model=self.model)
+            self._opened = await KnnBackend.open(
+                self.base.backend, self.settings.datastore, self.settings, model=self.base.model
+            )
         except ConfigurationError as error:
             raise ConfigurationError(f"models.{self.name}: {error}") from error
         return []
 
     async def inspect(self) -> list[str]:
         """Only opens the datastore. Raises `ConfigurationError` for one that the model cannot use."""
-        fingerprint = getattr(self.base, "fingerprint", None)
+        fingerprint = getattr(self.base.backend, "fingerprint", None)
         if fingerprint is None:
             raise _no_local_model(self.settings.base)
         self._inspected = Datastore.open(self.settings.datastore, fingerprint=fingerprint, model=self.settings.base)

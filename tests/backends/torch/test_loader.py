@@ -108,7 +108,7 @@ def test_a_draft_model_is_loaded_for_its_target(saved_model: Path) -> None:
     settings = TorchSettings(model=str(saved_model), draft_model=str(saved_model), device="cpu")
     target = load(settings)
     small = load_draft(settings, target)
-    assert small is not None and small.codecs is None and small.model is not target.target
+    assert small is not None and small.tokenizers is None and small.model is not target.target
     assert load_draft(TorchSettings(model=str(saved_model)), target) is None
 
 
@@ -121,7 +121,7 @@ def test_a_draft_model_with_another_tokenizer_is_reached_through_text(
     tokenizer.save_pretrained(tmp_path / "other")
     settings = TorchSettings(model=str(saved_model), draft_model=str(tmp_path / "other"), device="cpu")
     small = load_draft(settings, load(settings))
-    assert small is not None and small.codecs is not None
+    assert small is not None and small.tokenizers is not None
 
 
 def test_a_draft_model_with_a_state_is_refused(saved_model: Path, tmp_path: Path, tokenizer_of: Any) -> None:

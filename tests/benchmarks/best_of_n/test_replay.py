@@ -34,9 +34,9 @@ from agentspec.benchmarks.best_of_n.replay import (
     replay,
     speed_ratio,
 )
-from agentspec.benchmarks.runs import collect
+from agentspec.benchmarks.runs import ask
 from agentspec.errors import InvalidRequestError
-from agentspec.types import Draft, GenerateRequest, SamplingParams
+from agentspec.types import Draft, SamplingParams
 
 LINE, FREE = curve({1: 1.0, 2: 2.0}), curve({1: 1.0, 2: 1.0})
 
@@ -184,9 +184,8 @@ def test_what_is_recorded_is_what_the_engine_answers(tiny_model: Path):
     backend = TorchBackend.load(TorchSettings(model=str(tiny_model)))
     (recorded,) = AnswerRecorder(backend, 0.8, 12, lambda text: None).record(["count"], 2)
     sampling = SamplingParams(temperature=0.8, seed=0, max_tokens=12)
-    request = GenerateRequest(model="tiny", token_ids=recorded.prompt.tolist(), sampling=sampling, speculation=False)
     loop = asyncio.new_event_loop()
-    run = loop.run_until_complete(collect(backend, request))
+    run = loop.run_until_complete(ask(backend, recorded.prompt.tolist(), sampling, "default", speculation=False))
     loop.run_until_complete(backend.aclose())
     loop.close()
     first, second = recorded.answers

@@ -83,7 +83,8 @@ def drafting(request: pytest.FixtureRequest, small_models: dict[str, DraftModel]
 def test_every_drafter_gives_the_oracles_answer(
     lab: Any, tree_of: Any, drafting: DrafterFactory, sampling: Any, slow: Any
 ) -> None:
-    if drafting.small is not None and drafting.small.codecs is not None:  # which needs answers that are text
+    model = drafting.draft_model
+    if model is not None and model.tokenizers is not None:  # which needs answers that are text
         sampling = replace(sampling, logit_bias=dict.fromkeys(range(128, 259), -100.0))
     want = lab.oracle(PROMPT, sampling, max_tokens=30, stop_ids=())
     whole = [*PROMPT, *want]

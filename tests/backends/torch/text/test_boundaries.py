@@ -125,7 +125,7 @@ def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, whol
 def put_together(reading: OutputParserSpec, outcome: Any) -> tuple[str, list[list[str]], str]:
     """Text, calls and end, as a client has them that adds up the deltas of a stream."""
     reader, text, calls, finish = reading.parser(), "", list[list[str]](), ""
-    for delta in map(reader.read, outcome.deltas):
+    for delta in map(reader.parse, outcome.deltas):
         text, finish = text + delta.text, delta.finish_reason or finish
         for piece in delta.extra.get("tool_calls", []):
             if "id" in piece:
@@ -144,7 +144,7 @@ def test_forms_and_calls_are_those_without_drafts(
     fields = dict(FORMS[name])
     asked = SamplingParams(structured_outputs=fields.pop("form", None))
     request = GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=asked, **fields)
-    form = StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END})).of(request, "x")
+    form = StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 259, frozenset({END})).build(request, "x")
     (rules,) = form.constraints(1)
     requests = [
         ask_of(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, constraints=rules)

@@ -160,7 +160,7 @@ def test_bad_words_are_meant_with_and_without_a_blank(forms: StructuredOutputBui
     words = forms.build(ask(sampling=SamplingParams(bad_words=("ab", "c"))), "x").bad_words
     assert words == (tuple(byte_tokens.encode("ab")), tuple(byte_tokens.encode("c")))
     with pytest.raises(InvalidRequestError) as caught:
-        StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 3, frozenset({END})).of(
+        StructuredOutputBuilder(TokenizerAdapter(byte_tokens), 3, frozenset({END})).build(
             ask(sampling=SamplingParams(bad_words=("ab",))), "x"
         )
     assert caught.value.param == "bad_words"
@@ -171,7 +171,7 @@ def test_special_tokens_that_mark_a_call_are_shown(tokenizer_of: Any) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     marker = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
     codec = TokenizerAdapter(tokenizer)
-    form = StructuredOutputBuilder(codec, len(tokenizer), frozenset({END})).of(
+    form = StructuredOutputBuilder(codec, len(tokenizer), frozenset({END})).build(
         ask(tools=TOOLS, tool_choice="required"), "x"
     )
     assert form.shown == frozenset({marker})

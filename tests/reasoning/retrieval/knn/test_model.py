@@ -16,6 +16,7 @@ from agentspec.errors import ConfigurationError, NotReadyError
 from agentspec.reasoning.retrieval.knn.backend import KnnBackend, KnnStrategy
 from agentspec.reasoning.retrieval.knn.build import Corpus, build
 from agentspec.reasoning.settings import KnnLmSettings, KnnSettings
+from agentspec.reasoning.strategy import ModelRef
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings, load_settings
 from agentspec.testing import FakeBackend
@@ -72,9 +73,9 @@ async def test_a_datastore_that_is_not_there_is_a_configuration_error(tiny_model
 
 
 async def test_the_base_must_be_local(tmp_path: Path) -> None:
-    strategy = KnnStrategy("facts", KnnLmSettings(base="far", datastore=tmp_path), FakeBackend(), "far")
+    strategy = KnnStrategy("facts", KnnLmSettings(base="far", datastore=tmp_path), ModelRef(FakeBackend(), "far"))
     with pytest.raises(ConfigurationError, match=r'models\.facts: .*"torch"'):
-        await strategy.open()
+        await strategy.prepare()
     with pytest.raises(NotReadyError):
         strategy.generate(GenerateRequest("facts", text="x"))
 
