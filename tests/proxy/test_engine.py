@@ -149,7 +149,7 @@ def test_the_loop_is_free_and_a_disconnect_frees_the_engine(running: Any, until:
             lines = response.iter_lines()
             next(lines)
             assert httpx.get(f"{running.url}/health", timeout=60).status_code == 200
-            active = running.door.metrics.registry.get_sample_value("agentspec_engine_active", {"backend": "local"})
+            active = running.app.metrics.registry.get_sample_value("agentspec_engine_active", {"backend": "local"})
             assert active == 1  # it computes all the while
         until(lambda: running.metric("agentspec_engine_active", backend="local") == 0)
 
