@@ -7,7 +7,7 @@ import pytest
 from agentspec.backends.base import CHAT, COMPLETIONS, AddsHeaders, Capabilities, Forwards, ReportsMetrics
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.torch import TorchBackend
-from agentspec.reasoning.delegation.backend import StrategyBackend
+from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.retrieval.backend import RetrievalBackend
 from agentspec.reasoning.retrieval.knn.backend import KnnStrategy
 from agentspec.testing import FakeBackend
@@ -16,7 +16,7 @@ ABILITIES = {
     FakeBackend: set(),
     OpenAIBackend: {Forwards, ReportsMetrics},
     TorchBackend: {ReportsMetrics},
-    StrategyBackend: {AddsHeaders},
+    DelegationBackend: {AddsHeaders},
     RetrievalBackend: {AddsHeaders},
     KnnStrategy: {AddsHeaders},
 }

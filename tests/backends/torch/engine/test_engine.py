@@ -236,8 +236,8 @@ def test_what_a_cancelled_answer_said_stays_partial_where_the_cache_learns_late(
         client = Client(engine, max_tokens=400).submit()
         said = [token for _ in range(5) for token in client.items.get(timeout=WAIT).token_ids]
         engine.cancel(client.request)
-        wait_until(lambda: len(engine.scheduler.active) == 0)
-        assert (cache.stats().partial, cache.stats().tokens) == (1, 0) and len(said) >= 5
+        wait_until(lambda: cache.stats().partial == 1)
+        assert cache.stats().tokens == 0 and len(said) >= 5
 
 
 def test_a_cache_that_breaks_beside_a_forward_costs_only_speed(
