@@ -89,7 +89,12 @@ def test_every_drafter_gives_the_oracles_answer(main_family: Any, tree_of: Any, 
     require_the_oracles_answer(main_family, tree_of, SAMPLINGS[name])
 
 
-@pytest.mark.parametrize("name", ["greedy", "all"])
+OFTEN = ("greedy", "all")  # what families that differ in their layers alone are asked each time
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in SAMPLINGS]
+)
 def test_every_drafter_gives_the_oracles_answer_in_other_families(other_family: Any, tree_of: Any, name: str) -> None:
     require_the_oracles_answer(other_family, tree_of, SAMPLINGS[name])
 
