@@ -61,7 +61,7 @@ class Runtime:
         self._backends: dict[str, Backend] = dict(backends or {})
         self._names = _model_names(self.settings, self._backends)
         self._passthrough = _passthrough(self.settings, self._backends)
-        self._strategies: dict[str, Strategy] = {}
+        self._strategies: dict[str, Strategy[Any]] = {}
         self._knowledge: dict[str, KnowledgeBase] = dict(knowledge or {})
         self._given_cache = cache
         self._own_cache: SuffixCache | None = None

@@ -19,7 +19,7 @@ class StrategySettings(BaseModel):
     implementation: ClassVar[str]
     """`module:class` of its `Strategy`, imported when a model is opened with it."""
     if TYPE_CHECKING:
-        strategy: str
+        strategy: Any  # its name: a `Literal` in each class
 
     base: str = Field(description="The large model: a [models.NAME] or [backends.NAME] table")
 

@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from agentspec.backends.base import Backend, Capabilities
 from agentspec.protocol.headers import strategy_headers
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 
 PROBE_SECONDS = 10.0
+AnySettings = TypeVar("AnySettings", bound=StrategySettings)
 logger = logging.getLogger(__name__)
 
 
@@ -39,11 +40,11 @@ class Dependencies:
     traces: TraceFolder | None = None
 
 
-class Strategy(ABC):
+class Strategy(ABC, Generic[AnySettings]):
     """A `Backend` that answers with the models of other backends, which stay their owners' to close."""
 
     name: str
-    settings: StrategySettings
+    settings: AnySettings
 
     @classmethod
     @abstractmethod
@@ -80,18 +81,18 @@ class Strategy(ABC):
         """Those that show a client that a strategy answers, and whether that may change the answer."""
         return strategy_headers(self.settings.summary, lossy=self.settings.lossy, speculation=request.speculation)
 
-    async def aclose(self) -> None:  # noqa: B027
+    async def aclose(self) -> None:
         """The models behind are closed by who built them."""
 
 
-def open_strategy(name: str, settings: StrategySettings, dependencies: Dependencies) -> Strategy:
+def open_strategy(name: str, settings: StrategySettings, dependencies: Dependencies) -> Strategy[Any]:
     """The strategy of `[models.name]`. Raises as `Strategy.open` does."""
     module, _, kind = settings.implementation.partition(":")
-    strategy: type[Strategy] = getattr(importlib.import_module(module), kind)
+    strategy: type[Strategy[Any]] = getattr(importlib.import_module(module), kind)
     return strategy.open(name, settings, dependencies)
 
 
-async def prepare(strategy: Strategy) -> list[str]:
+async def prepare(strategy: Strategy[Any]) -> list[str]:
     """`Strategy.prepare` on a loop of its own: connections opened on it are closed. Models that do not answer are
     logged.
     """

@@ -60,9 +60,9 @@ def read_speculation(value: Mapping[str, Any]) -> Speculation | None:
     if "strategy" not in value:
         return Speculation(**counts)
     kind: type[Speculation] = max(_KINDS, key=lambda kind: sum(field.name in value for field in fields(kind)))
-    own = {field.name: value[field.name] for field in fields(kind) if field.name in value}
-    lists = {name: tuple(one) for name, one in own.items() if isinstance(one, list)}
-    return kind(**(own | lists | counts))
+    own: dict[str, Any] = {field.name: value[field.name] for field in fields(kind) if field.name in value}
+    own |= {name: tuple(one) for name, one in own.items() if isinstance(one, list)}
+    return kind(**own | counts)
 
 
 def numbers_of(value: Mapping[str, Any]) -> dict[str, Any]:

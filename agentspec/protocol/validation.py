@@ -180,10 +180,10 @@ def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
         if not _UNDIVIDED.search(name):
             name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     if found["type"] == "value_error":
-        refused = found["ctx"]["error"]
+        refused = found.get("ctx", {})["error"]
         name, sentence = name + refused.below, refused.sentence
     elif found["type"] == "too_long":
-        sentence = f" has {len(found['input'])} entries; {found['ctx']['max_length']} are allowed"
+        sentence = f" has {len(found['input'])} entries; {found.get('ctx', {})['max_length']} are allowed"
     elif found["type"] in ("greater_than_equal", "less_than_equal"):
         sentence = f" must lie between 0 and {MAX_TOKEN_ID}"
     else:

@@ -62,7 +62,7 @@ class StepCounters:
 
 
 @dataclass(slots=True)
-class DelegationBackend(Strategy):
+class DelegationBackend(Strategy[DelegationSettings]):
     """A model that thinks by a strategy. `roles` are base and small, and judge where one is asked.
 
     The models stay their owners' to close. Answers carry a `StepSpeculation`; with `traces` every decision is kept.
@@ -70,9 +70,11 @@ class DelegationBackend(Strategy):
 
     name: str
     settings: DelegationSettings
-    roles: dict[str, ModelRole] = field()
+    roles: dict[str, ModelRole] = field()  # pyright: ignore[reportIncompatibleMethodOverride]
     traces: TraceFolder | None = None
-    capabilities: Capabilities = field(default_factory=lambda: Capabilities(logprobs=True, routes=(CHAT,)))
+    capabilities: Capabilities = field(  # pyright: ignore[reportIncompatibleMethodOverride]
+        default_factory=lambda: Capabilities(logprobs=True, routes=(CHAT,))
+    )
     throughput: BaseThroughput = field(default_factory=BaseThroughput)
 
     @classmethod

@@ -24,7 +24,7 @@ MOST_TENANTS = 64  # that have a cache of their own, where caches outlive a requ
 
 
 @dataclass(slots=True)
-class RetrievalBackend(Strategy):
+class RetrievalBackend(Strategy[RaLMSpecSettings]):
     """A model that reads a document of `knowledge` every few tokens. Its answers carry a `RetrievalSpeculation`.
 
     Without `speculation` a request is answered by sequential retrieval, with the same words. The model and the

@@ -98,7 +98,7 @@ def check_strategy(name: str, settings: Settings) -> Check:
     return Check(label, "ok", found)
 
 
-def _inspected(name: str, settings: Settings) -> tuple[Strategy, list[str]]:
+def _inspected(name: str, settings: Settings) -> tuple[Strategy[Any], list[str]]:
     """The strategy over stand-ins for its models, and the roles whose models do not answer.
 
     Its knowledge base is left out: that has a line of its own.

@@ -93,7 +93,7 @@ class KnnBackend:
 
 
 @dataclass(slots=True)
-class KnnStrategy(Strategy):
+class KnnStrategy(Strategy[KnnLmSettings]):
     """`[models.name] strategy = "knnlm"`: a `KnnBackend` that is there once `prepare` has read its datastore."""
 
     name: str
