@@ -27,6 +27,7 @@ def greet(model: str) -> None:
         model=model,
         messages=[{"role": "user", "content": "Say hello."}],
         max_tokens=24,
+        temperature=0,
         stream=True,
         stream_options={"include_usage": True},  # the hooks read usage and speculation off the last event
     )

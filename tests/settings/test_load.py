@@ -13,7 +13,7 @@ from pydantic import SecretStr, ValidationError
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
-from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.reasoning.settings import STRATEGIES, SpecReasonSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.effective import effective_values
 from agentspec.settings.load import ServerSettings, Settings, load_settings
@@ -66,6 +66,7 @@ def test_the_example_is_complete_and_loads(repository):
     settings = load_settings(example)
     written = example.read_text()
     missing = [value.key for value in effective_values(settings) if value.key.rpartition(".")[2] not in written]
+    missing += [key for strategy in STRATEGIES.values() for key in strategy.model_fields if key not in written]
     assert missing == []
 
 
