@@ -1,4 +1,4 @@
-"""From tokens to text as they arrive: no half characters."""
+"""Turns tokens into text as they arrive, without incomplete characters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Decodes an answer piece by piece: joined, the pieces are the text its tokens add behind the prompt.
+    """Decodes an answer piece by piece: joined, the pieces are the text that its tokens add after the prompt.
 
-    `decode` turns token ids into text and skips special tokens. Bytes that do not form a character yet are held back
-    until they do, or until `finish`.
+    `decode` turns token ids into text and skips special tokens. Bytes of an incomplete character are held back until
+    it is complete, or until `finish`.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
@@ -35,13 +35,13 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What was held back, unfinished as it is."""
+        """The text that was held back, even if its last character is incomplete."""
         text = self._decode(self._window) if self._window else ""
         piece, self._known = added_text(text, self._known), text
         return piece
 
 
 def added_text(whole: str, known: str) -> str:
-    """What `whole` has beyond `known`, whose end may have been half a character."""
+    """The text that `whole` adds to `known`, whose last character may have been incomplete."""
     known = known if whole.startswith(known) else known.rstrip(REPLACEMENT)
     return whole[len(known) :]

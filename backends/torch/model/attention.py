@@ -1,4 +1,4 @@
-"""Attention over many key/value slots with few query rows: grouped heads share their keys instead of copying them."""
+"""Attention of few query rows over many KV slots: grouped heads share their keys instead of copying them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 class Attended(Protocol):
-    """What a layer's queries attend to, in place of both its keys and its values."""
+    """The object that a layer's queries attend to; it takes the place of the layer's keys and values."""
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
         """The attention of `query` [1, heads, L, d]: [1, L, heads, d]."""
@@ -36,9 +36,7 @@ class Ragged:
     masks: Sequence[Tensor | None]
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """Each sequence's queries over its own slots. Nothing is padded, and what one sequence attends to is what it
-        would attend to alone.
-        """
+        """Attend with each sequence's queries over its own slots, without padding, as if each ran alone."""
         queries = query.split_with_sizes(self.lengths, 2)
         parts = [
             grouped_attention(*part, scaling) for part in zip(queries, self.keys, self.values, self.masks, strict=True)
@@ -56,9 +54,9 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` [1, heads, L, d] as its cache computes it; returns [1, L, heads, d].
+    """Attention of `query` [1, heads, L, d], computed by the cache passed as `key`; returns [1, L, heads, d].
 
-    Raises NotImplementedError for variants that no cache of ours computes.
+    Raises NotImplementedError for attention variants that our caches do not compute.
     """
     if any(kwargs.get(name) is not None for name in UNSUPPORTED):
         raise NotImplementedError(f"grouped attention knows none of {UNSUPPORTED}")
