@@ -153,14 +153,14 @@ class TargetModel:
 
     @property
     def _layer_windows(self) -> list[int | None]:
-        """How far each layer looks back, by its index."""
+        """How many positions each layer looks back (None: all), by the layer's index."""
         kinds = getattr(self._config, "layer_types", None)
         if kinds is None:
             return list(self._windows.values()) * int(self._config.num_hidden_layers)
         return [self._windows[kind] for kind in kinds]
 
     def slot_bytes(self) -> int:
-        """Bytes of one key/value slot over all layers; 0 where slots cannot be counted."""
+        """The bytes of one KV slot over all layers; 0 if the model's slots cannot be counted."""
         if not self.rewindable:
             return 0
         cache = SequenceCache(1)
