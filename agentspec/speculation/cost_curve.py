@@ -41,7 +41,7 @@ Counts = NDArray[np.int64]
 
 _KNOTS = np.array(KNOTS, dtype=np.float64)
 _BORDERS = [(low + high) / 2 for low, high in pairwise(KNOTS)]
-_RAMPS = sorted(combinations(KNOTS, 2), key=lambda ramp: ramp[0] - ramp[1])  # the longest first
+_RAMPS = sorted(combinations(KNOTS, 2), key=lambda ramp: ramp[0] - ramp[1])  # longest first
 _LOW, _HIGH = np.array(_RAMPS, dtype=np.float64).T
 _LENGTH = _HIGH - _LOW
 FIXED, LINE = 0, 1  # columns of the fixed part and of the ramp over all sizes; the other ramps follow
@@ -53,7 +53,7 @@ def _columns(tokens: float) -> Floats:
 
 
 _AT_KNOTS = np.array([_columns(knot) for knot in _KNOTS])
-_NEEDED = np.full(_AT_KNOTS.shape[1], BEND) + 1e-6 * np.arange(_AT_KNOTS.shape[1])  # of equals the longest
+_NEEDED = np.full(_AT_KNOTS.shape[1], BEND) + 1e-6 * np.arange(_AT_KNOTS.shape[1])  # of equals the longest wins
 _NEEDED[LINE] = KEEP
 
 
@@ -163,7 +163,7 @@ class CostCurve:
         """
         columns = self._rows[:, self._terms]
         left = self._seconds - columns @ parts
-        if left @ (weights * left) < (BEND if LINE in self._terms else KEEP):  # no ramp explains more than there is
+        if left @ (weights * left) < (BEND if LINE in self._terms else KEEP):  # no ramp can explain more
             return None
         weighted = self._rows * weights[:, None]
         shared = weighted.T @ columns

@@ -93,8 +93,8 @@ class RequestStats:
         return self.skip < 0
 
     def observe(self, expected: float, accepted: int, cost: float, saved: float) -> None:
-        """Record a round in which the drafters were asked: tokens expected and accepted, `cost` in seconds beyond
-        `FREE`, and the seconds that the accepted tokens `saved`. The cost of verifying rejected tokens is left out:
+        """Record a round in which the drafters were asked: tokens expected and accepted, drafting `cost` in seconds
+        beyond `FREE`, and the seconds `saved` by accepted tokens. The cost of verifying rejected tokens is left out:
         `allocate_budget` weighs it, by means of `factor`.
         """
         self.expected = self.expected * REQUEST_FADE + expected

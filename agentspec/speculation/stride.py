@@ -81,8 +81,8 @@ class RequestStride:
 
     `alone_ask` is the time of a search that the request waited for. `alone` is the time of a round without concurrent
     verification, by whether its document differs from that of the round before. `spent` is the time that recent
-    speculated rounds took, `plain` the estimate for the same rounds by sequential retrieval. If `plain` is hardly more,
-    speculation pauses for ever longer, so that trying it costs only a small part of the time.
+    speculated rounds took, `plain` the estimate for the same rounds by sequential retrieval. Unless `spent` is clearly
+    less, speculation pauses, each time for longer, so that trying it costs only a small part of the time.
     """
 
     speak: RunningMean = field(default_factory=RunningMean)

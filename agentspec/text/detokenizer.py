@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 6  # prompt tokens decoded along, so that the answer's first token keeps its leading space
+CONTEXT_TOKENS = 6  # prompt tokens decoded together with the answer, so that its first token keeps its leading space
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -23,13 +23,13 @@ class Detokenizer:
         self._known = decode(self._window) if self._window else ""
 
     def feed(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is unfinished."""
+        """The text that `token` completes; empty while a character is incomplete."""
         self._window.append(token)
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT):
             return ""
         piece = added_text(text, self._known)
-        if piece:  # start the next window at this token: what precedes it is complete and does not change
+        if piece:  # start the next window at this token: the text before it is complete and does not change
             self._window = [token]
             self._known = self._decode(self._window)
         return piece

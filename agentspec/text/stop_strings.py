@@ -23,7 +23,7 @@ class StopScanner:
             return piece
         text = self.held + piece
         found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:  # the text is cut here, in front of the stop string that is complete first
+        if found:  # cut the text before the stop string that is complete first
             self.stopped, self.held = True, ""
             return text[: min(found)[1]]
         keep = max((partial_end(text, stop) for stop in self.stops), default=0)

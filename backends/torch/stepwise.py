@@ -24,7 +24,7 @@ from agentspec.types import Delta, GenerateRequest, Usage
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-CHUNK = 256  # tokens of a prompt read in one forward
+CHUNK = 256  # prompt tokens read in one forward
 
 
 class TorchSteps:

@@ -15,8 +15,8 @@ from agentspec.backends.torch.drafters.draft_model import ModelDrafter
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import Draft, Source
 
-ANCHOR = 8  # committed tokens encoded again before a draft, so that it joins them as the target would write it
-SETTLED = 64  # tokens at the end whose translation may still change
+ANCHOR = 8  # committed tokens encoded again with a draft, so that its first tokens are as the target would write them
+SETTLED = 64  # tokens at the end of the context whose translation may still change
 OPEN = 256  # at most so many tokens are translated again in every call
 UNFINISHED = "\ufffd"  # the character that decoding gives for an incomplete one
 

@@ -32,7 +32,7 @@ class ModelDrafter(Drafter):
         assert isinstance(cache, SequenceCache), "a draft model must be rewindable"
         self._model, self._sampler, self._least, self._width = model, sampler, least, width
         self._cache = cache
-        self._known: list[int] = []  # the tokens that the slots belong to
+        self._known: list[int] = []  # the tokens of the KV slots
         self._settled = 0
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
@@ -40,7 +40,7 @@ class ModelDrafter(Drafter):
             return None
         self._follow(context)
         waiting = list(context[self._cache.length :])
-        if max(waiting) >= self._model.vocab_size:  # the same tokenizer, but a shorter table of embeddings
+        if max(waiting) >= self._model.vocab_size:  # same tokenizer, but fewer embeddings
             return None
         if len(waiting) > BEHIND:
             self._read(waiting[:CHUNK])

@@ -32,7 +32,7 @@ class GatedDrafter(Drafter):
         self._costly: Drafter | None = costly
         self._gain = START_GAIN
         self._wait = self._waited = 0
-        self._tried: tuple[int, Draft, float] | None = None  # length of the context, draft, its cost in tokens
+        self._tried: tuple[int, Draft, float] | None = None  # context length, draft, drafting cost in tokens
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         self.seconds_weighed = 0.0

@@ -18,7 +18,7 @@ T = TypeVar("T")
 def on_own_thread(function: Callable[[], T]) -> T:
     """Run `function` on a thread of its own, which then ends, and return its result or raise its exception.
 
-    With the thread its OpenMP workers end. If two pools shared the same cores, libgomp would put idle workers to sleep
+    The thread's OpenMP workers end with it. If two pools shared the same cores, libgomp would put idle workers to sleep
     at once, and every forward of the engine would wait for hundreds of wake-ups: a third slower on two cores.
     """
     outcome: Future[T] = Future()
@@ -148,7 +148,7 @@ class Tasks:
         """Run the next call. Only the computing thread may call this."""
         try:
             future, function = self._calls.popleft()
-        except IndexError:  # closed meanwhile
+        except IndexError:  # `close` has emptied the queue meanwhile
             return
         if not future.set_running_or_notify_cancel():
             return

@@ -41,7 +41,7 @@ class Engine:
         self._thread.add(self)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Raises as `Scheduler.add` does."""
+        """Queue a request. Raises the errors of `Scheduler.add`."""
         self.scheduler.add(request)
         self._thread.wake()
 
@@ -129,7 +129,7 @@ class Engine:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whichever device."""
+    """Whether the error means that an allocation failed, on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -15,7 +15,7 @@ from agentspec.errors import ContextLengthError
 ROOM = 64  # slots reserved for drafts, beyond prompt and answer
 AHEAD = 8 * ROOM  # slots that a sequence starts with, beyond its prompt
 DEFAULT_BYTES = 4 << 30
-CUDA_SHARE = 0.8  # of the memory that is free once the model is loaded
+CUDA_SHARE = 0.8  # share of the memory that is free after the model is loaded
 
 
 @dataclass(frozen=True, slots=True)

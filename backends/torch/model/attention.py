@@ -19,7 +19,7 @@ class Attended(Protocol):
     """The object that a layer's queries attend to; it takes the place of the layer's keys and values."""
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """The attention of `query` [1, heads, L, d]: [1, L, heads, d]."""
+        """The attention of `query` [1, heads, L, d]; returns [1, L, heads, d]."""
         ...
 
 
@@ -27,7 +27,7 @@ class Attended(Protocol):
 class Ragged:
     """One layer's keys and values [1, kv_heads, S_i, d] of several sequences, in the order of their queries.
 
-    `lengths` are the numbers of query rows; `masks` as `grouped_attention` takes them.
+    `lengths` are the sequences' numbers of query rows; `masks` are as `grouped_attention` takes them.
     """
 
     keys: Sequence[Tensor]
@@ -69,7 +69,7 @@ def grouped_attention(
     """Attention of `query` [1, heads, L, d] over `key`, `value` [1, kv_heads, S, d]; returns [1, L, heads, d].
 
     The query heads that share a key head are stacked along the query axis, so that no key is ever repeated. `mask` is
-    additive and stacked likewise, [1, 1, groups * L, S]; None attends everywhere, right for a single query row only.
+    additive and stacked likewise, [1, 1, groups * L, S]; None attends everywhere, which suits a single query row only.
     """
     batch, heads, length, width = query.shape
     stacked = query.reshape(batch, key.shape[1], heads // key.shape[1] * length, width)

@@ -13,7 +13,7 @@ from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 
 SIZES = (1, 2, 4, 8, 16, 32, 48)
-FAR = 1024  # slots of the long context
+FAR = 1024  # KV slots of the long context
 PASSES = 3
 SEQUENCES = (4, 8)  # sequences in one forward
 

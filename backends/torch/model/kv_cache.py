@@ -114,7 +114,7 @@ class SequenceCache(Cache):
 
 
 def _room(rows: Tensor | None, like: Tensor, length: int, capacity: int) -> Tensor:
-    """A tensor for `capacity` slots that holds the first `length` of `rows`."""
+    """A new tensor for `capacity` slots, with a copy of the first `length` slots of `rows`."""
     room = like.new_empty((*like.shape[:-2], capacity, like.shape[-1]))
     if rows is not None:
         room[:, :, :length] = rows[:, :, :length]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-PACKED_ROWS = 16  # the row count the layout is tuned for; others work with the same layout
+PACKED_ROWS = 16  # the number of rows that the layout is tuned for; it works with any number
 
 
 class PackedLinear(nn.Module):

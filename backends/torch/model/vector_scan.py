@@ -11,7 +11,7 @@ from agentspec.backends.base import Floats
 from agentspec.backends.torch.model.packed_linear import PackedLinear, can_pack
 
 BLOCK = 8192  # rows packed together
-ROUNDOFF = 2.0**-24  # of float32, to nearest
+ROUNDOFF = 2.0**-24  # unit roundoff of float32, rounding to nearest
 
 
 class VectorScan:

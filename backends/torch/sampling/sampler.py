@@ -181,7 +181,7 @@ class Sampler:
 
 
 def fetch(samplers: Sequence[Sampler]) -> None:
-    """Transfer the tokens that `samplers` have drawn ahead to the host at once; only here does the host wait."""
+    """Transfer the tokens that `samplers` have drawn ahead to the host, in one transfer that the host waits for."""
     drawing = [(sampler, sampler.pending) for sampler in samplers if sampler.pending is not None]
     if not drawing:
         return

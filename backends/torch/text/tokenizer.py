@@ -36,7 +36,7 @@ class TokenizerAdapter:
         return self.read(request)[1]
 
     def read(self, request: GenerateRequest) -> tuple[str, list[int]]:
-        """The prompt as text (empty where it was given in tokens) and its token ids. Raises `InvalidRequestError`."""
+        """The prompt as text (empty if it was given as token ids) and its token ids. Raises `InvalidRequestError`."""
         if request.token_ids is not None:
             return "", [int(token) for token in request.token_ids]
         if request.text is not None:
