@@ -34,7 +34,7 @@ def has_known_masks(config: Any) -> bool:
 
 
 def max_exact_context(config: Any) -> int | None:
-    """The longest context within which rotary angles do not depend on a forward's length; None if the model's is.
+    """The longest context within which rotary angles do not depend on a forward's length; None for no such limit.
 
     LongRoPE has two sets of angles and chooses one by a forward's longest position. Slots computed earlier, or together
     with a draft, would then differ from those of a run without drafts. (The dynamic kind changes only beyond the

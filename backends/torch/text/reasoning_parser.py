@@ -62,7 +62,7 @@ class ReasoningParser:
         at = self._held.find(END)
         if at < 0:
             kept = partial_end(self._held, END)
-            body = self._held[: len(self._held) - kept].rstrip()  # drop the blanks before `</think>`
+            body = self._held[: len(self._held) - kept].rstrip()  # hold back blanks that may precede `</think>`
             return self._taken(len(body))
         reasoning = self._taken(at).rstrip()
         self._held = self._held.lstrip().removeprefix(END)
