@@ -1,10 +1,10 @@
-"""What a forward costs by its number of tokens: a fixed part and the fewest ramps that explain what was seen.
+"""The cost of a forward by its number of tokens: a fixed part and the fewest ramps that explain the measurements.
 
-A ramp is flat, rises between two of `KNOTS` and is flat again. One of them is a machine that computes token by token,
-one that starts late is a device that reads its weights in the time of many tokens, a short one the step at the end of a
-tile. One ramp over all sizes is taken for granted sooner than others, and any only where the sightings leave no other
-explanation: noise at single sizes makes no bends, and a plateau is flat. Forward and backward selection in weighted
-least squares, by one ramp an observation.
+A ramp is flat, rises between two of `KNOTS` and is flat again. A ramp over all sizes describes a machine that computes
+token by token; a ramp that starts late, a device that reads its weights in the time of many tokens; a short ramp, the
+step at the end of a tile. The ramp over all sizes needs less evidence than others, but each must explain more than
+noise would: so noise at single sizes makes no bends, and a plateau stays flat. The ramps are chosen by forward and
+backward selection in weighted least squares, which adds or removes one ramp per fit.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
-PRIOR_RISE = 0.02  # cost of one more token, in one-token forwards, until it was measured
-PRIOR_VISITS = 0.05  # sightings that this counts for at each knot
-MEMORY = 100.0  # sightings near one knot, at most: later ones replace what was seen before
-RECENT = 10.0  # those that are left where all of the last ones were off to one side
-LEAN_RATE = 0.1  # how fast a knot's mean residual is followed,
-LEANING = 0.8  # and of how many standard deviations it is a change: 3.5 of its own
-OUTLIER = 3.0  # standard deviations that one sighting may be off,
-LEAST_CLIP = 0.15  # or this share, if it is more,
-MOST_CLIP = 0.5  # or this, where the last ones all were
-NOISE = 0.05  # standard deviation of one sighting as a share of it, to begin with
+PRIOR_RISE = 0.02  # assumed cost of one more token, as a share of a one-token forward, until it is measured
+PRIOR_VISITS = 0.05  # measurements that this assumption counts for at each knot
+MEMORY = 100.0  # most measurements that count at one knot: later ones replace earlier ones
+RECENT = 10.0  # measurements that still count after the machine's cost has changed
+LEAN_RATE = 0.1  # how fast a knot's mean residual is followed
+LEANING = 0.8  # a mean residual of so many standard deviations of a measurement, 3.5 of its own, signals a change
+OUTLIER = 3.0  # one measurement is clipped to this many standard deviations,
+LEAST_CLIP = 0.15  # or to this share, if it is larger,
+MOST_CLIP = 0.5  # or to this share after a change
+NOISE = 0.05  # initial standard deviation of a measurement, as a share of it
 NOISE_RATE = 0.02
 LEAST_NOISE = 0.005
-EARLY = 64  # sightings after each of which the curve is drawn anew,
-SELDOM = 4  # and of later ones every so many, since that takes longer than anything else a step does to learn
-BEND = 9.0  # squared standard deviations that another ramp has to explain,
-KEEP = 4.0  # and that a ramp which is there, or one over all sizes, has to
-SAME = 1e-6  # of a ramp's square: two that differ by less are one
-LEAST_SHARE = 0.1  # of the least that was seen, which sizes below it cost at least
+EARLY = 64  # the curve is fitted after each of the first measurements,
+SELDOM = 4  # and then after every fourth, since fitting is the slowest part of a step's learning
+BEND = 9.0  # squared standard deviations that a new ramp must explain
+KEEP = 4.0  # squared standard deviations that a chosen ramp, or the ramp over all sizes, must explain
+SAME = 1e-6  # share of a ramp's square: ramps that differ by less are the same
+LEAST_SHARE = 0.1  # the curve never falls below this share of the lowest measured cost
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 _KNOTS = np.array(KNOTS, dtype=np.float64)
 _BORDERS = [(low + high) / 2 for low, high in pairwise(KNOTS)]
-_RAMPS = sorted(combinations(KNOTS, 2), key=lambda ramp: ramp[0] - ramp[1])  # the longest first
+_RAMPS = sorted(combinations(KNOTS, 2), key=lambda ramp: ramp[0] - ramp[1])  # longest first
 _LOW, _HIGH = np.array(_RAMPS, dtype=np.float64).T
 _LENGTH = _HIGH - _LOW
 FIXED, LINE = 0, 1  # columns of the fixed part and of the ramp over all sizes; the other ramps follow
 
 
 def _columns(tokens: float) -> Floats:
-    """What each term, the fixed part first, adds to a forward of `tokens` tokens, as a share of the most."""
+    """The share of its full height that each term, the fixed part first, adds to a forward of `tokens` tokens."""
     return np.concatenate(([1.0], (np.minimum(np.maximum(tokens, _LOW), _HIGH) - _LOW) / _LENGTH))
 
 
 _AT_KNOTS = np.array([_columns(knot) for knot in _KNOTS])
-_NEEDED = np.full(_AT_KNOTS.shape[1], BEND) + 1e-6 * np.arange(_AT_KNOTS.shape[1])  # of equals the longest
+_NEEDED = np.full(_AT_KNOTS.shape[1], BEND) + 1e-6 * np.arange(_AT_KNOTS.shape[1])  # of equals the longest wins
 _NEEDED[LINE] = KEEP
 
 
 class CostCurve:
-    """Seconds by tokens, never falling, from sightings that are kept as a mean near each knot."""
+    """Seconds by tokens, never falling, fitted to measurements that are kept as one mean near each knot."""
 
     def __init__(self, seen: Mapping[int, float], visits: float) -> None:
-        """Start from seconds by tokens, at least one, each of which counts for `visits` sightings."""
+        """Start from at least one pair of tokens and seconds, each of which counts for `visits` measurements."""
         self._visits = np.zeros(len(KNOTS))
-        self._tokens, self._seconds = _KNOTS.copy(), np.zeros(len(KNOTS))  # means of what was seen near each knot
+        self._tokens, self._seconds = _KNOTS.copy(), np.zeros(len(KNOTS))  # means of the measurements near each knot
         self._rows = _AT_KNOTS.copy()
         self._lean = np.zeros(len(KNOTS))
         self._variance = NOISE**2
@@ -79,12 +79,12 @@ class CostCurve:
                 break
 
     def _assume(self, tokens: int, seconds: float) -> None:
-        """Where one size is all that is known, the others cost what the prior gives."""
+        """Fill in the other sizes by the prior, if only one size is known."""
         for knot in np.flatnonzero(self._visits == 0):
             self._add(int(knot), KNOTS[knot], seconds * _prior(KNOTS[knot]) / _prior(tokens), PRIOR_VISITS)
 
     def many(self, tokens: Counts) -> Floats:
-        """Seconds of each, going on behind the last knot as they rise before it."""
+        """Seconds of each number of tokens; beyond the last knot the curve continues with its last slope."""
         beyond = np.maximum(tokens - _KNOTS[-1], 0.0)
         rise = (self._curve[-1] - self._curve[-2]) / (_KNOTS[-1] - _KNOTS[-2])
         return np.asarray(np.interp(tokens, _KNOTS, self._curve) + beyond * rise)
@@ -100,7 +100,7 @@ class CostCurve:
             self._fit()
 
     def _judged(self, knot: int, tokens: int, seconds: float) -> float:
-        """`seconds` as near to what was seen near this knot as one sighting may be; notes noise and changes."""
+        """Clip `seconds` to what one measurement may differ from this knot's mean; update noise and detect a change."""
         here, there = self.many(np.array([tokens, self._tokens[knot]]))
         expected = float(self._seconds[knot] + here - there)
         off = min(max(seconds / expected - 1.0, -MOST_CLIP), MOST_CLIP)
@@ -123,7 +123,7 @@ class CostCurve:
         self._rows[knot] = _columns(self._tokens[knot])
 
     def _fit(self) -> bool:
-        """The closest curve of the chosen terms, after the change of one of them that the sightings ask for, if any."""
+        """Remove a weak term or add a missing one, if the data ask for it, and fit the curve; True if terms changed."""
         weights = self._visits / (self._variance * np.interp(self._tokens, _KNOTS, self._curve) ** 2)
         parts, inverse = self._solved(weights)
         weak = _weakest(parts, inverse)
@@ -139,7 +139,7 @@ class CostCurve:
         return bool(weak or more)
 
     def _solved(self, weights: Floats) -> tuple[Floats, Floats]:
-        """Weighted least squares: seconds of each chosen term, and their covariance."""
+        """Weighted least squares: the seconds of each chosen term, and their covariance."""
         columns = self._rows[:, self._terms]
         weighted = columns * weights[:, None]
         square = columns.T @ weighted
@@ -148,7 +148,7 @@ class CostCurve:
         return inverse @ (self._seconds @ weighted), inverse
 
     def _rising(self, weights: Floats) -> Floats:
-        """Seconds of each chosen term, without the ramps that would have to fall."""
+        """The seconds of each chosen term, after removing the ramps that would have to fall."""
         parts, _ = self._solved(weights)
         while len(parts) > 1 and parts[1:].min() < 0.0:
             del self._terms[1 + int(parts[1:].argmin())]
@@ -156,14 +156,14 @@ class CostCurve:
         return parts
 
     def _missing(self, weights: Floats, parts: Floats, inverse: Floats) -> int | None:
-        """The ramp that explains most of what the chosen terms do not, where that is more than chance would.
+        """The ramp that explains most of the residuals, if that is more than noise would; else None.
 
-        Of those that explain about as much one that is half as steep: between two sizes that were seen a line is the
-        better guess than a leap.
+        Of ramps that explain about as much, it prefers the less steep: between two measured sizes a line is a better
+        guess than a jump.
         """
         columns = self._rows[:, self._terms]
         left = self._seconds - columns @ parts
-        if left @ (weights * left) < (BEND if LINE in self._terms else KEEP):  # no ramp explains more than there is
+        if left @ (weights * left) < (BEND if LINE in self._terms else KEEP):  # no ramp can explain more
             return None
         weighted = self._rows * weights[:, None]
         shared = weighted.T @ columns
@@ -179,7 +179,7 @@ class CostCurve:
 
 
 def _weakest(parts: Floats, inverse: Floats) -> int:
-    """The place of the ramp that explains least, where that is less than `KEEP` or it falls; else 0."""
+    """The index of the ramp that explains least, if it explains less than `KEEP` or falls; else 0."""
     if len(parts) == 1:
         return 0
     strength = np.sign(parts) * parts**2 / inverse.diagonal()
@@ -188,7 +188,7 @@ def _weakest(parts: Floats, inverse: Floats) -> int:
 
 
 def _nearest(tokens: float) -> int:
-    """The place of the nearest knot, of two the smaller."""
+    """The index of the nearest knot; of two equally near ones, the smaller."""
     return bisect_left(_BORDERS, tokens)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a forward by its tokens, the rows it reads and its sequences, learned from what was measured."""
+"""Estimates the seconds of a forward by its tokens, the KV slots it reads and its sequences, from measurements."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 
 from agentspec.speculation.cost_curve import KNOTS, CostCurve, Counts, Floats
 
-GUESS_SECONDS = 0.03  # a one-token forward, until one was measured
+GUESS_SECONDS = 0.03  # assumed for a one-token forward until one is measured
 SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
-SPEED_CLIP = 4.0  # one observation counts at most this factor
-CALIBRATION_WEIGHT = 2.0  # measured rounds that a calibrated size counts for
-PER_SEQUENCE_RATE = 0.015  # how fast what one more sequence costs is: most of what is off is the curve or noise
-PER_SEQUENCE_CLIP = 0.5  # one observation counts at most this share
+SPEED_CLIP = 4.0  # one measurement counts as at most this factor
+CALIBRATION_WEIGHT = 2.0  # measurements that a calibrated size counts for
+PER_SEQUENCE_RATE = 0.015  # how fast the cost per sequence is followed: most errors are the curve's or noise
+PER_SEQUENCE_CLIP = 0.5  # one measurement counts as at most this share
 
 
 class CostModel:
-    """Seconds of one forward by its tokens, the rows it reads and its sequences.
+    """Estimates the seconds of one forward by its tokens, the KV slots it reads and its sequences.
 
     cost = speed * (curve(tokens) + (per_context + per_token_context * tokens / batch) * context
-    + per_sequence * (batch - 1)): `context` counts the key/value slots of all `batch` sequences, and `per_sequence` is
-    what one more of them costs beside its tokens. `speed` follows the machine as a whole, so that a busy minute seen at
-    one size does not make the other sizes look cheap.
+    + per_sequence * (batch - 1)): `context` counts the KV slots of all `batch` sequences, and `per_sequence` is the
+    cost of one more sequence besides its tokens. `speed` follows the machine as a whole, so that a busy minute measured
+    at one size does not make the other sizes look cheap.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class CostModel:
         self._measured = False
 
     def calibrate(self, samples: Sequence[tuple[int, int, float]], batches: Sequence[tuple[int, float]] = ()) -> None:
-        """Start from timed forwards (tokens, context, seconds), at least one; replaces what was known.
+        """Start from timed forwards (tokens, context, seconds), at least one; replaces everything learned before.
 
-        Samples with the shortest context give the curve, each size by its fastest; the others what context adds.
-        `batches` are forwards (sequences, seconds) of one token for each of several sequences.
+        Samples with the shortest context give the curve, by each size's fastest; the others give the cost of context.
+        `batches` are timed forwards (sequences, seconds) of one token for each of several sequences.
         """
         near = min(context for _, context, _ in samples)
         sizes = _fastest((tokens, seconds) for tokens, context, seconds in samples if context == near)
@@ -49,11 +49,11 @@ class CostModel:
         self._per_sequence = max(0.0, sum(shares) / len(shares)) if shares else 0.0
 
     def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
-        """Estimated cost of one forward of `tokens` tokens over `context` earlier rows of `batch` sequences in all."""
+        """The estimated seconds of a forward of `tokens` tokens of `batch` sequences with `context` KV slots in all."""
         return float(self.many(np.array([tokens]), context, batch)[0])
 
     def many(self, tokens: Counts, context: int = 0, batch: int = 1) -> Floats:
-        """`seconds` of each."""
+        """`seconds` for each number of tokens."""
         return self._speed * (self._curve.many(tokens) + self._added(tokens, context, batch))
 
     def observe(self, tokens: int, context: int, seconds: float, batch: int = 1) -> None:
@@ -78,12 +78,12 @@ class CostModel:
         return float(self._curve.many(np.array([tokens]))[0])
 
     def table(self) -> dict[int, float]:
-        """Seconds per forward of one sequence by number of tokens, without earlier rows."""
+        """Seconds per forward of one sequence by number of tokens, without context."""
         return {knot: self.seconds(knot) for knot in KNOTS}
 
 
 def _fastest(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """The least of each key's values: what disturbs a timing makes it longer."""
+    """The least of each key's values, since disturbances only make a timing longer."""
     best: dict[int, float] = {}
     for key, value in pairs:
         best[key] = min(value, best.get(key, value))
@@ -91,7 +91,7 @@ def _fastest(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and rise, neither negative, of the line through the first and the last point; zeros without any."""
+    """Intercept and slope, neither negative, of the line through the first and the last point; zeros without points."""
     if not points:
         return 0.0, 0.0
     (x0, y0), (x1, y1) = points[0], points[-1]

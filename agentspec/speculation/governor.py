@@ -1,9 +1,9 @@
-"""How much to propose next: the number of drafted tokens with the most expected progress per second.
+"""Chooses how many draft tokens each step verifies: the number with the most expected tokens per second.
 
-Goodput as in TurboSpec (Liu et al. 2024): expected tokens of a step divided by its cost, over all requests of the step
-at once, with the cost of verifying fitted online and the acceptance of each drafter calibrated by what happened. A
-request with a latency target is first given what it needs to hold it (AdaServe, Li et al. 2025). Zero is an answer, so
-that text which cannot be predicted is generated as if nothing had been proposed.
+This maximises goodput as in TurboSpec (Liu et al. 2024): the expected tokens of a step, over all its requests, divided
+by its cost. The cost of verification is fitted online, and each drafter's acceptance is calibrated by its outcomes.
+Requests with a latency target first get the tokens they need to hold it (AdaServe, Li et al. 2025). The choice may be
+zero, so that text that cannot be predicted is generated without drafts.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import numpy as np
 from agentspec.speculation.cost_curve import Counts, Floats
 from agentspec.speculation.cost_model import CostModel
 
-STALL = 8.0  # a chunk of a prompt may make running answers wait this many times as long as without it
-CHUNKS = (256, 192, 128, 96, 64, 48, 32)  # tokens of prompts that a step may read; smaller ones waste its fixed cost
+STALL = 8.0  # a step with a prompt chunk may take at most this many times as long as without it
+CHUNKS = (256, 192, 128, 96, 64, 48, 32)  # prompt tokens that a step may read; smaller chunks waste its fixed cost
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
 PRIOR = 6.0  # observations that a drafter's own probability counts for
-REQUEST_FADE = 0.9  # per round of one request: its record is short, since texts change from one passage to the next
-LONGEST_PAUSE = 16  # rounds without asking, at most
-MOST_STEPS = 256  # workflow steps with a record of their own
-FADE = 0.998  # per round: what was learned is forgotten, so that a source which was wrong is tried again
+REQUEST_FADE = 0.9  # decay per round of one request's record: short, since predictability changes within a text
+LONGEST_PAUSE = 16  # most rounds in a row without asking the drafters
+MOST_STEPS = 256  # workflow steps with a calibration of their own
+FADE = 0.998  # decay per round of what was learned, so that a source that was wrong is tried again
 
 
 class Calibration:
-    """What a predicted probability turns out to be, per source and range of probability, from fading counts.
+    """Corrects predicted probabilities by observed acceptance, per source and range of probability, in decaying counts.
 
-    One that stands `above` is what it believes until it has seen enough itself.
+    Until it has seen enough observations itself, it relies on the calibration `above`, if there is one.
     """
 
     def __init__(self, fade: float = FADE, above: Calibration | None = None) -> None:
@@ -41,7 +41,7 @@ class Calibration:
         self._bins: dict[tuple[int, int], list[float]] = {}
 
     def corrected(self, probability: float, source: int) -> float:
-        """The probability to expect where a drafter predicts `probability`."""
+        """The acceptance probability to expect when a drafter predicts `probability`."""
         believed = self._believed(probability, source)
         seen = self._bins.get((source, bisect_right(EDGES, probability)))
         if seen is None or seen[0] <= 0.0:
@@ -62,7 +62,7 @@ class Calibration:
             seen[2] += self._believed(probability, source)
 
     def fade(self) -> None:
-        """One round went by."""
+        """Decay all counts by one round."""
         for seen in self._bins.values():
             seen[0] *= self._fade
             seen[1] *= self._fade
@@ -71,9 +71,8 @@ class Calibration:
 
 @dataclass(slots=True)
 class RequestStats:
-    """One request's own record: how its drafts do compared with what was expected, and whether asking pays at all.
-
-    `calibration` is that of its workflow step, where it has one.
+    """One request's record: how many draft tokens were accepted compared with the expectation, and whether asking the
+    drafters pays at all. `calibration` is that of the request's workflow step, if it names one.
     """
 
     calibration: Calibration | None = None
@@ -85,17 +84,18 @@ class RequestStats:
 
     @property
     def factor(self) -> float:
-        """Accepted over expected tokens, near 1 until there is evidence."""
+        """The ratio of accepted to expected tokens; near 1 until there is evidence."""
         return (self.accepted + PRIOR / 2) / (self.expected + PRIOR / 2)
 
     def ask(self) -> bool:
-        """Whether to ask the drafters this round; after asking that did not pay, ever fewer rounds do."""
+        """Whether to ask the drafters this round. While asking does not pay, the pauses between grow longer."""
         self.skip -= 1
         return self.skip < 0
 
     def observe(self, expected: float, accepted: int, cost: float, saved: float) -> None:
-        """One round asked: tokens expected and accepted, seconds beyond `FREE` spent asking, and what the accepted
-        tokens are worth in seconds. `allocate_budget` weighs what it costs to verify in vain; it sees it in `factor`.
+        """Record a round in which the drafters were asked: tokens expected and accepted, drafting `cost` in seconds
+        beyond `FREE`, and the seconds `saved` by accepted tokens. The cost of verifying rejected tokens is left out:
+        `allocate_budget` weighs it, by means of `factor`.
         """
         self.expected = self.expected * REQUEST_FADE + expected
         self.accepted = self.accepted * REQUEST_FADE + accepted
@@ -106,14 +106,14 @@ class RequestStats:
 
 @dataclass(slots=True)
 class Governor:
-    """Chooses budgets for every request of one engine. Not thread-safe."""
+    """Chooses the draft budgets of all requests of one engine. Not thread-safe."""
 
     cost: CostModel = field(default_factory=CostModel)
     calibration: Calibration = field(default_factory=Calibration)
     steps: OrderedDict[str, Calibration] = field(default_factory=OrderedDict)
 
     def request_stats(self, step: str | None = None) -> RequestStats:
-        """A record for one request of the workflow step named `step`."""
+        """A new record for one request, which belongs to the workflow step named `step` if any."""
         if step is None:
             return RequestStats()
         known = self.steps.setdefault(step, Calibration(above=self.calibration))
@@ -131,12 +131,12 @@ class Governor:
         batch: int | None = None,
         required_tokens: Sequence[float] = (),
     ) -> list[list[int]]:
-        """For each request the draft nodes to verify, ascending; an ancestor of a chosen node is always chosen.
+        """For each request the draft nodes to verify, ascending; the ancestors of a chosen node are always chosen too.
 
-        `acceptances[i]` are the probabilities that the nodes of request i's tree are accepted, as `expectations` gives
-        them. The step computes `tokens` tokens of `batch` sequences in any case (at least one for each request), over
-        `context` slots. `required_tokens` as in `allocate_budget`. Maximises the expected tokens per second of all
-        together; what a step spends on reading prompts has to be spent sometime and makes drafts no cheaper.
+        `acceptances[i]` are the probabilities, from `expectations`, that the nodes of request i's tree are accepted.
+        Without drafts the step computes `tokens` tokens (at least one for each request) of `batch` sequences over
+        `context` KV slots. `required_tokens` is as in `allocate_budget`. The choice maximises the expected tokens per
+        second of all requests together. The time for reading prompts is left out, since it must be spent in any case.
         """
         requests = len(acceptances)
         tokens, batch = tokens or requests, batch or requests
@@ -150,10 +150,10 @@ class Governor:
         return [best_nodes(acceptance, count) for acceptance, count in zip(acceptances, counts, strict=True)]
 
     def chunk(self, running: int, context: int, targets: Sequence[float] = ()) -> int:
-        """How many tokens of prompts a step may read beside `running` answers over `context` rows in all.
+        """How many prompt tokens a step may read beside `running` answers, which have `context` KV slots in all.
 
-        As many as do not make them wait for more than `STALL` steps, or than the shortest of `targets` (seconds a
-        token); chunked prefill as in Sarathi-Serve (Agrawal et al. 2024).
+        The chunk is the largest with which the step takes no longer than `STALL` plain steps, nor than the shortest of
+        `targets` (seconds a token); chunked prefill as in Sarathi-Serve (Agrawal et al. 2024).
         """
         if not running:
             return CHUNKS[0]
@@ -168,7 +168,7 @@ class Governor:
         sources: Sequence[int],
         stats: RequestStats | None = None,
     ) -> list[float]:
-        """The calibrated probability that each node of a draft is accepted; never above its parent's."""
+        """The calibrated probability that each node of a draft is accepted; it never exceeds the parent node's."""
         factor = 1.0 if stats is None else min(stats.factor, 1.0)
         calibration = (stats and stats.calibration) or self.calibration
         acceptance: list[float] = []
@@ -184,7 +184,7 @@ class Governor:
         accepted: Sequence[bool],
         stats: RequestStats | None = None,
     ) -> None:
-        """Learn from the verified nodes of one request."""
+        """Learn from the verified draft nodes of one request."""
         for calibration in (stats and stats.calibration, self.calibration):
             if calibration:
                 calibration.fade()
@@ -197,16 +197,16 @@ def allocate_budget(
     costs: Callable[[Counts], Floats],
     required_tokens: Sequence[float] = (),
 ) -> list[int]:
-    """How many nodes of each draft to verify, so that the step's expected tokens a second are the most.
+    """How many nodes of each draft to verify, so that the step's expected tokens per second are maximal.
 
-    `acceptances[i]` are the probabilities that draft i's nodes are accepted, never above their parents'; of a draft the
-    most probable nodes are taken first, so that whatever is taken is closed under parents. `requests` is the number of
-    requests in the step, each of which gains a token in any case; `costs` gives the seconds of a step by the number of
-    nodes it verifies. Goodput as in TurboSpec (Liu et al. 2024).
+    `acceptances[i]` are the probabilities that draft i's nodes are accepted, never above their parents'. A draft's most
+    probable nodes are taken first, so that a taken node's parent is always taken too. `requests` is the number of
+    requests in the step, each of which gains one token in any case; `costs` gives the seconds of a step by the number
+    of nodes it verifies. Goodput as in TurboSpec (Liu et al. 2024).
 
-    `required_tokens[i]` is the number of tokens that request i has to gain in this step (at most 1: none beyond its
-    own). It is served before any goodput is sought, the neediest first (AdaServe, Li et al. 2025, Algorithm 1), but no
-    further than the request itself would gain by it.
+    `required_tokens[i]` is the number of tokens that request i must gain in this step; at most 1 needs no draft nodes.
+    These needs are served before goodput is maximised, the largest first (AdaServe, Li et al. 2025, Algorithm 1), but
+    only as long as another node makes the request itself faster.
     """
     lengths = [len(acceptance) for acceptance in acceptances]
     if not sum(lengths):
@@ -223,7 +223,7 @@ def allocate_budget(
 
 
 def _needed(acceptance: Floats, owner: Counts, seconds: Floats, required_tokens: Sequence[float]) -> list[int]:
-    """The nodes (places in `acceptance`, which falls) that requests must have to meet their `required_tokens`."""
+    """The nodes, as indices into the descending `acceptance`, that requests need to meet their `required_tokens`."""
     taken: list[int] = []
     for request in sorted(range(len(required_tokens)), key=lambda request: -required_tokens[request]):
         gain = 1.0

@@ -1,8 +1,8 @@
-"""How many documents to guess before the knowledge base is asked: none where guessing cannot pay.
+"""Chooses how many documents to guess before the knowledge base is asked; none if guessing does not pay.
 
-The optimal speculation stride of RaLMSpec (OS3; Zhang et al. 2024, arXiv 2401.14021, section 4 and appendix A.1), and
-around it what that formula leaves out: that a wrong round has to be generated again, and that sequential retrieval is
-faster than any stride where the knowledge base is.
+This is the optimal speculation stride of RaLMSpec (OS3; Zhang et al. 2024, arXiv 2401.14021, section 4 and appendix
+A.1). It also accounts for what that formula leaves out: a wrong round must be generated again, and with a fast
+knowledge base sequential retrieval is faster than any stride.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-MOST: Final = 16  # rounds ahead of what is verified
-WINDOW: Final = 5  # verifications that the hit rate is estimated from
-CAP: Final = 0.6  # of that estimate in OS3's formula: few trials overrate it
-PRIOR: Final = 0.5  # hit rate before anything was guessed
-PRIOR_WEIGHT: Final = 2.0  # guesses that count for as much
+MOST: Final = 16  # most rounds generated before verification
+WINDOW: Final = 5  # verifications from which the hit rate is estimated
+CAP: Final = 0.6  # highest hit rate used in OS3's formula, since an estimate from few trials may be too high
+PRIOR: Final = 0.5  # assumed hit rate before the first guess
+PRIOR_WEIGHT: Final = 2.0  # guesses that this assumption counts for
 RATE: Final = 0.3  # how fast measured times are followed
-WASTE: Final = 0.5  # of a round, lost when one is broken off
-MARGIN: Final = 0.95  # of sequential retrieval's time: a smaller gain is not tried
-TRIAL: Final = 4  # kept rounds after which speculation is judged by what it brought
+WASTE: Final = 0.5  # share of a round that is lost when the round is aborted
+MARGIN: Final = 0.95  # speculation must take at most this share of sequential retrieval's time
+TRIAL: Final = 4  # kept rounds after which speculation is judged by the time it took
 FIRST_PAUSE: Final = 8
-LONGEST_PAUSE: Final = 256  # rounds without speculation, at most
+LONGEST_PAUSE: Final = 256  # most rounds in a row without speculation
 BALANCE_FADE: Final = 0.8
 
 
 def expected(stride: int, gamma: float) -> float:
-    """Rounds that a stride brings in the mean: those up to the first wrong guess, and the one generated again."""
+    """The expected number of rounds that a stride adds: those before the first wrong guess, and the one redone."""
     return sum(gamma**i for i in range(stride))
 
 
 def latency(stride: int, speak: float, ask: float, gamma: float, *, asynchronous: bool) -> float:
-    """Seconds of a stride by the paper's formula: rounds of `speak` seconds and a verification of `ask` seconds."""
+    """Seconds of a stride by the paper's formula, with `speak` seconds per round and `ask` seconds per verification."""
     whole = stride * speak + ask
     if not asynchronous:
         return whole
@@ -40,34 +40,34 @@ def latency(stride: int, speak: float, ask: float, gamma: float, *, asynchronous
 
 
 def os3(speak: float, ask: float, gamma: float, *, asynchronous: bool, most: int = MOST) -> int:
-    """The stride with the most verified rounds a second."""
+    """The stride with the most verified rounds per second."""
     strides = range(1, most + 1)
     return max(strides, key=lambda s: expected(s, gamma) / latency(s, speak, ask, gamma, asynchronous=asynchronous))
 
 
 def one_by_one(speak: float, ask: float) -> float:
-    """Seconds of a round of sequential retrieval."""
+    """Seconds per round of sequential retrieval."""
     return speak + ask
 
 
 def synchronous_seconds(stride: int, speak: float, ask: float, gamma: float) -> float:
-    """Seconds of a kept round where a stride is generated and then verified: OS3's, with the round generated again."""
+    """Seconds per kept round if a stride is generated and then verified: OS3's formula plus redoing the wrong round."""
     again = (1 - gamma**stride) * speak
     return (latency(stride, speak, ask, gamma, asynchronous=False) + again) / expected(stride, gamma)
 
 
 def asynchronous_seconds(speak: float, ask: float, gamma: float, stride: int = 1, waste: float = WASTE) -> float:
-    """Seconds of a kept round where verification runs beside the rounds that follow.
+    """Seconds per kept round if verification runs concurrently with the following rounds.
 
-    A right guess costs nothing but its round. A wrong one is noticed when its search ends, as late as in sequential
-    retrieval and by the rounds that its batch was held for; what ran meanwhile is lost.
+    A right guess costs only its round. A wrong guess is noticed when its search ends: after the time of a search, as in
+    sequential retrieval, plus that of the rounds its batch waited for. The rounds generated meanwhile are lost.
     """
     return speak + (1 - gamma) * (ask + (stride - 1) / 2 * speak + waste * speak)
 
 
 @dataclass(slots=True)
 class RunningMean:
-    """A measured time that follows the last measurements."""
+    """A running mean of measured times that follows the latest ones."""
 
     value: float | None = None
 
@@ -77,12 +77,12 @@ class RunningMean:
 
 @dataclass(slots=True)
 class RequestStride:
-    """What all requests of one model and one knowledge base have measured together. Not thread-safe.
+    """The measurements of all requests of one model and one knowledge base. Not thread-safe.
 
-    `alone_ask` are the seconds of a search that was waited for, `alone` those of a round while no verification ran
-    beside it, by whether its document differs from that of the round before. `spent` are the seconds that speculated
-    rounds took lately, `plain` those of the same rounds one by one. Where that is hardly more, speculation pauses, ever
-    longer, so that what trying costs stays a small part of the whole.
+    `alone_ask` is the time of a search that the request waited for. `alone` is the time of a round without concurrent
+    verification, by whether its document differs from that of the round before. `spent` is the time that recent
+    speculated rounds took, `plain` the estimate for the same rounds by sequential retrieval. Unless `spent` is clearly
+    less, speculation pauses, each time for longer, so that trying it costs only a small part of the time.
     """
 
     speak: RunningMean = field(default_factory=RunningMean)
@@ -117,7 +117,7 @@ class RequestStride:
             self.alone[changed].add(seconds)
 
     def kept(self, changed: bool, seconds: float) -> None:
-        """A speculated stretch brought one more round in `seconds` of wall time, retrieval included."""
+        """Record that speculation added one more round in `seconds` of wall time, including retrieval."""
         alone = self.alone[changed].value or self.alone[not changed].value
         if alone is None or self.alone_ask.value is None:
             return
@@ -138,7 +138,7 @@ class RequestStride:
 
 @dataclass(frozen=True, slots=True)
 class StridePlan:
-    """Guess `stride` documents for one verification; 0: ask and wait, round after round."""
+    """Guess `stride` documents for one verification; 0 means sequential retrieval."""
 
     stride: int
     asynchronous: bool = False
@@ -149,7 +149,7 @@ SEQUENTIAL: Final = StridePlan(0)
 
 @dataclass(slots=True)
 class StrideGovernor:
-    """Chooses one request's strides: a fixed one, or what pays best by what was measured."""
+    """Chooses one request's strides: a fixed one, or the one that is fastest according to the measurements."""
 
     pace: RequestStride = field(default_factory=RequestStride)
     stride: int | Literal["os3"] = "os3"
@@ -159,18 +159,18 @@ class StrideGovernor:
 
     @property
     def gamma(self) -> float:
-        """Share of right guesses in the last verifications; that of all requests before there were any."""
+        """The share of right guesses in the last verifications, smoothed by the share over all requests."""
         right, wrong = (sum(seen) for seen in zip(*self._window, strict=True)) if self._window else (0, 0)
         weight = PRIOR_WEIGHT
         return (right + self.pace.gamma * weight) / (right + wrong + weight)
 
     def verified(self, right: int, *, wrong: bool) -> None:
-        """A verification's guesses up to the first wrong one, or a single guess that nothing was built on."""
+        """Record a verification: `right` guesses before the first wrong one, and whether there was a wrong one."""
         self._window.append((right, int(wrong)))
         self.pace.guessed(right, int(wrong))
 
     def optimal(self) -> int:
-        """OS3's stride for verification that is waited for; the last one while nothing was verified."""
+        """OS3's stride for synchronous verification; the last stride if nothing was verified or measured yet."""
         speak, ask = self.pace.speak.value, self.pace.ask.value
         if self._window and speak is not None and ask is not None:
             right, wrong = (sum(seen) for seen in zip(*self._window, strict=True))

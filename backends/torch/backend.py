@@ -1,4 +1,4 @@
-"""The local engine behind the `Backend` protocol: requests in, deltas out, the event loop never blocked."""
+"""The local engine as a `Backend`: takes requests and yields deltas without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from agentspec.types import Delta, GenerateRequest, Message, Source
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
 
-PLACE_SECONDS = 0.05  # between two looks for a place, once no choice of a request runs
+PLACE_SECONDS = 0.05  # between two attempts to queue the next choice while no choice of the request runs
 
 
 class TorchBackend:
-    """Generates with a Hugging Face model in this process, drafting from the token cache it was given.
+    """Generates with a Hugging Face model in this process and drafts from the token cache `cache`.
 
-    The cache stays the caller's: it is not closed by `aclose`. Without one the drafters are an n-gram index of each
-    request's own text, `prediction` texts and, where there is one, the draft model `small`.
+    The caller owns the cache: `aclose` does not close it. Without a cache, drafts come from an n-gram index of each
+    request's own text, from its `prediction` and from the draft model `small`, if there is one.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TorchBackend:
 
     @property
     def target(self) -> TargetModel:
-        """The model itself, which the engine's thread owns while requests run."""
+        """The model; the engine's thread owns it while requests run."""
         return self._loaded.target
 
     @property
@@ -101,10 +101,10 @@ class TorchBackend:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """Yield the answer round by round; closing the iterator frees its place.
+        """Yield the answer step by step; closing the iterator cancels the request.
 
-        Raises `InvalidRequestError` or `ContextLengthError` for what cannot be generated, `OverloadedError` when the
-        queue is full, `EngineError` when this request fails, `ShuttingDownError` when the engine closes under it.
+        Raises `InvalidRequestError` or `ContextLengthError` for a request that cannot be generated, `OverloadedError`
+        when the queue is full, `EngineError` when this request fails, `ShuttingDownError` when the engine is closed.
         """
         choices, parser_spec = await asyncio.to_thread(self.prepare_all, request)
         async with aclosing(self._answers(choices)) as deltas:
@@ -113,13 +113,13 @@ class TorchBackend:
                 yield parsers[delta.index].parse(delta)
 
     async def _answers(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
-        """What the engine delivers for the choices of one request; the totals come with the last end."""
+        """Yield the engine's deltas for all choices of one request; the delta that ends the last has the totals."""
         queue: asyncio.Queue[tuple[EngineRequest, Delta | Exception]] = asyncio.Queue()
         loop, choices = asyncio.get_running_loop(), Choices(len(requests))
         for request in requests:
             request.deliver = partial(self._deliver, loop, queue, request)
         self._engine.submit(requests[0])
-        waiting = requests[1:]  # until the first has read the prompt and left its slots, and then for places
+        waiting = requests[1:]  # until the first choice has read the prompt and left its KV slots, then for a place
         try:
             while not choices.done:
                 while waiting and choices.begun and self._submitted(waiting[0]):
@@ -136,7 +136,7 @@ class TorchBackend:
                 self._engine.cancel(request)
 
     def _submitted(self, request: EngineRequest) -> bool:
-        """Whether there was a place for one more choice of a request that runs already."""
+        """Submit one more choice of a running request; False if the queue is full."""
         try:
             self._engine.submit(request)
         except OverloadedError:
@@ -152,18 +152,19 @@ class TorchBackend:
     ) -> None:
         try:
             loop.call_soon_threadsafe(queue.put_nowait, (request, item))
-        except RuntimeError:  # the loop is closed: nobody listens any more
+        except RuntimeError:  # the loop is closed: nobody reads the answer any more
             self._engine.cancel(request)
 
     @property
     def fingerprint(self) -> str:
-        """Names the weights, an adapter's included."""
+        """A hash that identifies the weights, including an adapter's."""
         return self._loaded.fingerprint
 
     async def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Floats]:
-        """For each text of token ids what the output head reads behind every token, [tokens, width] in float32.
+        """The hidden states of each text of token ids: what the output head reads after every token, [tokens, width]
+        in float32.
 
-        All texts share one forward. Raises `ContextLengthError` for one that is too long.
+        All texts share one forward. Raises `ContextLengthError` if a text is too long.
         """
         if any(len(text) > self.context_length for text in texts):
             raise ContextLengthError(f"a text is longer than the model's {self.context_length} tokens")
@@ -172,7 +173,10 @@ class TorchBackend:
         return await computed(self._tasks, lambda: states_of(self.target, texts))
 
     async def open_steps(self, request: GenerateRequest) -> TorchSession:
-        """An answer that its caller makes token by token. Raises `InvalidRequestError` and `ContextLengthError`."""
+        """Open an answer that the caller decodes token by token.
+
+        Raises `InvalidRequestError`, `ContextLengthError`, and `ConfigurationError` for a model without rewinding.
+        """
         require_one_answer(request)
         if not self.target.rewindable:
             raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
@@ -180,7 +184,7 @@ class TorchBackend:
         return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser())
 
     async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
-        """Copy `rows` [n, width] to where the model computes, in float32."""
+        """Copy `rows` [n, width] to the model's device, in float32."""
         return await computed(self._tasks, lambda: VectorScan(rows, self.target.device))
 
     async def aclose(self) -> None:
@@ -192,9 +196,9 @@ class TorchBackend:
         return self.prepare_all(request)[0][0]
 
     def prepare_all(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
-        """Tokenize and check a request: an engine request for each choice, and how to parse their answers.
+        """Tokenize and check a request. Returns an engine request for each choice, and how to parse the answers.
 
-        Raises `InvalidRequestError` with `param` naming what is wrong.
+        Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`.
         """
         text, prompt = self._tokenizer.read(request)
         sampling = request.sampling
@@ -233,19 +237,19 @@ class TorchBackend:
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
-        """The prompt that `messages` become, ready for the assistant's answer."""
+        """The prompt text that the chat template makes of `messages`, ready for the assistant's answer."""
         shown = partial(self._tokenizer.render, messages, tools=tools, template_arguments=template_arguments)
         return await asyncio.to_thread(shown)
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
-        """Token ids of `text` as it continues a prompt, or as it begins one."""
+        """Token ids of `text` as the continuation of a prompt or, with `begins`, as its beginning."""
         return await asyncio.to_thread(self._tokenizer.encode, text, special=begins)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self._tokenizer.decode, token_ids)
 
     async def metrics(self, name: str) -> EngineSample:
-        """What the gateway's metrics show of `stats`."""
+        """The part of `stats` that the gateway's metrics show."""
         stats = await asyncio.to_thread(self.stats)
         return EngineSample(
             name,
@@ -259,7 +263,7 @@ class TorchBackend:
         )
 
     def stats(self) -> EngineStats:
-        """A snapshot of what the engine has done so far."""
+        """A snapshot of the engine's counters and state."""
         engine, target = self._engine, self._loaded.target
         scheduler, counters = engine.scheduler, engine.context.counters
         return EngineStats(
@@ -319,7 +323,7 @@ class TorchBackend:
 
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:
-    """The token ids that end an answer, by the model's generation settings and its tokenizer."""
+    """The token ids that end an answer, according to the model's generation settings and its tokenizer."""
     return ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
 
 

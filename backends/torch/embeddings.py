@@ -1,6 +1,7 @@
 """Sentence embeddings: texts as vectors of length 1, from an encoder such as all-MiniLM-L6-v2.
 
-The mean of the last layer over the tokens of a text, as Sentence-BERT pools it (arXiv 1908.10084, section 3).
+A vector is the mean of the last layer over the text's tokens, the pooling of Sentence-BERT (arXiv 1908.10084,
+section 3).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CLOSED = "the embedding model is closed"
 
 
 class SentenceEncoder:
-    """An embedding model. It computes in the thread of the local engine, a batch a turn; use it from any thread."""
+    """An embedding model. It computes in the local engine's thread, one batch a turn; any thread may call it."""
 
     def __init__(self, model: Any, tokenizer: Any, fingerprint: str) -> None:
         self._limit = min(MAX_TOKENS, model.config.max_position_embeddings)
@@ -42,7 +43,7 @@ class SentenceEncoder:
 
     @classmethod
     def load(cls, reference: str, device: str = "auto") -> SentenceEncoder:
-        """The model of a built-in name, a folder or a model-hub id. Raises `ModelUnavailableError`."""
+        """Load the model of a built-in name, a folder or a model-hub id. Raises `ModelUnavailableError`."""
         from agentspec.backends.model_store import resolve
 
         def build() -> SentenceEncoder:
@@ -60,13 +61,15 @@ class SentenceEncoder:
         return on_own_thread(build)
 
     async def encode(self, text: str) -> Vectors:
-        """The vector [dimensions] of one text, computed by itself: it does not depend on what else is asked."""
+        """The vector [dimensions] of one text, computed in a batch of its own: other requests do not change it."""
         vectors = await asyncio.wrap_future(self._submit([text]))
         first: Vectors = vectors[0]
         return first
 
     def encode_all(self, texts: Sequence[str], advance: Callable[[int], None] = lambda done: None) -> Vectors:
-        """The vectors [texts, dimensions]; texts of like length share a batch. Blocks."""
+        """The vectors [texts, dimensions]; texts of similar length share a batch. Blocks. `advance` is called with the
+        size of each finished batch.
+        """
         vectors = np.empty((len(texts), self.dimensions), np.float32)
         order = sorted(range(len(texts)), key=lambda at: -len(texts[at]))
         for batch in (order[at : at + BATCH] for at in range(0, len(order), BATCH)):
@@ -75,7 +78,7 @@ class SentenceEncoder:
         return vectors
 
     def close(self) -> None:
-        """Give up what waits. Idempotent."""
+        """Fail all waiting calls with `ShuttingDownError`. Idempotent."""
         self._tasks.close()
 
     def _submit(self, texts: Sequence[str]) -> Future[Vectors]:

@@ -1,4 +1,4 @@
-"""Whether speculation changes answers here: the same requests without drafts, with them, and side by side."""
+"""Checks whether speculation changes answers: runs the same requests without drafts, with drafts, and concurrently."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from agentspec.backends.torch.sampling.sampler import GREEDY_BELOW, gumbel_noise
 from agentspec.types import GenerateRequest, Labels, SamplingParams
 
 OFF, COLD, WARM, TOGETHER = "off", "on, cold", "on, warm", "on, side by side"
-SIDE_BY_SIDE = 8  # requests at a time
+SIDE_BY_SIDE = 8  # concurrent requests
 NEAR_TIE = {torch.float32: 1e-3, torch.float64: 1e-3}
-COARSE_TIE = 0.5  # in types of fewer bits, where rounding alone moves logits by as much
+COARSE_TIE = 0.5  # for types with fewer bits, where rounding alone changes logits by as much
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ExactnessCase:
-    """A prompt's token ids, and how to draw its answer: by temperature and seed alone."""
+    """A prompt's token ids and the sampling parameters of its answer; only temperature and seed may be set."""
 
     prompt: Sequence[int]
     sampling: SamplingParams
@@ -33,10 +33,11 @@ class ExactnessCase:
 
 @dataclass(frozen=True, slots=True)
 class TokenDivergence:
-    """The first token in which an answer differs from the one without drafts; -1 stands for its end.
+    """The first token in which an answer differs from the one without drafts; -1 stands for the answer's end.
 
-    Gaps are between the scores (logits, over the temperature and with the draw's noise where one is drawn) of `off`
-    and `on`: computed token by token, as without drafts, and in one forward over the whole text.
+    The gaps are differences between the scores of `off` and `on`, which are logits or, if the token is sampled, logits
+    over the temperature plus noise. `gap_apart` comes from computing token by token, as without drafts, and
+    `gap_together` from one forward over the whole text.
     """
 
     way: str
@@ -50,13 +51,13 @@ class TokenDivergence:
 
     @property
     def is_tie(self) -> bool:
-        """Whether both were so nearly the best that the order of additions decides."""
+        """Whether the two tokens' scores are so close that the order of additions decides between them."""
         return min(abs(self.gap_apart), abs(self.gap_together)) < self.tie
 
 
 @dataclass(slots=True)
 class ExactnessReport:
-    """For each way of answering its tokens, question by question, and where they part from those without drafts."""
+    """The tokens of each way of answering, question by question, and where they diverge from those without drafts."""
 
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
     divergences: list[TokenDivergence] = field(default_factory=list)
@@ -66,16 +67,17 @@ class ExactnessReport:
 
     @property
     def exact(self) -> bool:
-        """Whether answers part at near-ties only."""
+        """Whether answers diverge at near-ties only."""
         return all(divergence.is_tie for divergence in self.divergences)
 
 
 async def check_exactness(
     backend: TorchBackend, questions: Sequence[ExactnessCase], progress: Progress
 ) -> ExactnessReport:
-    """Answer every question in four ways and compare. The backend needs a token cache; no one else may be using it.
+    """Answer every question in four ways and compare the answers. The backend needs a token cache, and no other
+    requests may use the backend meanwhile.
 
-    Exact means as in docs/engine.md: equal up to a near-tie. Raises what the backend raises.
+    Answers are exact, as docs/engine.md defines it, if they are equal up to a near-tie. Raises as the backend does.
     """
     found = ExactnessReport()
     for way in (OFF, COLD, WARM, TOGETHER):
@@ -96,7 +98,7 @@ async def check_exactness(
 async def _answer(
     backend: TorchBackend, way: str, number: int, question: ExactnessCase, gate: asyncio.Semaphore
 ) -> list[int]:
-    """Each cold answer is of a tenant of its own, which the warm one shares; no slots are reused without drafts."""
+    """Answer one question. Its cold and warm answers share a tenant of their own; without drafts nothing is stored."""
     request = GenerateRequest(
         model=backend.model_name,
         token_ids=question.prompt,
@@ -113,7 +115,7 @@ async def _answer(
 def first_divergence(
     target: TargetModel, question: ExactnessCase, way: str, number: int, off: Sequence[int], on: Sequence[int]
 ) -> TokenDivergence:
-    """Where two different answers to a question part, and by how much. Computes on a thread of its own."""
+    """Find where two different answers to a question diverge, and by how much. Computes on a thread of its own."""
     position = next((i for i, (one, other) in enumerate(zip(off, on, strict=False)) if one != other), None)
     if position is None:
         position = min(len(off), len(on))
@@ -135,7 +137,7 @@ def _gaps(
 
 @torch.inference_mode()
 def _logits(target: TargetModel, prompt: Sequence[int], written: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The logits [vocab] behind prompt and answer: the answer's tokens one after another, and all in one forward."""
+    """The logits [vocab] after prompt and answer, computed token by token and computed in one forward."""
     whole = target.forward(target.new_cache(len(prompt) + len(written)), [*prompt, *written])[0]
     cache = target.new_cache(len(prompt) + len(written))
     logits = target.forward(cache, prompt)[0]
@@ -147,7 +149,7 @@ def _logits(target: TargetModel, prompt: Sequence[int], written: Sequence[int]) 
 
 
 def _gap(logits: Tensor, pair: Sequence[int], question: ExactnessCase, position: int) -> float:
-    """How much better the first of two tokens scores than the second."""
+    """The score of the first of two tokens less that of the second."""
     ids = torch.tensor(pair, device=logits.device)
     scores = logits[ids]
     sampling = question.sampling

@@ -1,4 +1,4 @@
-"""From a model reference to a `TargetModel`: files, device, kernels, and a check that trees are verified rightly."""
+"""Loads a `TargetModel` from a model reference: files, device, kernels, and a check of how it verifies drafts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHECK_TOKENS, CHECK_TREE, CHECK_PARENTS = 5, 4, (-1, -1, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, its tokenizer, and the hashes that isolate its tokens from other models'."""
+    """A model ready to run, its tokenizer, and the hashes that keep its cached tokens apart from other models'."""
 
     name: str
     target: TargetModel
@@ -56,9 +56,9 @@ def load(settings: TorchSettings) -> LoadedModel:
 
 
 def load_draft(settings: TorchSettings, target: LoadedModel) -> DraftModel | None:
-    """The draft model for `target`, if the settings name one; raises like `load`.
+    """The draft model for `target`, if the settings name one and `target` can be rewound; raises like `load`.
 
-    One that reads the target's token ids drafts in them; any other is reached through text.
+    If both have the same vocabulary, it drafts in the target's token ids; else its drafts are translated through text.
     """
     if settings.draft_model is None or not target.target.rewindable:
         return None
@@ -90,7 +90,7 @@ def _load(settings: TorchSettings, model: str, adapter: str | None) -> LoadedMod
 
 
 def read_weights(folder: Path, name: str, dtype: torch.dtype) -> Any:
-    """The model in `folder`, on the CPU. Raises `ModelUnavailableError`, also where weights are missing."""
+    """The model in `folder`, on the CPU. Raises `ModelUnavailableError`, also if weights are missing."""
     try:
         require_decoder(AutoConfig.from_pretrained(folder), name)
         with quiet():
@@ -100,16 +100,16 @@ def read_weights(folder: Path, name: str, dtype: torch.dtype) -> Any:
         module, found = read
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelUnavailableError(f"cannot read the model in {str(folder)!r}: {error}") from error
-    if missing := sorted(found["missing_keys"]):  # which the library would fill with random numbers
+    if missing := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
         raise ModelUnavailableError(f"{str(folder)!r} lacks {len(missing)} weights of the model, such as {missing[0]}")
     return module
 
 
 def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter: str | None = None) -> LoadedModel:
-    """Pack the weights and choose the attention kernel of a model in memory, which must still compute what it did.
+    """Pack the weights of a model in memory and choose its attention kernel, checking that it still computes the same.
 
-    A model whose trees cannot be verified (recurrent state, attention of an unknown kind) runs without speculation,
-    which the log says once. Raises `ModelUnavailableError` for one that cannot be decoded step by step at all.
+    A model that cannot verify draft trees (recurrent state, unknown kind of attention) runs without speculation, with
+    a warning in the log. Raises `ModelUnavailableError` for a model that cannot be decoded step by step at all.
     """
     module.eval()
     choose_kernels(module.device)
@@ -152,7 +152,7 @@ def _limit_context(target: TargetModel, name: str) -> None:
 
 
 def choose_target(module: Any, check: SelfCheck) -> TargetModel | None:
-    """The fastest way to run `module` that passes the check; None if there is none."""
+    """The fastest way to run `module` that passes the check; None if no way does."""
     own = module.config._attn_implementation
     stateful = getattr(module, "_is_stateful", False) or not has_known_masks(module.config)
     for attention in () if stateful else (ATTENTION_NAME, own, "eager"):
@@ -167,7 +167,7 @@ def choose_target(module: Any, check: SelfCheck) -> TargetModel | None:
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """A few tokens, a tree behind them, and the model's own logits [1 + tree, vocab], each path computed by itself."""
+    """A few tokens, a draft tree after them, and the model's own logits [1 + tree, vocab], each path run by itself."""
 
     tokens: list[int]
     nodes: list[int]
@@ -191,7 +191,9 @@ class SelfCheck:
         return difference <= target.tolerance
 
     def difference(self, target: TargetModel) -> float:
-        """Largest logit difference of one forward over slots, tokens and tree; of a single token if not rewindable."""
+        """Largest logit difference in one forward over cached slots, tokens and tree; over one token if `target` cannot
+        be rewound.
+        """
         nodes, parents, known = (self.nodes, CHECK_PARENTS, 2) if target.rewindable else ([], (), CHECK_TOKENS - 1)
         cache = target.new_cache(1)
         target.prefill(cache, self.tokens[:known])
@@ -210,7 +212,7 @@ def _path(nodes: list[int], parents: Sequence[int], node: int) -> list[int]:
 
 
 class _Float32Head(nn.Module):
-    """An output head computed in float32, since ties in bfloat16 are too many to sample or compare by."""
+    """An output head that computes in float32, because bfloat16 logits have too many ties to sample or compare."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -229,7 +231,7 @@ def _float32_head(module: Any) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the library's progress bars, which belong to programs and not to a server's log."""
+    """Hide the progress bars of transformers, which do not belong into a server's log."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -1,4 +1,4 @@
-"""One answer decoded token by token by a caller who chooses the scores to draw from; and the states of texts."""
+"""Stepwise decoding, in which the caller chooses the scores that each token is drawn from; hidden states of texts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from agentspec.types import Delta, GenerateRequest, Usage
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-CHUNK = 256  # tokens of a prompt read in one forward
+CHUNK = 256  # prompt tokens read in one forward
 
 
 class TorchSteps:
-    """`StepwiseDecoding` over a model whose slots can be rewound. Lives in the computing thread."""
+    """`StepwiseDecoding` over a model whose KV slots can be rewound. Only the computing thread uses it."""
 
     def __init__(self, target: TargetModel, request: EngineRequest) -> None:
         self._target, self._request = target, request
@@ -36,7 +36,7 @@ class TorchSteps:
         kv_cache = target.new_cache(len(request.prompt) + min(request.max_tokens, CHUNK))
         assert isinstance(kv_cache, SequenceCache), "a model whose slots cannot be rewound was opened for steps"
         self._kv_cache = kv_cache
-        self._read: list[int] = []  # the tokens that the slots were last computed for
+        self._read: list[int] = []  # the tokens that the KV slots were last computed for
         self._seed: int | None = request.sampling.seed
         self._sampler = self._fresh_sampler()
         self._seed = self._sampler.seed
@@ -51,11 +51,11 @@ class TorchSteps:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens of the prompt that `read` still has to compute before `advance`."""
+        """The number of prompt tokens, without the last, that `read` has yet to compute."""
         return max(0, len(self._request.prompt) - 1 - self._kv_cache.length)
 
     def read(self) -> None:
-        """Compute a chunk of the prompt, its last token excepted."""
+        """Compute the next chunk of the prompt, which never includes the prompt's last token."""
         chunk = self._tokens[self._kv_cache.length : self._kv_cache.length + min(CHUNK, self.num_uncomputed)]
         self._target.prefill(self._kv_cache, chunk)
 
@@ -91,7 +91,7 @@ class TorchSteps:
             self._sampler.observe(token)
 
     def _forget(self, length: int) -> None:
-        """Keep no slots from `length` on."""
+        """Drop all KV slots from position `length` on."""
         self._kv_cache.truncate(min(self._kv_cache.length, length))
 
     def _fresh_sampler(self) -> Sampler:
@@ -102,7 +102,7 @@ class TorchSteps:
 
 
 class TorchSession:
-    """`StepSession`: the steps in the computing thread, and the answer's text here."""
+    """A `StepSession`: runs the steps in the computing thread and makes the answer's text in the caller's."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class TorchSession:
         return self._parser.parse(delta)
 
     async def _begin(self) -> TorchSteps:
-        """Read the prompt in chunks, so that other requests' steps come between."""
+        """Read the prompt in chunks, so that other requests' steps can run in between."""
         steps = self._steps = await self._call(lambda: TorchSteps(self._target, self._request))
         while steps.num_uncomputed:
             await self._call(steps.read)
@@ -150,7 +150,9 @@ class TorchSession:
 
 
 async def computed(tasks: Tasks, function: Callable[[], T]) -> T:
-    """What `function` returns in the computing thread. What goes wrong there is an `EngineError`, or one of ours."""
+    """Run `function` in the computing thread and return its result. Raises its `AgentSpecError`s as they are, and
+    `EngineError` for any other exception.
+    """
     try:
         return await asyncio.wrap_future(tasks.submit(function))
     except AgentSpecError:
@@ -161,7 +163,7 @@ async def computed(tasks: Tasks, function: Callable[[], T]) -> T:
 
 
 def states_of(target: TargetModel, texts: Sequence[Sequence[int]]) -> list[Floats]:
-    """For each text of token ids its hidden states [tokens, width], all in one forward."""
+    """The hidden states [tokens, width] of each text of token ids, all computed in one forward."""
     if not texts:
         return []
     states = target.states_batch([BatchItem(target.new_cache(len(text)), text) for text in texts])
@@ -169,7 +171,7 @@ def states_of(target: TargetModel, texts: Sequence[Sequence[int]]) -> list[Float
 
 
 def require_one_answer(request: GenerateRequest) -> None:
-    """Raises `InvalidRequestError` for what an answer made by steps does not carry."""
+    """Raise `InvalidRequestError` if the request asks for something that stepwise decoding does not support."""
     sampling = request.sampling
     carried = {
         "n": sampling.n == 1,

@@ -1,4 +1,4 @@
-"""Drafters of the local engine, one per file; `DrafterFactory` gives each answer those that are configured."""
+"""The local engine's drafters, one per file; `DrafterFactory` opens the configured ones for each answer."""
 
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
 from agentspec.backends.torch.drafters.factory import DrafterFactory

@@ -1,4 +1,4 @@
-"""Who proposes tokens. A drafter may be wrong in any way: it costs time, never a token of the answer."""
+"""The drafter protocol. A drafter may propose wrong tokens: that costs time, but never changes the answer."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ import numpy as np
 
 from agentspec.types import Draft
 
-MIN_PROBABILITY = 0.02  # less likely nodes are not worth proposing
+MIN_PROBABILITY = 0.02  # nodes less likely than this are not proposed
 
 
 class Drafter(Protocol):
-    """Proposes what may come next in one answer.
+    """Proposes the next tokens of one answer.
 
-    `seconds_weighed` is the part of the last `propose` whose cost the drafter has itself weighed against its use.
+    `seconds_weighed` is how much of the last `propose` call's time the drafter has already charged against its gain.
     """
 
     seconds_weighed: float = 0.0
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        """A tree of at most `budget` tokens that may follow `context` (prompt and answer so far); None for nothing.
+        """A tree of at most `budget` tokens that may follow `context` (prompt and answer so far); None for no draft.
 
-        Successive calls of one drafter see contexts that extend each other.
+        The context of each call extends that of the call before.
         """
         ...
 
     def close(self) -> None:
-        """Free what is kept for this answer. Idempotent; nothing is proposed afterwards."""
+        """Free everything kept for this answer. Idempotent; `propose` is not called afterwards."""
         return None
 
 
 def chain_draft(tokens: Sequence[int], confidence: float | Sequence[float], source: int) -> Draft:
-    """A path whose every token is right with probability `confidence`, or its own, where the one before it was."""
+    """A draft of one path. `confidence`, a single value or one per token, is the probability that a token is right
+    given that all tokens before it are.
+    """
     count = len(tokens)
     chances = np.cumprod(np.broadcast_to(np.asarray(confidence, dtype=np.float64), (count,)))
     return make_draft(tokens, range(-1, count - 1), chances, [0] * count, [source] * count)

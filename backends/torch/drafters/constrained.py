@@ -1,4 +1,4 @@
-"""Drafting under a grammar: nothing that it forbids, and what it leaves no choice about."""
+"""Drafting under a grammar: drops tokens that the grammar forbids and adds tokens that it forces."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from agentspec.backends.torch.drafters.merged import merge
 from agentspec.backends.torch.sampling.grammar import GrammarMatcher
 from agentspec.types import Draft, Source
 
-FORCED = 0.9  # how likely a model is to spell a text that is fixed in the tokens that the tokenizer would
+FORCED = 0.9  # how likely the model is to spell a forced text in the same tokens as the tokenizer
 
 
 class ConstrainedDrafter(Drafter):
-    """Another drafter's trees without what the grammar forbids, with what it leaves no choice about."""
+    """Removes from another drafter's trees the nodes that the grammar forbids, and adds the tokens that it forces."""
 
     def __init__(self, drafter: Drafter, constraint: GrammarMatcher) -> None:
         self._drafter = drafter

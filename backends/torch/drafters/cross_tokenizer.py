@@ -1,8 +1,8 @@
-"""Drafts from a small model with another tokenizer, reached through text.
+"""Drafts from a small model with another tokenizer, translated through text.
 
-The committed tokens are decoded, read by the small model in its own tokens, and its draft is encoded back behind the
-longest common prefix. What is proposed is one path without probabilities of the target's tokens: exact like any other
-draft (OmniDraft's setting, Ramakrishnan et al. 2025, with the string as the only bridge).
+The committed tokens are decoded and encoded again for the small model, and its draft is decoded and encoded in the
+target's tokens. The draft is one path; answers stay exact, as with any other draft (the setting of OmniDraft,
+Ramakrishnan et al. 2025, with text as the only link between the tokenizers).
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from agentspec.backends.torch.drafters.draft_model import ModelDrafter
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import Draft, Source
 
-ANCHOR = 8  # committed tokens encoded again before a draft, so that it joins them as the target would write it
-SETTLED = 64  # tokens at the end whose translation may still change
-OPEN = 256  # tokens translated anew every call, at most
-UNFINISHED = "\ufffd"  # what decoding makes of half a character
+ANCHOR = 8  # committed tokens encoded again with a draft, so that its first tokens are as the target would write them
+SETTLED = 64  # tokens at the end of the context whose translation may still change
+OPEN = 256  # at most so many tokens are translated again in every call
+UNFINISHED = "\ufffd"  # the character that decoding gives for an incomplete one
 
 
 class TokenTranslation:
-    """A growing list of one tokenizer's ids in the ids of another. Special tokens are left out."""
+    """Translates a growing list of one tokenizer's ids into another's. Special tokens are left out."""
 
     def __init__(self, own: TokenizerAdapter, other: TokenizerAdapter) -> None:
         self._own, self._other = own, other
-        self._ids: list[int] = other.encode("", special=True)  # a beginning-of-text token, where the model wants one
+        self._ids: list[int] = other.encode("", special=True)  # a beginning-of-text token, if the model wants one
         self._open: list[int] = []
         self._read = 0
 
     def follow(self, context: Sequence[int]) -> list[int] | None:
-        """The other model's ids of `context`, which extends earlier ones; None while it ends in half a character."""
+        """The other model's ids of `context`, which extends that of earlier calls; None while it ends inside a
+        character.
+        """
         self._open += context[self._read :]
         self._read = len(context)
         if len(self._open) > OPEN:
@@ -40,7 +42,7 @@ class TokenTranslation:
         return None if text.endswith(UNFINISHED) else self._ids + self._other.encode(text)
 
     def _settle(self) -> None:
-        """Translate all but the end for good, at a place between two characters."""
+        """Translate all but the last tokens for good, up to a boundary between two characters."""
         for end in range(len(self._open) - SETTLED, 0, -1):
             text = self._own.decode(self._open[:end])
             if not text.endswith(UNFINISHED):
@@ -71,7 +73,7 @@ class CrossTokenizerDrafter(Drafter):
         self._inner.close()
 
     def _pieces(self, before: list[int], drafted: list[int]) -> list[str]:
-        """The text that each drafted token adds, up to the first that adds none or ends inside a character."""
+        """The text that each drafted token adds, before the first that changes earlier text or splits a character."""
         texts = [self._other.decode(before + drafted[:end]) for end in range(len(drafted) + 1)]
         pieces: list[str] = []
         for shorter, longer in pairwise(texts):
@@ -81,7 +83,9 @@ class CrossTokenizerDrafter(Drafter):
         return pieces
 
     def _translated(self, context: Sequence[int], text: str) -> list[int]:
-        """`text` in the target's tokens, without the last, which more text could change, and without special ones."""
+        """`text` in the target's tokens, up to the first special token and without the last token, which more text
+        could change.
+        """
         anchor = [token for token in context[-ANCHOR:] if token not in self._own.special_ids]
         whole = self._own.encode(self._own.decode(anchor) + text)
         joined = whole[: len(anchor)] == anchor
@@ -90,7 +94,7 @@ class CrossTokenizerDrafter(Drafter):
         return tokens[:special]
 
     def _chances(self, tokens: list[int], pieces: list[str], chances: list[float]) -> list[float]:
-        """For each of the target's tokens the probability of the draft up to the piece in which its text ends."""
+        """For each of the target's tokens, the draft's probability up to the drafted token in which its text ends."""
         ends: list[int] = []
         for piece in pieces:
             ends.append(len(piece) + (ends[-1] if ends else 0))

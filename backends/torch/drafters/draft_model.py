@@ -12,19 +12,19 @@ from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.types import Draft, Source
 
-CHUNK = 256  # tokens read per call while the model is behind, so that a long prompt does not stall other answers
-BEHIND = 32  # tokens it may be behind and still draft in the same call
-WIDTH = 3  # candidates per position: the most likely one is followed, the others are leaves
+CHUNK = 256  # tokens read per call until the model has caught up, so that a long prompt does not stall other answers
+BEHIND = 32  # with at most so many unread tokens, the model reads them and drafts in the same call
+WIDTH = 3  # candidates per position: the draft goes on from the most likely one, the others are leaves
 
 Least = Callable[[float, int], float]
 
 
 class ModelDrafter(Drafter):
-    """A trunk of the model's own draws, one forward each, with the runners-up beside it.
+    """Drafts a path of the model's own draws, one forward per token, with the next best candidates as leaves beside it.
 
-    It keeps key/value slots of its own for one answer. They follow the committed text: what the target did not accept
-    is rewound at the next call. A trunk ends where its probability is below `least(seconds, context)`: what one more
-    forward of `seconds` must promise to be worth its time. The model is shared by all answers of the engine's thread.
+    It keeps KV slots of its own for one answer and, at each call, rewinds those of tokens that the target did not
+    accept. The path ends where its probability falls below `least(seconds, context)`, the probability that makes one
+    more forward of `seconds` worth its time. All answers of the engine's thread share the model.
     """
 
     def __init__(self, model: TargetModel, sampler: SharedNoiseSampler, least: Least, *, width: int = WIDTH) -> None:
@@ -32,7 +32,7 @@ class ModelDrafter(Drafter):
         assert isinstance(cache, SequenceCache), "a draft model must be rewindable"
         self._model, self._sampler, self._least, self._width = model, sampler, least, width
         self._cache = cache
-        self._known: list[int] = []  # the tokens that the slots belong to
+        self._known: list[int] = []  # the tokens of the KV slots
         self._settled = 0
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
@@ -40,7 +40,7 @@ class ModelDrafter(Drafter):
             return None
         self._follow(context)
         waiting = list(context[self._cache.length :])
-        if max(waiting) >= self._model.vocab_size:  # the same tokenizer, but a shorter table of embeddings
+        if max(waiting) >= self._model.vocab_size:  # same tokenizer, but fewer embeddings
             return None
         if len(waiting) > BEHIND:
             self._read(waiting[:CHUNK])
@@ -51,7 +51,7 @@ class ModelDrafter(Drafter):
         self._cache, self._known, self._settled = SequenceCache(1), [], 0
 
     def _follow(self, context: Sequence[int]) -> None:
-        """Keep the slots of what `context` begins with, at least its last token excepted, and forget the others."""
+        """Keep the slots of the longest known prefix of `context`, without its last token, and drop the others."""
         start = self._settled if self._known[: self._settled] == list(context[: self._settled]) else 0
         end = min(len(self._known), len(context) - 1)
         kept = next((at for at in range(min(start, end), end) if self._known[at] != context[at]), end)
@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
 
     def _read(self, tokens: list[int]) -> None:
         self._model.prefill(self._cache, tokens)
-        synchronize(self._model.device)  # what the reading takes is its own cost, not that of the step behind it
+        synchronize(self._model.device)  # so that the time counts as drafting and not as part of the next step
         self._known += tokens
 
     def _grow(self, waiting: list[int], position: int, budget: int) -> Draft:
@@ -84,7 +84,7 @@ class ModelDrafter(Drafter):
         return make_draft(tokens, parents, chances, [0] * len(tokens), [Source.MODEL] * len(tokens))
 
     def _next(self, waiting: list[int], position: int) -> tuple[list[int], list[float]]:
-        """Candidates for `position` behind the cache and `waiting`, which is added to it."""
+        """Read the tokens `waiting` into the cache and rank the candidates for `position`, which follows them."""
         logits = self._model.forward(self._cache, waiting)[0]
         self._cache.commit(len(waiting), ())
         self._known += waiting

@@ -1,4 +1,4 @@
-"""Which drafters an answer gets."""
+"""Opens the configured drafters for each answer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from agentspec.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A draft model. `tokenizers` are those of target and draft model where they differ."""
+    """A draft model. `tokenizers` are the target's and the draft model's if they differ, else None."""
 
     name: str
     model: TargetModel
     tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
 
     def drafter(self, noise: SharedNoiseSampler, cost: CostModel) -> Drafter:
-        """A drafter for one answer that draws with its noise; greedily where tokens have to be translated."""
+        """A drafter for one answer. It draws with the answer's `noise`, or greedily if tokens must be translated."""
 
         def least(seconds: float, context: int) -> float:
             return seconds / cost.seconds(1, context)
@@ -43,7 +43,7 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class DrafterFactory:
-    """The drafters of one engine, by name, and the draft model that `model` stands for."""
+    """The names of one engine's drafters, and the draft model that the name `model` stands for."""
 
     names: Sequence[DrafterName] = ("suffix", "prediction")
     draft_model: DraftModel | None = None
@@ -55,7 +55,7 @@ class DrafterFactory:
         noise: SharedNoiseSampler,
         cost: CostModel,
     ) -> Drafter:
-        """One answer's drafter: the cheap ones' trees merged, and the draft model where it pays."""
+        """One answer's drafter: it merges the trees of the cheap drafters and asks the draft model when that pays."""
         found: list[Drafter] = []
         if "suffix" in self.names:
             found.append(SuffixDrafter(session))

@@ -1,4 +1,4 @@
-"""Cheap drafters first, and the costly one where it promises more than they do."""
+"""Asks cheap drafters in every step, and a costly one when it promises more accepted tokens than they do."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from agentspec.types import Draft
 
 logger = logging.getLogger(__name__)
 
-START_GAIN = 2.0  # tokens: what an untried model is thought to bring
+START_GAIN = 2.0  # tokens that an untried model is assumed to gain
 RATE = 0.15
-LONGEST_WAIT = 64  # rounds between two trials of a model that does not pay
+LONGEST_WAIT = 64  # most rounds between two trials of a model that does not pay
 
 
 class GatedDrafter(Drafter):
-    """Asks `costly` in rounds where the others expect less than it has lately brought, and lays its tree over theirs.
+    """Asks `costly` when the cheap drafters expect fewer tokens than its recent gain, and merges its tree with theirs.
 
-    What it brings is counted in tokens: those of its draft that came true, less those that the target would have made
-    in the time drafting took (`step_seconds` a token). Below zero it is tried again ever more rarely. If it fails, it
-    is dropped: drafting is optional. The rule is SuffixDecoding's hybrid (Oliaro et al. 2025) with the cost taken off.
+    The gain of a round is the number of accepted tokens from its draft less the tokens that the target would have
+    generated in the time drafting took (`step_seconds` a token). While the gain is negative, `costly` is tried ever
+    more rarely. If it raises an error, it is dropped: drafting is optional. The rule is SuffixDecoding's hybrid
+    (Oliaro et al. 2025) with the drafting cost subtracted.
     """
 
     def __init__(self, cheap: Drafter, costly: Drafter, step_seconds: Callable[[int], float]) -> None:
@@ -31,7 +32,7 @@ class GatedDrafter(Drafter):
         self._costly: Drafter | None = costly
         self._gain = START_GAIN
         self._wait = self._waited = 0
-        self._tried: tuple[int, Draft, float] | None = None  # length of the context, draft, its cost in tokens
+        self._tried: tuple[int, Draft, float] | None = None  # context length, draft, drafting cost in tokens
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         self.seconds_weighed = 0.0
@@ -49,7 +50,7 @@ class GatedDrafter(Drafter):
         self._drop()
 
     def _due(self, expected: float) -> bool:
-        """Whether the costly drafter has brought more than `expected`, or is to be tried again."""
+        """Whether to ask the costly drafter: its gain exceeds `expected`, or its next trial is due."""
         self._waited += 1
         return self._waited > self._wait and (self._gain > expected or self._wait > 0)
 
@@ -62,12 +63,12 @@ class GatedDrafter(Drafter):
             self._drop()
             return None
         self.seconds_weighed = perf_counter() - started
-        if draft is not None:  # None is a model that still reads the prompt, which is done once
+        if draft is not None:  # None: the model still reads the prompt, a cost that occurs only once
             self._tried = len(context), draft, self.seconds_weighed / self._step_seconds(len(context))
         return draft
 
     def _learn(self, context: Sequence[int]) -> None:
-        """Count what of the last trial came true."""
+        """Update the gain by how many tokens of the last trial's draft were accepted."""
         if self._tried is None:
             return
         (before, draft, cost), self._tried = self._tried, None
@@ -83,7 +84,7 @@ class GatedDrafter(Drafter):
 
 
 def followed(draft: Draft, fresh: Sequence[int]) -> int:
-    """How many of the committed tokens `fresh` lie on a path of `draft`."""
+    """How many of the committed tokens `fresh`, from the first on, follow a path of `draft`."""
     children = {(int(p), int(t)): node for node, (p, t) in enumerate(zip(draft.parents, draft.tokens, strict=True))}
     node = -1
     for count, token in enumerate(fresh):

@@ -1,4 +1,4 @@
-"""Several drafters' trees as one."""
+"""Merges several drafters' trees into one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentspec.types import Draft
 
 
 class MergedDrafter(Drafter):
-    """Several drafters' trees laid over each other: equal paths become one, with the higher probability."""
+    """Merges several drafters' trees: a path that several propose is kept once, with its highest probability."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = tuple(drafters)
@@ -25,7 +25,9 @@ class MergedDrafter(Drafter):
 
 
 def merge(drafts: Sequence[Draft]) -> Draft:
-    """One tree holding every path of `drafts`; a node found in several keeps the most probable one's numbers."""
+    """One tree with every path of `drafts`. A node in several drafts takes its values from the one that gives it the
+    highest probability.
+    """
     nodes: dict[tuple[int, int], int] = {}
     rows: list[list[float]] = []
     for draft in drafts:

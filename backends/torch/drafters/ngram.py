@@ -1,4 +1,4 @@
-"""Drafts from the request's own text: what followed the last time that it read like this (prompt lookup decoding)."""
+"""Drafts from the request's own text: copies what followed the last occurrence of its end (prompt lookup decoding)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, chain_draft
 from agentspec.types import Draft, Source
 
-LONGEST_MATCH = 16  # tokens; beyond it matches are alike
+LONGEST_MATCH = 16  # tokens; longer matches are treated alike
 SHORTEST_MATCH = 2
-RATE = 0.1  # how fast the confidence of a match length follows what happens
+RATE = 0.1  # how fast the confidence of a match length follows the observed hits
 
 
 class NgramDrafter(Drafter):
-    """Copies what stands behind the latest of the longest earlier matches of the context's end.
+    """Finds the longest earlier match of the context's end, the latest of several, and copies the tokens after it.
 
-    A copy that reaches the end of the text goes on with what it copied, so that a period is continued. The confidence
-    of a token is a running rate for the length of the match that it would extend.
+    A copy that reaches the end of the text starts over with the tokens it copied, which continues a repetition. A
+    token's confidence is the running hit rate for the length of the match that it would extend.
     """
 
     def __init__(self) -> None:
         self._text = np.empty(1024, dtype=np.int32)
         self._length = 0
-        self._proposed: tuple[int, list[int]] = (0, [])  # match length, tokens behind the context of that call
+        self._proposed: tuple[int, list[int]] = (0, [])  # match length, and the tokens that were proposed
         self._rates = [length / (length + 2) for length in range(LONGEST_MATCH + 1)]
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
@@ -53,7 +53,7 @@ class NgramDrafter(Drafter):
         self._length = end
 
     def _learn(self, fresh: Sequence[int]) -> None:
-        """Move the rates by what of the last proposal came true, up to its first miss."""
+        """Update the hit rates by the last proposal's tokens, up to its first miss."""
         matched, tokens = self._proposed
         for i, (token, real) in enumerate(zip(tokens, fresh, strict=False)):
             length = min(matched + i, LONGEST_MATCH)
@@ -64,7 +64,7 @@ class NgramDrafter(Drafter):
 
 
 def longest_match(text: NDArray[np.int32]) -> tuple[int, int]:
-    """How many tokens before the end of `text` occur earlier (at most `LONGEST_MATCH`), and where the latest such
+    """How many tokens at the end of `text` also occur earlier (at most `LONGEST_MATCH`), and where the latest such
     occurrence ends; (0, 0) for none.
     """
     ends, matched = np.arange(1, len(text)), 0

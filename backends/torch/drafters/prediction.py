@@ -1,4 +1,4 @@
-"""Drafts from the answer a client expects (`prediction`), found again after every divergence."""
+"""Drafts from the answer that the client predicts (`prediction`), and realigns with it after every divergence."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft
 from agentspec.types import Draft, Source
 
-ALIGN_LENGTHS = (8, 6, 4, 3, 2)  # tokens that must agree to find the place in a prediction again
+ALIGN_LENGTHS = (8, 6, 4, 3, 2)  # numbers of tokens that must match to find the place in the prediction again
 START_CONFIDENCE = 0.8
 
 
 class PredictionDrafter(Drafter):
-    """Drafts from the answer a client expects, following it as far as the answer does and finding it again after.
+    """Drafts from the answer that the client predicts, for as long as the real answer follows it.
 
-    Before any output it proposes the prediction's beginning. After a divergence it looks for the answer's last tokens
-    in the prediction, longest match first and nearest ahead of where it was. Its confidence in the next token is a
-    running rate of how often the place it stood at was right.
+    Before any output it proposes the prediction's beginning. After a divergence it looks up the answer's last tokens
+    in the prediction, the longest match first, and takes the nearest place ahead of where it was. Its confidence in
+    the next token is the running rate of correct predictions.
     """
 
     def __init__(self, prediction: Sequence[int], prompt_length: int) -> None:
@@ -31,7 +31,7 @@ class PredictionDrafter(Drafter):
 
     @property
     def rejected(self) -> int:
-        """Tokens of the prediction that did not appear in the answer."""
+        """The number of tokens of the prediction that did not appear in the answer."""
         return max(0, len(self.prediction) - self.accepted)
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
@@ -42,7 +42,7 @@ class PredictionDrafter(Drafter):
         return chain_draft(tokens, self._confidence, Source.PREDICTION)
 
     def follow(self, context: Sequence[int]) -> None:
-        """Move along with the tokens committed since the last call, counting those that were predicted."""
+        """Follow the tokens committed since the last call and count those that were predicted."""
         for end in range(self._seen, len(context)):
             self._step(context, end)
         self._seen = len(context)
@@ -68,7 +68,7 @@ class PredictionDrafter(Drafter):
 
 
 def _places(prediction: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-    """For every run of tokens of an alignment length, the places right behind it, ascending."""
+    """For every run of tokens of an alignment length, the positions right after its occurrences, ascending."""
     places: dict[tuple[int, ...], list[int]] = {}
     for length in ALIGN_LENGTHS:
         for end in range(length, len(prediction)):

@@ -1,4 +1,4 @@
-"""Draws from another model's logits as the target's sampler will draw from its own."""
+"""Draws tokens from a draft model's logits with the same noise as the target's sampler will use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from agentspec.backends.torch.sampling.sampler import GREEDY_BELOW, gumbel_noise, position_key
 from agentspec.types import SamplingParams
 
-HEAD = 64  # candidates considered: less likely tokens are hardly ever drawn by two models at once
+HEAD = 64  # candidates considered: two models hardly ever draw the same less likely token
 
 
 @dataclass(frozen=True, slots=True)
 class SharedNoiseSampler:
-    """Gumbel-max with the noise of the request that is drafted for, so that a close model draws the same tokens.
+    """Gumbel-max sampling with the noise of the target's request, so that a similar draft model draws the same tokens.
 
-    It works on the `HEAD` most likely tokens and leaves out penalties: what it gets wrong costs acceptance only.
+    It considers only the `HEAD` most likely tokens and ignores penalties: a wrong draw only lowers the acceptance.
     """
 
     sampling: SamplingParams
@@ -27,8 +27,8 @@ class SharedNoiseSampler:
     def rank(self, logits: Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
         """The `count` best tokens for absolute `position` from `logits` [vocab], best first, each with its chance.
 
-        With scores z = logits + T * noise the draw is the argmax of z, and its chance to be the target's too is taken
-        as softmax(z): without noise the model's own probability, with noise the larger the further ahead it is.
+        With scores z = logits + T * noise the draw is the argmax of z. softmax(z) estimates its chance to be the
+        target's draw too: without noise this is the model's own probability, with noise it grows with its lead in z.
         """
         scores, ids = self._candidates(logits)
         if self.sampling.temperature >= GREEDY_BELOW:
@@ -39,7 +39,7 @@ class SharedNoiseSampler:
         return tokens, best.values.tolist()
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens that survive top_k, min_p and top_p, with their logits in descending order."""
+        """The logits and ids of the likeliest tokens that pass top_k, min_p and top_p, in descending order."""
         sampling = self.sampling
         if legal := {token: bias for token, bias in sampling.logit_bias.items() if token < len(logits)}:
             logits = logits.index_add(0, *_pair(legal, logits))

@@ -1,4 +1,4 @@
-"""Drafts from the token cache: this session's own text and earlier text of its namespace."""
+"""Drafts from the token cache: from this session's own text and from earlier text of its namespace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DraftingRequest(Protocol):
 
 
 class SuffixDrafter(Drafter):
-    """Asks the token cache; the request already knows the context."""
+    """Asks the token cache for a draft; the open cache request already knows the context."""
 
     def __init__(self, request: DraftingRequest) -> None:
         self._request = request

@@ -1,4 +1,4 @@
-"""One sequence's session with the token cache. Its failures cost speed, never an answer."""
+"""One sequence's session with the token cache. If the cache fails, the answer is slower but still correct."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
     from agentspec.cache import CacheRequest, SuffixCache
 
-HELD = 16  # tokens that may wait to be learned while nothing is drafted: few calls, and no draft learns late
+HELD = 16  # while nothing is drafted, the cache gets its tokens in batches of this size: fewer calls
 
 logger = logging.getLogger(__name__)
 
 
 class CacheSession:
-    """An open cache request, or nothing where there is no cache.
+    """Wraps an open cache request; without a cache, every call does nothing.
 
     The cache learns tokens as they are committed or, if `late`, when `flush_to_cache` is called, which costs no time
-    while a device computes by itself; until then it drafts behind what it has not learned.
+    while the device computes. Tokens that it has not learned yet are passed to `draft` as context.
 
-    Any error of the cache, its database's included, closes it and is logged once: drafting is optional.
+    Any error of the cache, including its database's, is logged once and closes the session: drafting is optional.
     """
 
     def __init__(self, request: CacheRequest | None, *, late: bool = False) -> None:
         self._request = request
         self._late = late
         self._held: list[int] = []
-        self._drafted = False  # in this round, so that the cache counts what of the draft came true
+        self._drafted = False  # in this round: then the cache must get the next tokens at once to score its draft
 
     @classmethod
     def open(
@@ -46,9 +46,9 @@ class CacheSession:
         *,
         late: bool = False,
     ) -> CacheSession:
-        """Open a session for `prompt`; what is generated is recorded at a clean `close` if the request allows it.
+        """Open a session for `prompt`. A clean `close` records the answer if the request allows it.
 
-        `decode` is the tokenizer's, for a cache that refuses some texts.
+        `decode` is the tokenizer's; a cache that refuses to store some texts needs it.
         """
         if cache is None:
             return cls(None)
@@ -81,23 +81,25 @@ class CacheSession:
             return None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The answer grew by `tokens`; in rounds without a draft the cache gets them a little later, together."""
+        """Add committed tokens. In rounds without a draft they are held back and reach the cache in batches."""
         self._held.extend(tokens)
         if not self._late and (self._drafted or len(self._held) >= HELD):
             self._release()
 
     def flush_to_cache(self) -> None:
-        """A forward is under way: with `late`, there is time now to let the cache learn."""
+        """Pass the held tokens to the cache if `late`; called while a forward runs, when this costs no time."""
         if self._late:
             self._release()
 
     def close(self, *, clean: bool) -> None:
-        """The answer is complete and may be shared (`clean`), or was cut and stays partial. Idempotent."""
+        """End the session of an answer that finished cleanly (`clean`) and may be shared, or was aborted and stays
+        partial. Idempotent.
+        """
         self._release()
         self._end(clean=clean)
 
     def _release(self) -> None:
-        """Let the cache learn what was held back."""
+        """Pass the held tokens to the cache."""
         held, self._held, self._drafted = self._held, [], False
         if self._request is None or not held:
             return

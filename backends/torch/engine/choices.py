@@ -1,4 +1,4 @@
-"""Several answers to one request: whose delta it is, and one total for all."""
+"""Several answers (choices) to one request: gives each delta its index and sums up the usage of all choices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentspec.types import Delta, Speculation, Usage
 
 @dataclass(slots=True)
 class Choices:
-    """Counts the ends of `total` answers, of which `running` have been begun. The prompt is counted once."""
+    """Tracks `total` choices, of which `running` are being generated. The prompt's tokens are counted once."""
 
     total: int
     running: int = 1
@@ -22,7 +22,7 @@ class Choices:
         return len(self._usages) == self.total
 
     def add(self, delta: Delta, index: int) -> Delta:
-        """The delta of choice `index`; the totals stand on the last end alone."""
+        """Label a delta with its choice `index`. Only the delta that ends the last choice carries the totals."""
         self.begun = True
         if delta.finish_reason is None:
             return replace(delta, index=index)

@@ -1,4 +1,4 @@
-"""Where torch computes: OpenMP keeps a pool of workers for every thread that computes, until that thread ends."""
+"""The threads in which torch computes: one for each device, because OpenMP keeps a pool of workers for every thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def on_own_thread(function: Callable[[], T]) -> T:
-    """Run `function` on a thread that ends with it, and return or raise what it does.
+    """Run `function` on a thread of its own, which then ends, and return its result or raise its exception.
 
-    The workers of that thread's pool end too. Workers of two pools on the same cores make libgomp put idle workers to
-    sleep at once, and every forward of the engine then waits for hundreds of wake-ups: a third slower on two cores.
+    The thread's OpenMP workers end with it. If two pools shared the same cores, libgomp would put idle workers to sleep
+    at once, and every forward of the engine would wait for hundreds of wake-ups: a third slower on two cores.
     """
     outcome: Future[T] = Future()
 
@@ -36,20 +36,20 @@ def on_own_thread(function: Callable[[], T]) -> T:
 
 
 class Worker(Protocol):
-    """Something that computes in turns. `turn` must not raise and must not wait."""
+    """An object that computes in turns. `turn` must not raise and must not wait."""
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to do."""
+        """Whether the worker has something to compute."""
         ...
 
     def turn(self) -> None: ...
 
 
 class ComputeThread:
-    """One thread in which several workers compute, a turn each, as long as there are any.
+    """One thread that gives its workers a turn each, and ends once it has no workers.
 
-    Engines in one process would otherwise slow each other down (see `on_own_thread`).
+    Engines with a thread each would slow each other down (see `on_own_thread`).
     """
 
     def __init__(self, name: str) -> None:
@@ -67,13 +67,13 @@ class ComputeThread:
             self._changed.notify()
 
     def remove(self, worker: Worker) -> None:
-        """It gets no more turns; the thread ends with the last one."""
+        """Give `worker` no more turns. The thread ends when the last worker is removed."""
         with self._changed:
             self._workers.remove(worker)
             self._changed.notify()
 
     def wake(self) -> None:
-        """A worker has become ready."""
+        """Tell the thread that a worker has become ready."""
         with self._changed:
             self._changed.notify()
 
@@ -89,7 +89,7 @@ class ComputeThread:
                     worker.turn()
 
     def _ready(self) -> list[Worker]:
-        """Wait for workers with something to do; none once there are no workers at all."""
+        """Wait until workers are ready and return them; return an empty list once all workers were removed."""
         with self._changed:
             while self._workers:
                 if ready := [worker for worker in self._workers if worker.ready]:
@@ -100,7 +100,7 @@ class ComputeThread:
 
 
 class Tasks:
-    """Calls from any thread, made in a computing thread one a turn, in order, between the turns of its engines."""
+    """Runs calls submitted by any thread in a computing thread: in order, one a turn, between its engines' turns."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Tasks:
         self._added = self._closed = False
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """What `function` returns or raises. Cancelling the future works until its turn has come.
+        """Queue `function`; the future gets its result or exception, and can be cancelled until the call starts.
 
         Raises `ShuttingDownError` with the message `refused` after `close`.
         """
@@ -130,7 +130,7 @@ class Tasks:
         return future
 
     def close(self) -> None:
-        """Fail what waits with `ShuttingDownError` and the message `dropped`. Idempotent."""
+        """Fail all waiting calls with `ShuttingDownError` and the message `dropped`. Idempotent."""
         with self._lock:
             if self._added and not self._closed:
                 self._thread.remove(self)
@@ -145,10 +145,10 @@ class Tasks:
         return bool(self._calls)
 
     def turn(self) -> None:
-        """One call. Called by the computing thread alone."""
+        """Run the next call. Only the computing thread may call this."""
         try:
             future, function = self._calls.popleft()
-        except IndexError:  # closed meanwhile
+        except IndexError:  # `close` has emptied the queue meanwhile
             return
         if not future.set_running_or_notify_cancel():
             return
@@ -163,6 +163,6 @@ _lock = threading.Lock()
 
 
 def compute_thread(device: torch.device) -> ComputeThread:
-    """The thread that all models on `device` compute in: one for the processor, one for each accelerator."""
+    """The thread in which all models on `device` compute: one for the CPU, one for each accelerator."""
     with _lock:
         return _threads.setdefault(str(device), ComputeThread(f"agentspec-{device}"))

@@ -1,4 +1,4 @@
-"""The engine: schedules and runs step after step, one forward for every active sequence."""
+"""The engine runs one step after another; in each step all scheduled sequences share one forward."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ JOIN_SECONDS = 60.0
 
 
 class Engine:
-    """Runs requests to their end. `submit`, `cancel` and `close` may be called from any thread.
+    """Runs requests to their end. Any thread may call `submit`, `cancel` and `close`.
 
-    The scheduler decides who is computed. What goes wrong in one request is delivered to that request alone.
+    The scheduler decides which sequences are computed. An error in one request is delivered to that request alone.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class Engine:
         self._thread.add(self)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Raises as `Scheduler.add` does."""
+        """Queue a request. Raises the errors of `Scheduler.add`."""
         self.scheduler.add(request)
         self._thread.wake()
 
     def cancel(self, request: EngineRequest) -> None:
-        """Free the request's place now; its work ends before the next step. Does nothing for a finished one."""
+        """Free the request's place now and stop its work before the next step. Does nothing if it has finished."""
         if self.scheduler.cancel(request):
             self._thread.wake()
 
     def close(self) -> None:
-        """Fail what runs and waits with `ShuttingDownError` and free the key/value memory. Idempotent."""
+        """Fail all running and waiting requests with `ShuttingDownError` and free the key/value memory. Idempotent."""
         self.scheduler.closed = True
         self._thread.wake()
         if not self._thread.current:
@@ -62,7 +62,7 @@ class Engine:
         return self.scheduler.closed or self.scheduler.has_work
 
     def turn(self) -> None:
-        """One step. Called by the computing thread alone."""
+        """Run one step. Only the computing thread may call this."""
         try:
             if self.scheduler.closed:
                 self._end(ShuttingDownError("the engine was shut down"))
@@ -79,7 +79,7 @@ class Engine:
             self._finish(sequence, outcome)
 
     def _open(self, request: EngineRequest) -> Sequence | None:
-        """A sequence for a request that was admitted; a failure is delivered."""
+        """Open a sequence for an admitted request; on failure, deliver the error to the request and return None."""
         session: CacheSession | None = None
         try:
             session = self._open_session(request)
@@ -92,8 +92,8 @@ class Engine:
             return None
 
     def _finish(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Deliver what a step gave. At its end a sequence is removed first, so that a client's next call finds its
-        key/value slots.
+        """Deliver a step's outcome. A finished sequence is removed before its last delta is delivered, so that the
+        client's next request already finds its KV slots in the prefix cache.
         """
         if isinstance(outcome, Exception):
             self.scheduler.remove(sequence, clean=False)
@@ -129,7 +129,7 @@ class Engine:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whichever device."""
+    """Whether the error means that an allocation failed, on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

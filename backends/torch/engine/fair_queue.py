@@ -1,4 +1,4 @@
-"""Who is served next: by priority, then by least service so far, then in order of arrival."""
+"""The queue of waiting requests, ordered by priority, then by least service so far, then by arrival."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import count
 
 from agentspec.backends.torch.engine.request import EngineRequest
 
-MOST_FLOWS = 4096  # tenants and sessions whose service is remembered
+MOST_FLOWS = 4096  # tenants or sessions whose service is remembered
 
 
 class ServiceCounters:
-    """Tokens computed for each flow of requests, so that one who asks much cannot push others back.
+    """Tokens computed for each flow (tenant or session), so that a flow with many requests cannot starve the others.
 
-    A flow that comes (back) starts where the least served of those who wait stands: being idle earns no credit
-    (virtual token counters; Sheng et al. 2024, "Fairness in Serving Large Language Models", section 4).
+    A flow that joins the queue starts at least at the count of the least served waiting flow: being idle earns no
+    credit (virtual token counters; Sheng et al. 2024, "Fairness in Serving Large Language Models", section 4).
     """
 
     def __init__(self) -> None:
@@ -31,15 +31,15 @@ class ServiceCounters:
             self._tokens.popitem(last=False)
 
     def lift(self, flow: Hashable, present: set[Hashable]) -> None:
-        """`flow` comes to those `present`."""
+        """Raise the count of `flow`, if it is not among the flows `present`, to the least count of these."""
         floor = min((self.of(other) for other in present), default=0.0)
         if flow not in present and self.of(flow) < floor:
             self._tokens[flow] = floor
 
 
 class FairQueue:
-    """Waiting requests. Of equal priority the tenant that was served least comes first, inside a tenant the session
-    that was; preempted ones come before those not begun. Not thread-safe.
+    """Waiting requests. At equal priority, preempted requests come before new ones, then the least served tenant comes
+    first, and within a tenant the least served session. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class FairQueue:
         self._waiting[request] = next(self._arrivals)
 
     def push_preempted(self, request: EngineRequest) -> None:
-        """A request that was begun and had to make room."""
+        """Queue a request that was already running and was preempted."""
         self._waiting[request] = -next(self._arrivals) - 1
 
     def first(self) -> EngineRequest | None:
-        """Who is next; the request stays in the queue."""
+        """The next request, which stays in the queue; None if the queue is empty."""
         return min(self._waiting, key=self._rank, default=None)
 
     def remove(self, request: EngineRequest) -> None:
@@ -73,7 +73,7 @@ class FairQueue:
         self._waiting.clear()
 
     def charge(self, request: EngineRequest, tokens: int) -> None:
-        """So many tokens were computed for it."""
+        """Charge `tokens` computed tokens to the request's tenant and session."""
         self._tenants.charge(tenant_of(request), tokens)
         self._sessions.charge(session_of(request), tokens)
 
@@ -88,5 +88,5 @@ def tenant_of(request: EngineRequest) -> Hashable:
 
 
 def session_of(request: EngineRequest) -> Hashable:
-    """The conversation that a request belongs to; requests without a name for it share one."""
+    """The session that a request belongs to; a tenant's requests without a session label share one."""
     return request.tenant, request.original.labels.session

@@ -1,4 +1,4 @@
-"""Memory for the key/value slots of all active sequences: who may begin, who may grow."""
+"""The budget of KV slots of all active sequences: decides which request may start and which sequence may grow."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from agentspec.backends.torch.model.kv_cache import GROWTH, SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.errors import ContextLengthError
 
-ROOM = 64  # slots reserved beyond prompt and answer for drafts
-AHEAD = 8 * ROOM  # slots that a sequence begins with beyond its prompt
+ROOM = 64  # slots reserved for drafts, beyond prompt and answer
+AHEAD = 8 * ROOM  # slots that a sequence starts with, beyond its prompt
 DEFAULT_BYTES = 4 << 30
-CUDA_SHARE = 0.8  # of the memory that is free once the model is loaded
+CUDA_SHARE = 0.8  # share of the memory that is free after the model is loaded
 
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """At most `limit` slots in all; None where slots cannot be counted. `slot_bytes` is the size of one."""
+    """A limit of `limit` KV slots in all, or None if the model's slots cannot be counted. A slot has `slot_bytes`."""
 
     limit: int | None
     slot_bytes: int = 0
@@ -33,7 +33,7 @@ class KVBudget:
         return cls((default_bytes(target.device) if wanted_bytes is None else wanted_bytes) // slot_bytes, slot_bytes)
 
     def check(self, request: EngineRequest) -> None:
-        """Raise `ContextLengthError` for a request that could not be finished even alone."""
+        """Raise `ContextLengthError` for a request that would not fit even if it were alone."""
         slots = max_slots(request)
         if self.limit is not None and slots > self.limit:
             needed, allowed = slots * self.slot_bytes >> 20, self.limit * self.slot_bytes >> 20
@@ -44,18 +44,18 @@ class KVBudget:
             raise ContextLengthError(message, param="max_tokens")
 
     def initial(self, request: EngineRequest, tokens: int | None = None) -> int:
-        """The slots that a request begins with, or is resumed with from `tokens` tokens."""
+        """The slots that a request starts with, or resumes with when it has `tokens` tokens already."""
         return min((tokens or len(request.prompt)) + AHEAD, max_slots(request))
 
     def used(self, sequences: list[Sequence]) -> int:
         return sum(reserved(sequence) for sequence in sequences)
 
     def fits(self, slots: int, sequences: list[Sequence]) -> bool:
-        """Whether a request that begins with `slots` slots may join these."""
+        """Whether `slots` more slots fit beside those that `sequences` have reserved."""
         return self.limit is None or self.used(sequences) + slots <= self.limit
 
     def grow(self, sequence: Sequence, sequences: list[Sequence]) -> bool:
-        """Make room for whatever `sequence`, one of these, may add in a step; False where it does not fit."""
+        """Reserve the slots that `sequence`, one of `sequences`, may need in a step; False if they do not fit."""
         cache = sequence.kv_cache
         if not isinstance(cache, SequenceCache):
             return True
@@ -71,7 +71,7 @@ class KVBudget:
 
 
 def max_slots(request: EngineRequest) -> int:
-    """The slots that a request has at most, drafts included."""
+    """The most slots that a request can need, drafts included."""
     return len(request.prompt) + request.max_tokens + ROOM
 
 
@@ -82,6 +82,6 @@ def reserved(sequence: Sequence) -> int:
 
 def default_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what only was in use while the model was loaded
+        torch.cuda.empty_cache()  # frees memory that was in use only while the model was loaded
         return int(CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
     return DEFAULT_BYTES

@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw distribution, before any processing."""
+"""Log-probabilities of tokens under the model's raw distribution, before penalties, temperature or filters."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.types import TokenLogprob
 
-CHUNK = 64  # prompt tokens scored at once: their logits are all kept, and other streams wait meanwhile
+CHUNK = 64  # prompt tokens scored in one forward: all their logits are kept, and other requests wait for it
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int, spell: Callable[[int], str]) -> list[TokenLogprob]:
-    """Each token's natural-log probability under its own float32 row of `logits` [tokens, vocab], and those of the
-    `top` best tokens there. The host waits for the device once.
+    """The natural-log probability of each token under its own float32 row of `logits` [tokens, vocab], and those of
+    the `top` best tokens of that row. The host waits for the device once.
     """
     reals, integers = _measured(logits, tokens, min(top, logits.shape[-1]))
     return [_entry(*measured, spell) for measured in zip(tokens, reals, integers, strict=True)]
 
 
 def _measured(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[list[list[float]], list[list[int]]]:
-    """For each row the log-probabilities of the token and of the best ones; the token's rank and the best ones' ids.
+    """For each row, the log-probabilities of the token and of the best tokens, then the token's rank and the best ids.
 
-    The first travel as the integers of their bits, so that one tensor brings everything.
+    The log-probabilities are transferred as the integers of their bits, so that one tensor carries everything.
     """
     scores = logits.log_softmax(-1)
     chosen = to_device(torch.tensor(tokens), logits.device)[:, None]
@@ -46,9 +46,9 @@ def _entry(token: int, reals: list[float], integers: list[int], spell: Callable[
 
 
 class PromptScorer:
-    """Scores a prompt's tokens, some of them each `step`; `entries` has one for every token but the first.
+    """Scores a prompt's tokens, a chunk in each `step`; `entries` gets one entry for every token but the first.
 
-    It fills a cache of its own: scoring needs the logits of every position, which reused slots no longer have.
+    It fills a KV cache of its own: scoring needs the logits of every position, and reused slots have no logits.
     """
 
     def __init__(self, target: TargetModel, prompt: Sequence[int], top: int, spell: Callable[[int], str]) -> None:
@@ -65,14 +65,14 @@ class PromptScorer:
         return len(self.entries) == len(self._prompt) - 1
 
     def finish(self) -> tuple[TokenLogprob, ...]:
-        """All entries, whatever steps are left done now."""
+        """Run the remaining steps and return all entries."""
         while not self.done:
             self.step()
         return tuple(self.entries)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Read the next tokens, each as a node below the one before, since a forward returns the logits of nodes."""
+        """Score the next tokens. They are read as a chain of draft nodes, since a forward returns logits for nodes."""
         at = len(self.entries)
         first, *rest = self._prompt[at : min(at + self._chunk, len(self._prompt) - 1)]
         logits = self._target.forward(self._cache, [first], rest, range(-1, len(rest) - 1))

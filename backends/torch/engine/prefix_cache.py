@@ -1,4 +1,4 @@
-"""Key/value slots of earlier calls: the next prompt of a conversation is not computed again."""
+"""Keeps the KV slots of earlier requests, so that the next prompt of a conversation need not be computed again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 
-WASTE = 1.25  # slots with more unused room than this are trimmed before they are kept
-SHORTEST = 8  # a shorter common prefix is computed again sooner than copied
+WASTE = 1.25  # caches with more capacity per used slot than this are trimmed before they are kept
+SHORTEST = 8  # a shorter common prefix is faster to compute again than to copy
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixEntry:
-    """The key/value slots of one finished sequence; `tokens[i]` is the token of slot i."""
+    """The KV slots of one earlier sequence; `tokens[i]` is the token of slot i."""
 
     tenant: str
     tokens: NDArray[np.int64]
@@ -25,9 +25,9 @@ class PrefixEntry:
 
 
 class PrefixCache:
-    """Finished sequences by tenant, found by longest common prefix, the least recently used evicted first.
+    """Caches sequences by tenant and finds them by longest common prefix; evicts the least recently used first.
 
-    Slots handed out are copies, so that branches of one conversation may run at once. Not thread-safe.
+    `find` returns copies of the slots, so that branches of one conversation can run at once. Not thread-safe.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -40,7 +40,9 @@ class PrefixCache:
         return len(self._entries)
 
     def find(self, tenant: str, tokens: Sequence[int], capacity: int) -> SequenceCache | None:
-        """Slots of the longest prefix of `tokens` known for this tenant, with room for `capacity`; None if short."""
+        """A copy of the slots of the tenant's longest cached prefix of `tokens`, with room for `capacity` slots; None
+        if that prefix has fewer than `SHORTEST` tokens.
+        """
         wanted = np.asarray(tokens, dtype=np.int64)
         matches = [
             (common_prefix(entry.tokens, wanted), key) for key, entry in self._entries.items() if entry.tenant == tenant
@@ -52,7 +54,7 @@ class PrefixCache:
         return self._entries[key].cache.copy(length, capacity)
 
     def keep(self, tenant: str, tokens: Sequence[int], cache: SequenceCache) -> None:
-        """Take over `cache`, that of `tokens`, unless they are known; sequences that they extend are dropped."""
+        """Keep `cache`, the slots of `tokens`, unless they are cached already; evict entries that `tokens` extend."""
         assert len(tokens) == cache.length, f"{cache.length} slots for {len(tokens)} tokens"
         if cache.length < SHORTEST:
             return
@@ -82,7 +84,7 @@ class PrefixCache:
 
 
 def common_prefix(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
-    """How many leading tokens two sequences share."""
+    """The number of leading tokens that two sequences have in common."""
     size = min(len(left), len(right))
     differs = np.flatnonzero(left[:size] != right[:size])
     return int(differs[0]) if len(differs) else size

@@ -1,4 +1,4 @@
-"""A request made ready for the engine, and the text of its answer as tokens are drawn."""
+"""A request prepared for the engine, and the text of its answer as tokens are drawn."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Sampli
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """One choice of a request made ready for the engine; `original` is the request as it came.
+    """One choice of a request, prepared for the engine; `original` is the request as the client sent it.
 
-    `deliver` is called from the engine's thread and must not block.
+    The engine's thread calls `deliver`, which must not block.
     """
 
     original: GenerateRequest
@@ -44,7 +44,7 @@ class EngineRequest:
 
 
 class AnswerText:
-    """The text of one answer as its tokens are added, and why it ends: `finish`, once it does."""
+    """The text of one answer as its tokens are added; `finish` says why it ended, and is None before."""
 
     def __init__(self, request: EngineRequest, tokenizer: TokenizerAdapter) -> None:
         self.num_tokens = 0
@@ -55,13 +55,13 @@ class AnswerText:
         self._fresh: list[str] = []
 
     def add(self, token: int) -> bool:
-        """The answer now ends in `token`; True if it ends for good."""
+        """Append `token` to the answer; True if the answer is finished with it."""
         self.num_tokens += 1
         if token in self._request.stop_ids:
             self.finish = "stop"
         else:
             text = self._detokenizer.feed(token)
-            # Stop strings count only behind `min_tokens`: before, text passes unscanned.
+            # Stop strings count only after `min_tokens` tokens: the text before is not scanned.
             scans = self.num_tokens > self._request.sampling.min_tokens
             self._fresh.append(self._scanner.feed(text) if scans else text)
             if self._scanner.stopped:
@@ -71,7 +71,7 @@ class AnswerText:
         return self.finish is not None
 
     def take(self) -> str:
-        """The text since the last call; at the end with all that was held back."""
+        """The text added since the last call; when the answer is finished, also the text that was held back."""
         if self.finish is not None and not self._scanner.stopped:
             self._fresh.append(self._scanner.feed(self._detokenizer.finish()))
             self._fresh.append(self._scanner.finish())
@@ -80,7 +80,7 @@ class AnswerText:
 
 
 def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter, scorer: PromptScorer | None = None) -> Prompt:
-    """The prompt as the model reads it, with the log-probabilities of its tokens where it was scored."""
+    """The prompt as the model reads it, with the log-probabilities of its tokens if they were scored."""
     ids, text = tuple(request.prompt), request.original.text
     shown = tokenizer.decode(ids) if text is None else text
     return Prompt(shown, ids, None if scorer is None else scorer.finish())

@@ -1,4 +1,4 @@
-"""The scheduler: which requests wait, which sequences are active, and how many tokens each computes in a step."""
+"""The scheduler decides which requests wait, which sequences are active and how many tokens each computes in a step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from agentspec.types import Delta
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 5.0  # the first guess at how long an answer takes, for Retry-After
+ANSWER_SECONDS = 5.0  # the first estimate of how long an answer takes, for Retry-After
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """A sequence's part of one step: it computes `num_tokens` of its tokens and, with `draws`, draws behind the last.
+    """A sequence's part of one step: it computes `num_tokens` tokens and, if `draws`, samples the token after the last.
 
-    What goes wrong in it is its own `error`; the rest of the step is computed without it.
+    An exception raised for this sequence is stored in `error`; the step goes on with the other sequences.
     """
 
     sequence: Sequence
@@ -63,14 +63,14 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step: sequences that share a forward, and those whose prompts are first scored in forwards of their own."""
+    """One step: `scheduled` sequences share a forward; each `scoring` sequence scores its prompt in its own forward."""
 
     scheduled: list[ScheduledSequence]
     scoring: list[Sequence]
 
     @classmethod
     def of(cls, active: Iterable[Sequence], context: EngineContext) -> Schedule:
-        """Sequences that draw come first, then prompts in order, in chunks within the step's budget of tokens."""
+        """Schedule the sequences that decode first, then prompt chunks in order, within the step's token budget."""
         ready, scoring = [each for each in active if not each.scorer], [each for each in active if each.scorer]
         scheduled = [ScheduledSequence(sequence, 1, draws=True) for sequence in ready if sequence.num_uncomputed == 1]
         targets = [target for each in scheduled if (target := each.sequence.target_seconds_per_token) is not None]
@@ -78,7 +78,7 @@ class Schedule:
         for sequence in ready:
             uncomputed = sequence.num_uncomputed
             if uncomputed > 1 and budget > 0:
-                # Few recurrent models can take up a state with several tokens at once: they read a prompt whole.
+                # Few recurrent models can continue from a state with several tokens: they read a prompt in one forward.
                 tokens = min(uncomputed, budget) if context.target.rewindable else uncomputed
                 scheduled.append(ScheduledSequence(sequence, tokens, draws=tokens == uncomputed))
                 budget -= tokens
@@ -86,16 +86,16 @@ class Schedule:
 
 
 def kv_length(scheduled: Iterable[ScheduledSequence]) -> int:
-    """Key/value slots that the tokens of a step attend to."""
+    """The number of committed KV slots that the tokens of a step attend to."""
     return sum(each.sequence.kv_cache.length for each in scheduled)
 
 
 class Scheduler:
     """Owns the queue, the key/value memory and the chunking of prompts.
 
-    At most `max_active` sequences are computed, and `max_queue` more requests wait. Lower priorities go first, and one
-    that waits takes the place of a higher one, which is preempted and goes on later where it stood. `add`, `cancel`,
-    `close` and the counts may be called from any thread, everything else from the computing thread alone.
+    At most `max_active` sequences are computed, and `max_queue` more requests wait. Requests with a lower priority
+    number go first: a waiting one preempts a running one with a higher number, which resumes later from its tokens.
+    Any thread may call `add` and `cancel` and read the counts; all else belongs to the computing thread.
     """
 
     def __init__(self, context: EngineContext, settings: TorchSettings) -> None:
@@ -121,12 +121,12 @@ class Scheduler:
 
     @property
     def kv_slots(self) -> int:
-        """Slots reserved by active sequences."""
+        """KV slots reserved by the active sequences."""
         return self.kv_budget.used(list(self.active))
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises `OverloadedError` when the queue is full, `ContextLengthError` for one that the
-        key/value memory can never hold, and `ShuttingDownError` after `close`.
+        """Queue a request. Raises `OverloadedError` when the queue is full, `ContextLengthError` when the request can
+        never fit into the key/value memory, and `ShuttingDownError` after the engine was closed.
         """
         self.kv_budget.check(request)
         with self._lock:
@@ -140,7 +140,7 @@ class Scheduler:
             self._context.counters.requests += 1
 
     def cancel(self, request: EngineRequest) -> bool:
-        """Free a request's place now; its work ends before the next step. False for one that is finished."""
+        """Free a request's place now and stop its work before the next step. Returns False if it has finished."""
         with self._lock:
             if request not in self._unfinished:
                 return False
@@ -152,9 +152,9 @@ class Scheduler:
             return True
 
     def schedule(self, open_sequence: Callable[[EngineRequest], Sequence | None]) -> Schedule:
-        """Admit what there is room for, make room for what every sequence may add, and divide the step's tokens.
+        """Admit the requests that fit, reserve the KV slots that active sequences may need, and plan the next step.
 
-        `open_sequence` begins a request with slots from `allocate`; None where that failed.
+        `open_sequence` starts a request with KV slots from `allocate` and returns None if that failed.
         """
         while (request := self._next()) is not None:
             preempted = self._preempted.pop(request, None)
@@ -166,7 +166,9 @@ class Scheduler:
         return Schedule.of(self.active, self._context)
 
     def _next(self) -> EngineRequest | None:
-        """The request to admit now, if there is one and a place and memory for it; preempts higher priorities."""
+        """Return the next request if there is a place and memory for it, preempting sequences of higher priority
+        numbers where needed; else None.
+        """
         with self._lock:
             request = self._waiting.first()
             if request is None:
@@ -185,8 +187,8 @@ class Scheduler:
         return len(others) < self._max_active and self.kv_budget.fits(slots, others)
 
     def allocate(self, request: EngineRequest, tokens: list[int]) -> KVCache:
-        """Slots for `tokens` and some more. Those of an earlier call serve again as far as their tokens are the same,
-        at least the last token excepted, since its logits are needed.
+        """Return a KV cache with room for `tokens` and more. It reuses the longest cached prefix of `tokens`, but never
+        the last token, which must be computed because its logits are needed.
         """
         capacity = self.kv_budget.initial(request, len(tokens))
         found = self.prefix_cache.find(request.tenant, tokens[:-1], capacity)
@@ -195,13 +197,13 @@ class Scheduler:
         return found or self._context.target.new_cache(capacity)
 
     def _reserve(self) -> None:
-        """Every active sequence gets slots for its part of the step; where too few are left, the last is preempted."""
+        """Reserve KV slots for every active sequence's part of the step; preempt the last ones if there are too few."""
         for sequence in sorted(self.active, key=precedence):
             while sequence in self.active and not self.kv_budget.grow(sequence, self.active):
                 self._preempt(last_of(self.active))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """It gives up its slots and its place, and goes on later from the tokens it has."""
+        """Take the sequence's KV slots and its place; it resumes later from its tokens."""
         self.active.remove(sequence)
         self._keep(sequence)
         sequence.kv_cache = self._context.target.new_cache(1)
@@ -212,12 +214,12 @@ class Scheduler:
                 self._waiting.push_preempted(sequence.request)
 
     def charge(self, sequence: Sequence) -> None:
-        """Count what a step computed for a sequence against its tenant and session."""
+        """Charge the tokens that a step computed for a sequence to its tenant and session."""
         with self._lock:
             self._waiting.charge(sequence.request, sequence.take_computed())
 
     def remove(self, sequence: Sequence, *, clean: bool) -> None:
-        """Take a sequence out; the slots of one that ended well (`clean`) serve the next call."""
+        """Remove a sequence. If it finished cleanly (`clean`), its KV slots are kept for later requests."""
         if self._preempted.pop(sequence.request, None) is None:
             self.active.remove(sequence)
         self.forget(sequence.request)
@@ -232,12 +234,12 @@ class Scheduler:
                 self.remove(sequence, clean=False)
 
     def forget(self, request: EngineRequest) -> None:
-        """A request is finished, or never began."""
+        """Stop tracking a request that has finished or never started."""
         with self._lock:
             self._unfinished.discard(request)
 
     def share_prompt(self, sequence: Sequence) -> None:
-        """Leave a copy of the prompt's slots for the other choices of the same request."""
+        """Copy the prompt's KV slots into the prefix cache for the other choices of the same request."""
         sequence.request.shares_prompt = False
         length = len(sequence.request.prompt)
         self._keep(sequence, lambda cache: cache.copy(length, length))
@@ -249,12 +251,12 @@ class Scheduler:
         try:
             kept = part(cache)
             self.prefix_cache.keep(request.tenant, sequence.tokens[: kept.length], kept)
-        except (MemoryError, RuntimeError) as error:  # no room to copy them: the answer is whole all the same
+        except (MemoryError, RuntimeError) as error:  # no memory for the copy: the answer itself is not affected
             logger.warning("the rows of an answer are not kept for the next call: %s", error)
             self.prefix_cache.clear()
 
     def clear(self) -> list[EngineRequest]:
-        """Close for good and let go of everything; returns the requests that were neither finished nor cancelled."""
+        """Close the scheduler, free everything and return the requests that were neither finished nor cancelled."""
         with self._lock:
             self.closed = True
             unfinished = [request for request in self._unfinished if not request.cancelled]
@@ -269,7 +271,7 @@ class Scheduler:
 
 
 def precedence(sequence: Sequence) -> tuple[int, float]:
-    """Who keeps its place when there is not enough for all: lower first."""
+    """The sort key for keeping a place when memory is short: the lowest key keeps it, the highest is preempted."""
     return sequence.request.priority, sequence.started
 
 

@@ -1,4 +1,4 @@
-"""One sequence: prompt and answer so far, what is proposed for it, and what its logits add."""
+"""One sequence: its prompt and answer so far, the drafts proposed for it, and the tokens drawn from its logits."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from agentspec.types import Delta, FinishReason, GenerateRequest, TokenLogprob, 
 
 @dataclass(slots=True)
 class EngineContext:
-    """What all sequences of one engine use, one at a time."""
+    """The objects that all sequences of one engine share and use one at a time."""
 
     target: TargetModel
     tokenizer: TokenizerAdapter
     governor: Governor = field(default_factory=Governor)
     counters: Counters = field(default_factory=Counters)
     max_draft_tokens: int = 48
-    free_memory: Callable[[], None] = lambda: None  # lets go of memory that is only kept to save time
+    free_memory: Callable[[], None] = lambda: None  # frees memory that is held only to save time
     drafters: DrafterFactory = field(default_factory=DrafterFactory)
-    draws_ahead: bool | None = None  # whether samplers do; None: on asynchronous devices
+    draws_ahead: bool | None = None  # `ahead` of every `Sampler`; None: True on asynchronous devices
 
     def speculates(self, request: GenerateRequest) -> bool:
         return request.speculation and self.target.rewindable and self.max_draft_tokens > 0
 
 
 class Sequence:
-    """A prompt and its answer so far. Between steps `kv_cache` covers all `tokens` but at least the last.
+    """A prompt and its answer so far. Between steps `kv_cache` holds a prefix of `tokens` that excludes the last one.
 
-    It may be replaced by one that covers fewer: what is missing is computed again.
+    The scheduler may replace `kv_cache` by one with a shorter prefix: the missing slots are then computed again.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Sequence:
         self._scorer = self._prompt_scorer()
         self._prompt_due = request.original.return_prompt or self._scorer is not None
         self._logits = torch.empty(0)
-        self._drawn_from: list[int] = []  # the rows of the logits behind this step's tokens
+        self._drawn_from: list[int] = []  # the row of logits that each token of this step was drawn from
 
     @property
     def finish(self) -> FinishReason | None:
@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        """The request's seed, or the one drawn for it; with it the answer can be had again."""
+        """The request's seed, or the one drawn for it; the same seed reproduces the answer."""
         return self.sampler.seed
 
     def _open_drafter(self) -> Drafter:
@@ -101,7 +101,7 @@ class Sequence:
         return drafter if grammar is None else ConstrainedDrafter(drafter, grammar)
 
     def _prompt_scorer(self) -> PromptScorer | None:
-        """For the first choice of a request that asks for it."""
+        """A scorer for the first choice of a request that asks for prompt log-probabilities; else None."""
         top, context = self.request.sampling.prompt_logprobs, self._context
         if top is None or self.request.constraints.choice:
             return None
@@ -109,22 +109,22 @@ class Sequence:
 
     @property
     def scorer(self) -> PromptScorer | None:
-        """What has to score the prompt before it is read; None where nothing is left to score."""
+        """The scorer that must finish before the prompt is read; None if nothing is left to score."""
         return None if self._scorer is None or self._scorer.done else self._scorer
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that have no key/value slots yet: the rest of the prompt, or the last token drawn."""
+        """Tokens that have no KV slots yet: the rest of the prompt, or the last token drawn."""
         return len(self.tokens) - self.kv_cache.length
 
     @property
     def target_seconds_per_token(self) -> float | None:
-        """The request's latency target."""
+        """The request's latency target; None if it has none."""
         target = self.request.original.latency_target_ms_per_token
         return None if target is None else target / 1000.0
 
     def required_tokens(self, step_seconds: float) -> float:
-        """Tokens to gain in a step of so many seconds to hold the latency target; 0 where there is none."""
+        """How many tokens a step of `step_seconds` must add to hold the latency target; 0 if there is none."""
         target = self.request.original.latency_target_ms_per_token
         if target is None or self._first_at is None:
             return 0.0
@@ -132,33 +132,33 @@ class Sequence:
         return elapsed * 1000.0 / target - (self._answer.num_tokens - 1)
 
     def take_computed(self) -> int:
-        """Tokens computed for it since the last call, those that were computed again left out."""
+        """How many tokens were computed since the last call, not counting those that were computed again."""
         fresh = max(0, self.kv_cache.length - self._charged)
         self._charged += fresh
         return fresh
 
     def propose(self) -> Proposal:
-        """What may follow; no more than the answer may still use, since its last token needs no slot of its own."""
+        """Propose drafts, at most as many tokens as the answer may still use; its last token needs no KV slot."""
         left = self.request.max_tokens - self._answer.num_tokens
         return self._speculator.propose(self.tokens, min(self._context.max_draft_tokens, left - 1))
 
     def flush_to_cache(self) -> None:
-        """A forward is under way: the token cache may learn what came before it."""
+        """Let the token cache learn earlier tokens while a forward runs."""
         self._session.flush_to_cache()
 
     def commit_chunk(self, count: int) -> None:
-        """`count` more tokens of the prompt were computed, and there are more to come before the next draw."""
+        """Commit `count` computed prompt tokens; more of the prompt follows before the first draw."""
         self.kv_cache.commit(count, ())
         self._context.counters.prefill_tokens += count
 
     def begin(self, draft: Proposal, logits: Tensor) -> None:
-        """Take the logits of a step, those after the last token read and after each draft node."""
+        """Take the logits of a step: row 0 follows the last token read, row i + 1 follows draft node i."""
         self._logits, self._drawn_from = logits, []
         self.sampler.begin(logits, draft.tokens, draft.parents)
 
     def commit(self, num_tokens: int, draft: Proposal, cost: StepEstimate) -> Delta:
-        """Draw from the logits of a step that computed `num_tokens` tokens, the draft not counted; returns what was
-        added.
+        """Draw tokens from the logits of a step that computed `num_tokens` tokens besides the draft, commit them and
+        return the delta they add.
         """
         committed = len(self.tokens)
         path = accept_path(draft.tokens, draft.parents, self.sampler.choose, self._emit)
@@ -171,7 +171,9 @@ class Sequence:
         return self._delta(fresh)
 
     def close(self, *, clean: bool) -> None:
-        """Let go of the token cache: a `clean` end may be shared, any other stays partial."""
+        """Close the token cache session and the drafter. Only a sequence that finished cleanly (`clean`) may be shared;
+        an aborted one stays partial.
+        """
         self._session.close(clean=clean)
         if self._drafter is not None:
             self._drafter.close()
@@ -218,7 +220,7 @@ class Sequence:
 
 
 def _step_name(request: EngineRequest) -> str | None:
-    """The workflow step whose record of acceptance the request shares."""
+    """The workflow step whose acceptance statistics the request shares; None if it names no workflow or step."""
     labels = request.original.labels
     named = labels.workflow is not None or labels.step is not None
     return f"{labels.workflow or ''}/{labels.step or ''}" if named else None

@@ -1,4 +1,4 @@
-"""What one request proposes each step, and what it learns from the outcome."""
+"""The speculator proposes draft tokens for one request in each step and learns which of them were accepted."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from agentspec.backends.torch.engine.stats import Counters, count
 from agentspec.speculation.governor import Governor
 from agentspec.types import Draft, Speculation
 
-FREE = 0.005  # drafting up to this share of a step is not worth accounting for
+FREE = 0.005  # drafting time up to this share of a step is not charged
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft nodes in parallel lists; `acceptance[i]` is the calibrated probability that node i is accepted.
 
-    `asked` says whether a drafter was asked at all, `seconds` what that took, and `weighed` the part of it that the
-    drafter itself has set against its gain.
+    `asked` says whether the drafter was called, `seconds` how long that took, and `weighed` how much of that time the
+    drafter has already charged against its own gain.
     """
 
     tokens: Sequence[int] = ()
@@ -40,7 +40,9 @@ NOTHING = Proposal()
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """What a step cost, estimated: without any drafts, what they added, and without them for each token gained."""
+    """Estimated seconds of a step: `plain` without drafts, `drafts` added by verifying drafts, and `token` per token
+    in a step that decodes without drafts.
+    """
 
     plain: float
     drafts: float
@@ -48,7 +50,7 @@ class StepEstimate:
 
 
 class Speculator:
-    """Asks one request's drafter, and reports to governor and counters what became of its drafts."""
+    """Calls one request's drafter and reports to the governor and the counters which draft tokens were accepted."""
 
     def __init__(
         self, drafter: Drafter | None, governor: Governor, counters: Counters, vocab_size: int, step: str | None = None
@@ -64,7 +66,7 @@ class Speculator:
         self._saved = 0.0
 
     def propose(self, context: Sequence[int], budget: int) -> Proposal:
-        """At most `budget` nodes that may follow `context`, for the governor to choose from."""
+        """Propose at most `budget` draft nodes after `context`, from which the governor chooses."""
         if self._drafter is None or budget <= 0 or not self._stats.ask():
             return NOTHING
         started = perf_counter()
@@ -77,7 +79,7 @@ class Speculator:
         return replace(legal, acceptance=acceptance, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
 
     def observe(self, proposal: Proposal, path: Sequence[int], cost: StepEstimate) -> None:
-        """A step is over in which `path` of the proposal was accepted."""
+        """Learn from a finished step in which the nodes in `path` of the proposal were accepted."""
         hit = set(path)
         accepted = [node in hit for node in range(len(proposal))]
         self._governor.observe(proposal.probabilities, proposal.sources, accepted, self._stats)
@@ -100,14 +102,14 @@ class Speculator:
 
     @property
     def speculation(self) -> Speculation | None:
-        """Totals so far; None where this request does not speculate."""
+        """The request's totals so far; None if it does not speculate."""
         if self._drafter is None:
             return None
         return Speculation(self._drafted, self._accepted, self._steps, self._saved)
 
 
 def usable(draft: Draft, vocab_size: int, budget: int) -> Proposal:
-    """The draft without ids the model does not have, without what hangs on them, and within `budget` nodes."""
+    """Remove from a draft the token ids that the model does not have, their descendants, and nodes beyond `budget`."""
     tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
     keep: list[int] = []
     alive = [False] * len(tokens)
@@ -120,7 +122,7 @@ def usable(draft: Draft, vocab_size: int, budget: int) -> Proposal:
 
 
 def subtree(whole: Proposal, nodes: Sequence[int]) -> Proposal:
-    """The part of `whole` made of `nodes` (closed under parents, each behind its own), in their order."""
+    """The part of `whole` made of `nodes`, in their order; each node's parent must come before it in `nodes`."""
     place = {node: index for index, node in enumerate(nodes)}
     return replace(
         whole,
@@ -133,8 +135,8 @@ def subtree(whole: Proposal, nodes: Sequence[int]) -> Proposal:
 
 
 def depth_first(whole: Proposal, nodes: Sequence[int]) -> list[int]:
-    """`nodes` (closed under parents) depth first, the likeliest child first: where the likeliest path is accepted, its
-    key/value slots lie where they belong and need not be moved.
+    """`nodes` (closed under parents) in depth-first order, the likeliest child first. If the likeliest path is
+    accepted, its KV slots are already in place and need not be moved.
     """
     children: dict[int, list[int]] = {}
     for node in nodes:

@@ -1,4 +1,4 @@
-"""What the engine counts, and how it shows it."""
+"""The engine's counters, and the snapshot in which it reports them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 class EngineStats:
     """A snapshot. Token counts are totals since load; `*_by_source` use the names of `Source.NAMES`.
 
-    `steps` counts each answer's draws, `batch_sizes` how many forwards served so many answers. The governor's choices:
-    `draft_sizes` for each answer's part of a step, `step_drafts` for steps as a whole. `graph_sizes` are the
-    tokens of forwards that were recorded as CUDA graphs, `graph_replays` how many forwards they have served.
+    `steps` counts the steps in which an answer drew tokens; `batch_sizes` counts forwards by their number of answers.
+    `draft_sizes` counts answers' steps, and `step_drafts` whole steps, by the number of draft tokens verified.
+    `graph_sizes` are the numbers of tokens recorded as CUDA graphs; `graph_replays` counts the forwards they served.
     """
 
     model: str
@@ -50,7 +50,9 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Counters:
-    """The running totals behind `EngineStats`; written by the engine's thread alone."""
+    """The running totals that `EngineStats` reports. The engine's thread writes them, except `requests` and
+    `cancelled`, which the scheduler writes under its lock.
+    """
 
     requests: int = 0
     failed: int = 0

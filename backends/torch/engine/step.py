@@ -1,4 +1,4 @@
-"""One step of the engine: propose, run, draw, commit, in one forward for every scheduled sequence."""
+"""One step of the engine: propose drafts, run one forward for all scheduled sequences, draw tokens and commit them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Outcome = Delta | Exception | None
 
 
 def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence, Outcome]]:
-    """Give every sequence its part of one forward and return what each gained: a delta, nothing, or its own error."""
+    """Run one step and return each sequence's outcome: a delta, None while it reads its prompt, or its own error."""
     scored: list[tuple[Sequence, Outcome]] = [(sequence, score(sequence)) for sequence in schedule.scoring]
     scheduled, device = schedule.scheduled, context.target.device
     if not scheduled:
@@ -36,22 +36,22 @@ def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence,
         if each.draws:
             isolate_failure(each, each.propose)
     cost = allocate_draft_budget(scheduled, context.governor)
-    synchronize(device)  # slots that are still being moved are no part of this step's cost
+    synchronize(device)  # else this step would be charged for KV slots that an earlier step is still moving
     tokens, past, started = sum(len(each.batch_item) for each in scheduled), kv_length(scheduled), perf_counter()
     batched = run(scheduled, context)
     if not any(each.draws for each in scheduled):
-        synchronize(device)  # else nothing does, and the step would seem to have cost nothing
+        synchronize(device)  # without a draw nothing waits for the forward, and the step would seem to cost nothing
     draw(scheduled)
     count(context.counters.batch_sizes, len(scheduled))
     count(context.counters.step_drafts, sum(len(each.proposal) for each in scheduled))
     deltas = [isolate_failure(each, partial(each.commit, cost)) for each in scheduled]
-    if batched:  # sampling included: on a CUDA device it is what waits for the forward
+    if batched:  # the time includes sampling, which on a CUDA device is what waits for the forward
         context.governor.cost.observe(tokens, past, perf_counter() - started, len(scheduled))
     return [*scored, *((each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True))]
 
 
 def score(sequence: Sequence) -> Exception | None:
-    """Some of a prompt's tokens are scored, in a forward of their own: the logits of all of them are needed."""
+    """Score the next chunk of a prompt in a forward of its own, since the logits of all its tokens are needed."""
     try:
         if sequence.scorer:
             sequence.scorer.step()
@@ -61,7 +61,7 @@ def score(sequence: Sequence) -> Exception | None:
 
 
 def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor) -> StepEstimate:
-    """Cut all proposals to what pays for the step as a whole, and estimate what the step costs."""
+    """Trim all proposals to the nodes that pay for the step as a whole, and estimate what the step costs."""
     drawing = [each for each in scheduled if each.draws and each.error is None]
     tokens, past, batch = sum(each.num_tokens for each in scheduled), kv_length(scheduled), len(scheduled)
     plain = governor.cost.seconds(tokens, past, batch)
@@ -79,12 +79,14 @@ def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor
 
 
 def run(scheduled: list[ScheduledSequence], context: EngineContext) -> bool:
-    """The forward; returns whether it was one for all. If it fails, each sequence is run alone to find the culprit."""
+    """Run the forward and return whether all sequences shared one. If it fails, run each sequence alone, so that only
+    those that fail again get an error.
+    """
     sound = [each for each in scheduled if each.error is None]
     if not sound:
         return False
     if not run_together(sound, context.target):
-        context.free_memory()  # only now: the exception held on to all that the forward had computed
+        context.free_memory()  # only now: until here the exception kept the forward's tensors alive
         for each in sound:
             isolate_failure(each, partial(run_alone, each, context.target))
         return False
@@ -107,10 +109,10 @@ def run_alone(each: ScheduledSequence, target: TargetModel) -> None:
 
 
 def draw(scheduled: list[ScheduledSequence]) -> None:
-    """Draw on the device what can be drawn ahead of the commits, and bring all of it to the host in one transfer.
+    """Draw all tokens that can be drawn before the commits on the device, and transfer them to the host at once.
 
-    The token cache learns in between, while the device computes. If the transfer fails, each sequence fetches its own
-    tokens as it commits.
+    In between, while the device computes, the token cache learns. If the transfer fails, each sequence fetches its own
+    tokens when it commits.
     """
 
     for each in scheduled:
@@ -126,9 +128,9 @@ def draw(scheduled: list[ScheduledSequence]) -> None:
 
 
 def isolate_failure(each: ScheduledSequence, action: Callable[[], Delta | None]) -> Delta | None:
-    """Do `action` unless something went wrong in this sequence before; an exception is the sequence's alone.
+    """Run `action` unless this sequence has failed before; store an exception in `each.error` instead of raising it.
 
-    Raises `AcceleratorError`: a device that failed computes nothing more in this process.
+    Raises `AcceleratorError` only: after a device failure nothing more can be computed in this process.
     """
     if each.error is not None:
         return None
@@ -137,6 +139,6 @@ def isolate_failure(each: ScheduledSequence, action: Callable[[], Delta | None])
     except AcceleratorError:
         raise
     except Exception as error:
-        clear_frames(error.__traceback__)  # which hold what a failed forward had computed, while others are tried
+        clear_frames(error.__traceback__)  # the frames keep the failed forward's tensors alive while others are tried
         each.error = error
         return None

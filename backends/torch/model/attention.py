@@ -1,4 +1,4 @@
-"""Attention over many key/value slots with few query rows: grouped heads share their keys instead of copying them."""
+"""Attention of few query rows over many KV slots: grouped heads share their keys instead of copying them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 class Attended(Protocol):
-    """What a layer's queries attend to, in place of both its keys and its values."""
+    """The object that a layer's queries attend to; it takes the place of the layer's keys and values."""
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """The attention of `query` [1, heads, L, d]: [1, L, heads, d]."""
+        """The attention of `query` [1, heads, L, d]; returns [1, L, heads, d]."""
         ...
 
 
@@ -27,7 +27,7 @@ class Attended(Protocol):
 class Ragged:
     """One layer's keys and values [1, kv_heads, S_i, d] of several sequences, in the order of their queries.
 
-    `lengths` are the numbers of query rows; `masks` as `grouped_attention` takes them.
+    `lengths` are the sequences' numbers of query rows; `masks` are as `grouped_attention` takes them.
     """
 
     keys: Sequence[Tensor]
@@ -36,9 +36,7 @@ class Ragged:
     masks: Sequence[Tensor | None]
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """Each sequence's queries over its own slots. Nothing is padded, and what one sequence attends to is what it
-        would attend to alone.
-        """
+        """Attend with each sequence's queries over its own slots, without padding, as if each ran alone."""
         queries = query.split_with_sizes(self.lengths, 2)
         parts = [
             grouped_attention(*part, scaling) for part in zip(queries, self.keys, self.values, self.masks, strict=True)
@@ -56,9 +54,9 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` [1, heads, L, d] as its cache computes it; returns [1, L, heads, d].
+    """Attention of `query` [1, heads, L, d], computed by the cache passed as `key`; returns [1, L, heads, d].
 
-    Raises NotImplementedError for variants that no cache of ours computes.
+    Raises NotImplementedError for attention variants that our caches do not compute.
     """
     if any(kwargs.get(name) is not None for name in UNSUPPORTED):
         raise NotImplementedError(f"grouped attention knows none of {UNSUPPORTED}")
@@ -71,7 +69,7 @@ def grouped_attention(
     """Attention of `query` [1, heads, L, d] over `key`, `value` [1, kv_heads, S, d]; returns [1, L, heads, d].
 
     The query heads that share a key head are stacked along the query axis, so that no key is ever repeated. `mask` is
-    additive and stacked likewise, [1, 1, groups * L, S]; None attends everywhere, right for a single query row only.
+    additive and stacked likewise, [1, 1, groups * L, S]; None attends everywhere, which suits a single query row only.
     """
     batch, heads, length, width = query.shape
     stacked = query.reshape(batch, key.shape[1], heads // key.shape[1] * length, width)

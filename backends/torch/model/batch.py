@@ -1,4 +1,4 @@
-"""Several sequences in one row: linear layers run once over all their tokens, attention over each by itself."""
+"""Packs several sequences into one row: linear layers run once over all tokens, attention runs for each sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentspec.backends.torch.model.tree_mask import TreeLayout, attention_mask,
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One sequence's part of a forward: tokens behind its committed slots, and a draft tree behind the last of them.
+    """One sequence's part of a forward: tokens that follow its committed slots, then a draft tree below the last token.
 
     `needs_logits` is False for all but the last chunk of a prompt.
     """
@@ -36,22 +36,22 @@ class BatchItem:
 
     @property
     def outputs(self) -> int:
-        """Rows of logits that it gets: after the last token and after every draft node."""
+        """The number of logits rows it gets: one after the last token and one after every draft node."""
         return 1 + len(self.draft_tokens) if self.needs_logits else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """What one kind of layer sees of every sequence: from which row on, and through which mask."""
+    """What one kind of layer sees of each sequence: `firsts` are the first visible slots, `masks` the masks."""
 
     firsts: Sequence[int]
     masks: Sequence[Tensor | None]
 
 
 class PackedCache(Cache):
-    """The caches of several sequences behind the interface of one, for the length of a forward.
+    """Presents the caches of several sequences as one cache for a single forward.
 
-    `update` gives each sequence its slots and returns `Ragged` ones, which only `packed_attention` understands.
+    `update` writes each sequence's slots and returns a `Ragged`, which only `packed_attention` understands.
     `windows` says for each layer how far it looks back (None: everything).
     """
 
@@ -70,7 +70,7 @@ class PackedCache(Cache):
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Ragged, Ragged]:
-        """Write [1, heads, sum of L_i, d] rows of one layer, each behind its own sequence's committed ones."""
+        """Write rows [1, heads, sum of L_i, d] of one layer, each after the committed slots of its own sequence."""
         view, keys, values = self._views[layer_idx], list[Tensor](), list[Tensor]()
         fresh = zip(
             key_states.split_with_sizes(self._lengths, 2),

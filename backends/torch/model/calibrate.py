@@ -1,4 +1,4 @@
-"""A few timed forwards at load, so that the governor starts from this machine's costs."""
+"""Times a few forwards when the model is loaded, so that the governor starts with this machine's costs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 
 SIZES = (1, 2, 4, 8, 16, 32, 48)
-FAR = 1024  # slots of the long context
+FAR = 1024  # KV slots of the long context
 PASSES = 3
-SEQUENCES = (4, 8)  # in one forward
+SEQUENCES = (4, 8)  # sequences in one forward
 
 
 @torch.inference_mode()
 def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple[int, int, float]]:
-    """Timed forwards as (tokens, context, seconds), of every size in `SIZES` as far as the time allows.
+    """Time forwards of every size in `SIZES`, as far as the limit allows; returns (tokens, context, seconds) samples.
 
-    Returns at least one sample; none for a model that cannot be rewound.
+    There is at least one sample, but none for a model that cannot be rewound.
     """
     if not target.rewindable:
         return []
@@ -42,7 +42,7 @@ def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple
 
 @torch.inference_mode()
 def measure_batches(target: TargetModel) -> list[tuple[int, float]]:
-    """Timed forwards of one token for each of several sequences, as (sequences, seconds)."""
+    """Time forwards of one token for each of several sequences; returns (sequences, seconds) samples."""
     if not target.batched:
         return []
     items = [BatchItem(target.new_cache(1), [0]) for _ in range(max(SEQUENCES))]

@@ -1,4 +1,4 @@
-"""Whether a model can run here by its configuration, and up to which length it is exact."""
+"""Decides by a model's configuration whether it can run here, and up to which context length it is exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMITS = ("attention_chunk_size", "attention_window_size", "local_attention", "w
 
 
 def require_decoder(config: Any, name: str) -> None:
-    """Raises `ModelUnavailableError` for a model that does not continue a text token by token."""
+    """Raise `ModelUnavailableError` for a model that does not continue a text token by token."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         message = f"{name!r} is an encoder-decoder model ({kind}); the local engine runs decoder-only models"
@@ -24,19 +24,21 @@ def require_decoder(config: Any, name: str) -> None:
 
 
 def has_known_masks(config: Any) -> bool:
-    """Whether what each layer attends to follows from its kind and `sliding_window`, which is what our masks build.
+    """Whether each layer's mask follows from its kind and `sliding_window` alone, as the masks built here assume.
 
-    A limit under any other name (chunks, local windows inside the layers) would show in long texts only.
+    A limit under another name (chunks, local windows inside the layers) would give wrong results in long texts only,
+    where the self-check does not see it.
     """
     text = config.get_text_config()
     return layer_windows(text) is not None and not any(getattr(text, name, None) for name in LIMITS)
 
 
 def max_exact_context(config: Any) -> int | None:
-    """The longest context with the same rotary angles at every length; None where they do not change inside it.
+    """The longest context within which rotary angles do not depend on a forward's length; None for no such limit.
 
-    LongRoPE has two sets of angles and takes one by a forward's longest position (the dynamic kind changes only behind
-    the context it has): slots computed earlier, or along with a draft, would not be those of a run without.
+    LongRoPE has two sets of angles and chooses one by a forward's longest position. Slots computed earlier, or together
+    with a draft, would then differ from those of a run without drafts. (The dynamic kind changes only beyond the
+    model's context.)
     """
     ropes = _rotaries(config.get_text_config())
     bounds = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
@@ -44,7 +46,7 @@ def max_exact_context(config: Any) -> int | None:
 
 
 def _rotaries(config: Any) -> Iterator[dict[str, Any]]:
-    """The rotary parameters, of each kind of layer where they differ."""
+    """The rotary parameters; one set for each kind of layer if the kinds differ."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, dict)]
     yield from nested if "rope_type" not in parameters and nested else [parameters]

@@ -1,9 +1,9 @@
-"""Forwards captured once and replayed: all that lies between two attentions is launched at once, as a CUDA graph.
+"""Captures forwards once and replays them: all kernels between two attentions are launched at once, as a CUDA graph.
 
-A forward of few tokens asks little of a GPU and much of the processor that launches its hundreds of kernels. Captured,
-they are launched together. A captured forward has a fixed number of tokens and fixed places in memory, so that others
-are padded to the next captured size. Attention stays outside: it reads key/value slots that grow, of sequences that
-come and go, and is computed between two graphs as it always is (piecewise CUDA graphs, as vLLM has them).
+A forward of few tokens is little work for a GPU, but much for the CPU that launches its hundreds of kernels. A captured
+forward has a fixed number of tokens and fixed memory addresses, so other forwards are padded to the next captured size.
+Attention is not captured, since it reads KV slots that grow, of sequences that come and go: it runs as usual between
+two graphs (piecewise CUDA graphs, as in vLLM).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RECORDING = threading.Lock()  # torch records one graph at a time
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of a forward
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of the captured forwards
 
 
 class GraphSegment(Protocol):
-    """What a device does between `begin` and `end`, to be done again by `replay` with the same places in memory."""
+    """Records the device's work between `begin` and `end`; `replay` repeats it at the same memory addresses."""
 
     def begin(self) -> None: ...
 
@@ -47,23 +47,23 @@ class GraphSegment(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Makes segments, to be captured inside `session` and replayed in that order."""
+    """Makes segments, which must be captured inside `session` and replayed in the same order."""
 
     def session(self) -> AbstractContextManager[None]: ...
 
     def segment(self) -> GraphSegment: ...
 
     def require_free(self, work: Callable[[], object]) -> None:
-        """Raises `NotRecordable` where `work` does what cannot be recorded, as far as that is known before."""
+        """Run `work` and raise `NotRecordable` if it does something that is known to be impossible to record."""
         ...
 
 
 class NotRecordable(Exception):
-    """A forward that cannot be replayed, and why."""
+    """A forward cannot be replayed; the message says why."""
 
 
 class CudaGraphRecorder:
-    """Segments as CUDA graphs that share their memory."""
+    """Makes segments that are CUDA graphs sharing one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class CudaGraphRecorder:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Capturing needs a stream of its own, no other recording beside it, and nothing that is freed meanwhile."""
+        """Provide what capturing needs: a stream of its own, no other recording, and no garbage freed meanwhile."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with _RECORDING:
             gc.collect()
@@ -84,7 +84,9 @@ class CudaGraphRecorder:
         return CudaGraphSegment(self._pool)
 
     def require_free(self, work: Callable[[], object]) -> None:
-        """A capture that fails half-way leaves the allocator in disorder: work that waits is not begun at all."""
+        """Raise `NotRecordable` if `work` makes the host wait: a capture that fails half-way would corrupt the
+        allocator's state.
+        """
         if waits := count_host_syncs(work):
             raise NotRecordable(f"the host waits {waits} times for the device in the middle")
 
@@ -102,7 +104,7 @@ class CudaGraphSegment:
     def end(self) -> None:
         try:
             self._graph.capture_end()
-        except RuntimeError:  # before it told the allocator that nothing is recorded any more
+        except RuntimeError:  # raised before the allocator was told that the recording is over
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             raise
@@ -113,8 +115,8 @@ class CudaGraphSegment:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBreak:
-    """An attention between two segments: where queries, keys and values [1, heads, size, d] are found, and where its
-    result [1, size, heads, d] belongs.
+    """An attention between two segments: the memory that holds its queries, keys and values [1, heads, size, d], and
+    the memory for its result [1, size, heads, d].
     """
 
     layer: int
@@ -125,15 +127,15 @@ class AttentionBreak:
     scaling: float | None
 
     def fill(self, cache: PackedCache, tokens: int) -> None:
-        """Attend with the first so many tokens; what the padding behind them is given does not matter."""
+        """Compute the attention of the first `tokens` tokens; the result for the padding after them does not matter."""
         rows, _ = cache.update(self.key[:, :, :tokens], self.value[:, :, :tokens], self.layer)
         self.result[:, :tokens] = rows.attend(self.query[:, :, :tokens], self.scaling)
 
 
 class CapturedForward:
-    """A forward of `size` tokens: segments with attention between them, and fixed places for inputs and logits.
+    """A forward of `size` tokens: segments with attention between them, and fixed memory for inputs and logits.
 
-    `logits` [most, vocab] in float32 is shared by captured forwards, of which one is replayed at a time.
+    All captured forwards share `logits` [most, vocab] in float32, since only one is replayed at a time.
     """
 
     def __init__(self, module: Any, size: int, recorder: GraphRecorder, logits: Tensor) -> None:
@@ -147,7 +149,7 @@ class CapturedForward:
         self._record(module)
 
     def replay(self, ids: NDArray[np.int64], cache: PackedCache) -> Tensor:
-        """The logits [size, vocab] of packed tokens, those of the padding included; good until the next replay."""
+        """The logits [size, vocab] of packed tokens, including rows for the padding; valid until the next replay."""
         tokens = len(ids)
         padded = np.zeros((2, self.size), dtype=np.int64)
         padded[:, :tokens] = ids, cache.positions
@@ -160,7 +162,7 @@ class CapturedForward:
 
     @contextmanager
     def attention_break(self) -> Iterator[list[AttentionBreak]]:
-        """The segment under way ends here and the next one begins behind it."""
+        """End the current segment, and begin the next one when the `with` block ends."""
         self._end()
         yield self._breaks
         self._begin()
@@ -189,7 +191,7 @@ class CapturedForward:
 
 
 class AttentionBreakCache(Cache):
-    """Stands in for a model's cache while a forward is captured, which stops at each attention."""
+    """Stands in for a model's cache while a forward is captured, and defers each attention."""
 
     def __init__(self, forward: CapturedForward) -> None:
         super().__init__(layers=[])
@@ -238,17 +240,17 @@ class Graphs:
         return tokens <= self.sizes[-1]
 
     def replay(self, ids: NDArray[np.int64], cache: PackedCache) -> Tensor:
-        """The logits [len(ids) or more, vocab] in float32 of packed tokens that fit; good until the next replay."""
+        """The logits [len(ids) or more, vocab] in float32 of packed tokens that fit; valid until the next replay."""
         self.replays += 1
         return self._captured[self.sizes[bisect_left(self.sizes, len(ids))]].replay(ids, cache)
 
 
 @torch.inference_mode()
 def record_graphs(target: TargetModel, recorder: GraphRecorder | None = None, sizes: Sequence[int] = SIZES) -> bool:
-    """Let `target` replay forwards of up to max(`sizes`) tokens where that computes the same; whether it does.
+    """Let `target` replay forwards of up to max(`sizes`) tokens if that computes the same; returns whether it does.
 
-    A model that cannot be recorded (one that asks the device for values in the middle, as experts often do) is run as
-    before, which the log says. `recorder` is CUDA's unless given; without a CUDA device nothing is recorded.
+    A model that cannot be recorded (such as a mixture of experts that reads values from the device half-way) runs as
+    before, with a warning in the log. `recorder` defaults to CUDA's; without one, only a CUDA device is recorded.
     """
     if not target.batched or (recorder is None and target.device.type != "cuda"):
         return False
@@ -263,10 +265,13 @@ def record_graphs(target: TargetModel, recorder: GraphRecorder | None = None, si
 
 
 def _record(target: TargetModel, recorder: GraphRecorder, sizes: Sequence[int]) -> None:
-    """Capture and compare: as large as captured, and smaller so that they are padded, in no order of size."""
+    """Capture forwards and compare their logits with launched ones: of the captured sizes, and of smaller sizes, which
+    are padded, in an order not sorted by size.
+    """
     padded = [max(1, size - 1) for size in (*sizes[1::2], *sizes[::2])]
-    launched = [_logits(target, each) for each in (sizes, padded)]  # libraries set themselves up in their first calls,
-    recorder.require_free(lambda: _logits(target, sizes))  # which are no part of a capture
+    # Libraries initialise in their first calls, which must come before a capture.
+    launched = [_logits(target, each) for each in (sizes, padded)]
+    recorder.require_free(lambda: _logits(target, sizes))
     target.graphs = Graphs(target.module, recorder, target.vocab_size, sizes)
     for each, before in zip((sizes, padded), launched, strict=True):
         difference = float((_logits(target, each) - before).abs().max())
@@ -275,7 +280,7 @@ def _record(target: TargetModel, recorder: GraphRecorder, sizes: Sequence[int]) 
 
 
 def _logits(target: TargetModel, sizes: Sequence[int]) -> Tensor:
-    """The logits [sum of sizes, vocab] of forwards of these many tokens: one behind some rows and a draft behind it."""
+    """The logits [sum of sizes, vocab] of a forward for each size: one token after cached slots, then a draft chain."""
     rows = target.new_cache(max(sizes) + 1)
     target.prefill(rows, [0])
     ids = [token % target.vocab_size for token in range(1, max(sizes) + 1)]

@@ -1,4 +1,4 @@
-"""Where a model runs and in which numbers."""
+"""Chooses a model's device and number type, and moves values to the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes a CUDA device where there is one, else the CPU. Raises `ConfigurationError` for unusable names."""
+    """The device named `name`; `auto` is a CUDA device if there is one, else the CPU. Raises `ConfigurationError` for
+    a device that cannot be used.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -32,8 +34,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU, whose bfloat16 kernels are slow or missing; elsewhere bfloat16, or float16 where
-    the device would only emulate that. Raises `ConfigurationError` for a name or a pair that cannot work well.
+    """The dtype named `name`. `auto` is float32 on a CPU, whose bfloat16 kernels are slow or missing; elsewhere it is
+    bfloat16, or float16 if the device only emulates bfloat16. Raises `ConfigurationError` for an unknown name, and for
+    float16 on a CPU.
     """
     if name == "auto":
         return _best_dtype(device)
@@ -53,12 +56,12 @@ def _best_dtype(device: torch.device) -> torch.dtype:
 
 
 def is_async_device(device: torch.device) -> bool:
-    """Whether the device works beside the host, which then loses time whenever it waits for a result."""
+    """Whether the device computes concurrently with the host, which then loses time whenever it waits for a result."""
     return device.type != "cpu"
 
 
 def to_device(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
-    """Host values on `device`. A copy to a CUDA device goes through pinned memory, so that the host does not wait."""
+    """Copy host values to `device`. A copy to a CUDA device uses pinned memory, so that the host does not wait."""
     tensor = torch.as_tensor(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -66,21 +69,21 @@ def to_device(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Until everything that this thread asked of the device is done. What other threads do there is left alone: a
-    recording of theirs would fail.
+    """Wait until the device has finished everything that this thread's stream queued. Waiting for the whole device
+    would break a graph that another thread is recording.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def choose_kernels(device: torch.device) -> None:
-    """For the whole process: attention without cuDNN, which plans anew for every number of slots."""
+    """Disable cuDNN attention for the whole process, since it makes a new plan for every number of slots."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def count_host_syncs(work: Callable[[], object]) -> int:
-    """How often the host waits for a CUDA device while it does `work`, as far as torch can tell."""
+    """How often the host waits for a CUDA device while it runs `work`, as far as torch reports it."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -1,4 +1,4 @@
-"""Key/value slots of one sequence: preallocated, written at their position, rewound by forgetting."""
+"""The KV slots of one sequence: preallocated, written at their positions, and rewound by lowering the length."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FIRST_SLOTS = 64
 
 
 class SequenceCache(Cache):
-    """Slots 0..length-1 belong to committed tokens, one slot a token, at the index of its position.
+    """Slots 0..length-1 belong to committed tokens: the slot of each token has the index of its position.
 
-    A forward writes the slots of its tokens behind them; `commit` then keeps the accepted ones and forgets the others.
-    All layers keep all slots, sliding ones too: windows are left to the mask, so that rewinding is always possible.
-    Not thread-safe.
+    A forward writes its tokens' slots after the committed ones; `commit` then keeps the accepted slots and drops the
+    others. All layers keep all slots, even sliding-window layers, whose windows the mask applies: so rewinding is
+    always possible. Not thread-safe.
     """
 
     def __init__(self, capacity: int = FIRST_SLOTS) -> None:
@@ -33,7 +33,7 @@ class SequenceCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [1, heads, L, d] rows of one layer behind the committed ones; return all slots up to and with them."""
+        """Write rows [1, heads, L, d] of one layer after its committed slots; return all slots, including the new."""
         while len(self._keys) <= layer_idx:
             self._keys.append(None)
             self._values.append(None)
@@ -50,15 +50,17 @@ class SequenceCache(Cache):
         return rows[:, :, :end]
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots in all. Each layer takes it when it is next written, so that no growth can fail
-        half-way.
+        """Raise the capacity to at least `slots` slots. Each layer allocates when it is next written, so that growth
+        cannot fail half-way.
         """
         if slots > self.capacity:
             self.capacity = max(slots, int(self.capacity * GROWTH))
 
     @torch.inference_mode()
     def commit(self, num_tokens: int, path: Sequence[int]) -> None:
-        """Keep the last forward's `num_tokens` tokens and the tree nodes in `path` (ascending), forget the rest."""
+        """Keep the slots of the last forward's `num_tokens` tokens and of the tree nodes in `path` (ascending), and
+        drop the rest.
+        """
         moved = next((i for i, node in enumerate(path) if node != i), len(path))
         start = self.length + num_tokens
         if moved < len(path):
@@ -72,12 +74,12 @@ class SequenceCache(Cache):
             tensor[:, :, target : target + len(rows)] = tensor.index_select(2, index)
 
     def truncate(self, length: int) -> None:
-        """Forget every slot from `length` on."""
+        """Drop every slot from `length` on."""
         assert 0 <= length <= self.length, f"cannot truncate {self.length} slots to {length}"
         self.length = length
 
     def copy(self, length: int, capacity: int) -> SequenceCache:
-        """A cache of its own holding the first `length` slots, with room for `capacity`."""
+        """An independent cache with a copy of the first `length` slots and room for `capacity` slots."""
         assert 0 <= length <= self.length, f"cannot copy {length} of {self.length} slots"
         other = SequenceCache(max(length, capacity))
         other.length = length
@@ -87,12 +89,12 @@ class SequenceCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, unused room included."""
+        """Bytes allocated, including unused capacity."""
         return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values) if t is not None)
 
     @torch.inference_mode()
     def fill_blank(self, length: int) -> None:
-        """Pretend that `length` slots are committed, of zeros: for timing only. Needs one forward before it."""
+        """Commit `length` slots of zeros, for timing only. Needs an earlier forward, which creates the layers."""
         self.reserve(length)
         for store in (self._keys, self._values):
             for layer, tensor in enumerate(store):
@@ -112,7 +114,7 @@ class SequenceCache(Cache):
 
 
 def _room(rows: Tensor | None, like: Tensor, length: int, capacity: int) -> Tensor:
-    """A tensor for `capacity` slots that holds the first `length` of `rows`."""
+    """A new tensor for `capacity` slots, with a copy of the first `length` slots of `rows`."""
     room = like.new_empty((*like.shape[:-2], capacity, like.shape[-1]))
     if rows is not None:
         room[:, :, :length] = rows[:, :, :length]
@@ -128,7 +130,7 @@ def _copied(tensor: Tensor | None, length: int, capacity: int) -> Tensor | None:
 
 
 class StateCache:
-    """The cache a model brings itself, for one whose state cannot be rewound: it only ever moves forward."""
+    """The model's own cache, for a model whose state cannot be rewound: tokens can only be added."""
 
     def __init__(self, config: Any) -> None:
         self.native = DynamicCache(config=config)

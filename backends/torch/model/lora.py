@@ -1,8 +1,8 @@
-"""LoRA adapters: weight updates of low rank kept in a folder of their own, merged into the model as it is loaded.
+"""LoRA adapters: low-rank weight updates in a folder of their own, merged into the model when it is loaded.
 
-Merged weights cost nothing at each token, pack like any others and need no support in the engine; switching adapters
-per request would. The merging is peft's, which knows what a folder's configuration can say (rank-stabilised scales,
-DoRA, patterns, transposed layers, whole modules).
+Merged weights cost no time per token, can be packed and need no support in the engine, which switching adapters per
+request would. peft does the merging, because it supports everything that an adapter's configuration can say
+(rank-stabilised scales, DoRA, patterns, transposed layers, whole modules).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def merge_adapter(module: Any, name: str) -> Any:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             held = set(file.keys())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # we check for left-out weights ourselves; the rest concerns nobody
+            warnings.simplefilter("ignore")  # left-out weights are checked below; the other warnings do not matter
             adapted = PeftModel.from_pretrained(module, str(folder))
         _require_same(held, get_peft_model_state_dict(adapted).keys(), folder)
         return adapted.merge_and_unload(safe_merge=True)
@@ -46,7 +46,7 @@ def merge_adapter(module: Any, name: str) -> Any:
 
 
 def adapter_fingerprint(name: str) -> str:
-    """A SHA-256 in hexadecimal over what the adapter adds and how. Raises `ModelUnavailableError`."""
+    """A hexadecimal SHA-256 of the adapter's configuration and weights. Raises `ModelUnavailableError`."""
     from agentspec.backends.model_store.store import file_sha256
 
     folder = checked(name)
@@ -54,14 +54,14 @@ def adapter_fingerprint(name: str) -> str:
 
 
 def with_adapter(fingerprint: str, name: str | None) -> str:
-    """The fingerprint of a model with its adapter: tokens of one are not drafted for the other."""
+    """The fingerprint of a model with its adapter, so that cached tokens of one are never drafted for another."""
     if name is None:
         return fingerprint
     return hashlib.sha256(f"{fingerprint}+{adapter_fingerprint(name)}".encode()).hexdigest()
 
 
 def checked(name: str) -> Path:
-    """The folder, which holds a LoRA adapter as safetensors. Raises `ModelUnavailableError`."""
+    """The folder `name`, checked to hold a LoRA adapter as safetensors. Raises `ModelUnavailableError`."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ModelUnavailableError(f"no adapter folder {name!r}: name a folder that holds {CONFIG} and {WEIGHTS}")
@@ -79,7 +79,7 @@ def checked(name: str) -> Path:
 
 
 def _require_same(held: Set[str], used: Set[str], folder: Path) -> None:
-    """All of the file must be used and nothing else: peft would leave parts out with a warning."""
+    """Check that peft used all weights in the file and no others: it would skip weights with only a warning."""
     if odd := sorted(held ^ used):
         where = "the adapter" if odd[0] in held else "the model"
         raise ValueError(f"{odd[0]} is in {where} only; was it made for this model? ({len(odd)} such, {folder.name})")

@@ -1,7 +1,7 @@
-"""Linear layers whose weights oneDNN has packed once, instead of at every call.
+"""Linear layers whose weights oneDNN packs once, at load, instead of at every call.
 
-With few rows a float32 matrix product on a CPU spends most of its time re-ordering the weights into the layout its
-kernel wants; packing them at load leaves only the reading of memory.
+With few rows, a float32 matrix product on a CPU spends most of its time reordering the weights into its kernel's
+layout. With weights packed at load, only the time to read memory is left.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-PACKED_ROWS = 16  # the row count the layout is tuned for; others work with the same layout
+PACKED_ROWS = 16  # the number of rows that the layout is tuned for; it works with any number
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` over a packed weight. Float32 on a CPU, inference only; `weight` is opaque."""
+    """`nn.Linear` with a packed weight. Float32 on a CPU, inference only; `weight` has an opaque layout."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class PackedLinear(nn.Module):
         return y
 
     def unpacked(self) -> nn.Linear:
-        """The plain layer again, bit for bit."""
+        """The original `nn.Linear`, bit for bit."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
         linear.weight = nn.Parameter(self.weight.to_dense(), requires_grad=False)
@@ -59,7 +59,7 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def unpack_linears(model: nn.Module) -> None:
-    """Undo `pack_linears`, for a model that uses the weights of its layers in other ways too."""
+    """Undo `pack_linears`, for a model that also uses its layers' weights directly."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, PackedLinear):

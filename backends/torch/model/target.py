@@ -1,4 +1,4 @@
-"""The target model: one forward over several sequences, each with committed slots, new tokens and a draft tree."""
+"""The target model: runs one forward over several sequences, each with committed slots, new tokens and a draft tree."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LENGTH_BOUND_ROTARIES = frozenset({"dynamic", "longrope"})  # their angles depen
 
 
 class TargetModel:
-    """A Hugging Face decoder-only model behind one method. Not thread-safe: the engine's thread owns it.
+    """Runs a Hugging Face decoder-only model. Not thread-safe: the engine's thread owns it.
 
-    `rewindable` says whether drafts can be verified and key/value slots reused; without it tokens run strictly one
-    after another. `batched` says whether several sequences share a forward; without it each gets one of its own, in
-    turn. `graphs` replays small forwards, if there are any.
+    `rewindable` says whether drafts can be verified and KV slots reused; otherwise tokens are only ever appended.
+    `batched` says whether several sequences share a forward; otherwise each runs in a forward of its own. `graphs`,
+    unless None, replays small forwards as CUDA graphs.
     """
 
     def __init__(self, module: Any, *, rewindable: bool) -> None:
@@ -52,7 +52,7 @@ class TargetModel:
 
     @property
     def tolerance(self) -> float:
-        """By how much a token's logits may differ from those of another way to compute them."""
+        """By how much logits may differ from the same token's logits computed in another way."""
         return TOLERANCE.get(self.dtype, LOW_PRECISION_TOLERANCE)
 
     def new_cache(self, capacity: int) -> KVCache:
@@ -60,10 +60,10 @@ class TargetModel:
 
     @torch.inference_mode()
     def forward_batch(self, items: Sequence[BatchItem]) -> list[Tensor]:
-        """For each item its logits [outputs, vocab] in float32: after its last token, then after each draft node.
+        """Return the logits [outputs, vocab] of each item in float32: after its last token, then after each draft node.
 
-        Writes a key/value slot for every token given; `kv_cache.commit` must follow and say which to keep. After an
-        exception the caches are as if nothing had happened.
+        Writes a KV slot for every token given; the caller must then call `kv_cache.commit` with the slots to keep.
+        After an exception the caches are as before the call.
         """
         if not self.batched and len(items) > 1:
             return [logits for item in items for logits in self.forward_batch([item])]
@@ -73,7 +73,7 @@ class TargetModel:
         return list(logits[: len(wanted)].split_with_sizes(outputs))
 
     def _logits(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Tensor:
-        """The logits [len(wanted), vocab] of these rows, by a recorded forward where one is large enough."""
+        """The logits [len(wanted), vocab] of the rows `wanted`, from a recorded forward if one is large enough."""
         if self.graphs is not None and self.graphs.fits(sum(map(len, items))):
             logits = self.graphs.replay(packed_ids(items), self._cache_of(items))
             return logits.index_select(0, to_device(wanted, self.device))
@@ -82,15 +82,17 @@ class TargetModel:
 
     @torch.inference_mode()
     def forward_with_hidden(self, kv_cache: KVCache, token: int) -> tuple[Tensor, Tensor]:
-        """For one token its logits [vocab] and what the output head read to make them [width], both in float32."""
+        """The logits [vocab] after one token, and the hidden state [width] that the output head computed them from,
+        both in float32.
+        """
         with HeadInput(self.module) as head:
             logits: Tensor = self._run([BatchItem(kv_cache, [token])], np.zeros(1, np.int64)).logits
         return logits[0, 0].float(), head.states[-1]
 
     @torch.inference_mode()
     def states_batch(self, items: Sequence[BatchItem]) -> list[Tensor]:
-        """For each item what the output head would read, [tokens, width] in float32: the hidden state behind every
-        token given, after the last norm. Slots as with `forward_batch`; the head itself hardly runs.
+        """Return each item's hidden states [tokens, width] in float32: the output head's input after every token given.
+        Writes slots as `forward_batch` does; the head itself runs on a single row only.
         """
         if not self.batched and len(items) > 1:
             return [states for item in items for states in self.states_batch([item])]
@@ -110,12 +112,12 @@ class TargetModel:
         return self.forward_batch([BatchItem(kv_cache, tokens, draft_tokens, draft_parents)])[0]
 
     def prefill(self, kv_cache: KVCache, tokens: Sequence[int]) -> None:
-        """Compute and keep the slots of `tokens`."""
+        """Compute and commit the slots of `tokens`."""
         self.forward_batch([BatchItem(kv_cache, tokens, needs_logits=False)])
         kv_cache.commit(len(tokens), ())
 
     def _run(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
-        """The forward; `wanted` are the rows that reach the head, ascending and at least one."""
+        """Run the forward; `wanted` are the rows passed to the output head, ascending and at least one."""
         return self._packed(items, wanted) if self._packs else self._own(items, wanted)
 
     def _packed(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
@@ -132,7 +134,7 @@ class TargetModel:
         return PackedCache(items, self._layer_windows, self._groups, self.dtype, self.device)
 
     def _own(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
-        """One sequence through the model's own attention; the rows of logits it needs are its last ones."""
+        """Run one sequence with the model's own attention; the logits it needs are those of its last rows."""
         (item,) = items
         cache, where = item.kv_cache, dict[str, Any]()
         if isinstance(cache, SequenceCache):
@@ -151,14 +153,14 @@ class TargetModel:
 
     @property
     def _layer_windows(self) -> list[int | None]:
-        """How far each layer looks back, by its index."""
+        """How many positions each layer looks back (None: all), by the layer's index."""
         kinds = getattr(self._config, "layer_types", None)
         if kinds is None:
             return list(self._windows.values()) * int(self._config.num_hidden_layers)
         return [self._windows[kind] for kind in kinds]
 
     def slot_bytes(self) -> int:
-        """Bytes of one key/value slot over all layers; 0 where slots cannot be counted."""
+        """The bytes of one KV slot over all layers; 0 if the model's slots cannot be counted."""
         if not self.rewindable:
             return 0
         cache = SequenceCache(1)
@@ -167,11 +169,10 @@ class TargetModel:
 
 
 class HeadInput:
-    """What the output head reads: the hidden states after the last norm, whatever the architecture calls them.
+    """Captures the output head's input: the hidden states after the last norm, whatever the architecture calls them.
 
-    Inside `with`, `states` are the rows [rows, width] in float32 that the last forward of `module` gave its head.
-
-    With `max_rows` the head computes only the first so many of them, for a caller who wants no logits.
+    Inside `with`, `states` [rows, width] in float32 are what the last forward of `module` passed to its head. With
+    `max_rows` the head computes only the first `max_rows` rows, for a caller that needs no logits.
     """
 
     def __init__(self, module: Any, max_rows: int | None = None) -> None:
@@ -199,7 +200,7 @@ def _rotaries(config: Any) -> set[Any]:
 
 
 def layer_windows(config: Any) -> dict[str, int | None] | None:
-    """For each kind of attention layer how far it looks back (None: everything); None for kinds unknown here."""
+    """How far each kind of attention layer looks back (None: everything); None if the model has an unknown kind."""
     window = getattr(config, "sliding_window", None)
     fallback = ["sliding_attention" if window else "full_attention"]
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or fallback)

@@ -1,4 +1,4 @@
-"""Where each token of a forward stands and what it may see: committed slots, then new tokens, then a draft tree."""
+"""Positions and attention masks of a forward's tokens: committed slots, then new tokens, then a draft tree."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch import Tensor
 from agentspec.backends.torch.model.device import to_device
 
 CPU = torch.device("cpu")
-ALIGNED = 16  # columns: CUDA kernels copy a mask first whose rows do not begin at such places
+ALIGNED = 16  # columns; CUDA kernels first copy a mask whose rows do not begin at multiples of this
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """The L tokens of one forward: `depths[i]` counts from the first of them, `sees[i, j]` includes i itself."""
+    """The L tokens of one forward: `depths[i]` is token i's position relative to the first, and `sees[i, j]` says
+    whether token i attends to token j; each attends to itself.
+    """
 
     depths: NDArray[np.int64]
     sees: NDArray[np.bool_]
@@ -28,7 +30,9 @@ class TreeLayout:
 
 
 def tree_layout(num_tokens: int, parents: Sequence[int]) -> TreeLayout:
-    """`num_tokens` consecutive tokens, then tree nodes; a parent of -1 is the last of them, else a node's index."""
+    """The layout of `num_tokens` consecutive tokens and then tree nodes. A node's parent is another node's index, or
+    -1 for the last of the tokens.
+    """
     total = num_tokens + len(parents)
     depths = np.arange(total, dtype=np.int64)
     sees = np.tri(total, dtype=np.bool_)
@@ -41,7 +45,7 @@ def tree_layout(num_tokens: int, parents: Sequence[int]) -> TreeLayout:
 
 
 def first_visible(past: int, window: int | None) -> int:
-    """The first committed slot that a token behind `past` of them can see."""
+    """The first committed slot that a token after `past` committed slots can see."""
     return 0 if window is None else max(0, past - window + 1)
 
 
@@ -57,8 +61,8 @@ def attention_mask(
 ) -> Tensor:
     """The additive mask [1, 1, groups * L, past + L - first] of a layer that looks back `window` positions (None: all).
 
-    Columns begin at committed slot `first`. Committed slots stand at their position; a tree row's column follows them,
-    whatever its position. The distance is therefore taken between positions, never between columns.
+    Columns begin at committed slot `first`. A committed slot's column is given by its position, but a tree node's
+    column is not. Distances are therefore taken between positions, never between columns.
     """
     known, size, lowest = past - first, len(layout), torch.finfo(dtype).min
     width = known + size

@@ -1,4 +1,4 @@
-"""Which of many rows may be nearest to a few queries: one pass over all rows, in float32, with a proven margin."""
+"""Finds the rows that may be nearest to a few queries, in one float32 pass over all rows with a proven error margin."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from agentspec.backends.base import Floats
 from agentspec.backends.torch.model.packed_linear import PackedLinear, can_pack
 
 BLOCK = 8192  # rows packed together
-ROUNDOFF = 2.0**-24  # of float32, to nearest
+ROUNDOFF = 2.0**-24  # unit roundoff of float32, rounding to nearest
 
 
 class VectorScan:
-    """Rows [n, width] as layers that give all queries' scores at once, for about the price of one query's.
+    """Holds rows [n, width] in linear layers, which score all queries at once for about the cost of one query.
 
-    A row's score is query . row - |row|^2 / 2, greater for nearer rows. Holds the rows in float32. To be used in the
-    computing thread.
+    A row's score is query . row - |row|^2 / 2, greater for nearer rows. Holds the rows in float32. Only the computing
+    thread may use it.
     """
 
     def __init__(self, rows: NDArray[np.float16], device: torch.device) -> None:
@@ -30,9 +30,9 @@ class VectorScan:
             self._add(rows[start : start + BLOCK])
 
     def near(self, queries: Floats, count: int) -> list[NDArray[np.int64]]:
-        """For each of `queries` [q, width] the rows, ascending, that may be among its `count` nearest ones.
+        """For each of `queries` [q, width], the indices, ascending, of the rows that may be among its `count` nearest.
 
-        All of those are among them, equally near ones included, however the float32 sums were rounded.
+        The result contains all nearest rows, equally near ones included, however the float32 sums were rounded.
         """
         asked = torch.from_numpy(queries).to(self._device)
         scores = torch.cat([block(asked) for block in self._blocks], dim=1)
@@ -50,17 +50,17 @@ class VectorScan:
         self._blocks.append(PackedLinear(linear) if packs else linear)
 
     def _error(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """By how much a computed score may be off, for queries of these lengths.
+        """The largest error of a computed score, for queries of these lengths (norms).
 
-        A sum of w products in any order is off by w u |q| |r| at most (Higham 2002, section 3.1), to first order; the
-        bias adds a rounding of its own and one of the sum. Twice that covers the second order.
+        A sum of w products in any order has an error of at most w u |q| |r| to first order (Higham 2002, section 3.1);
+        the bias adds its own rounding and that of its addition. Twice the bound covers the second order.
         """
         products = (self._width + 2) * lengths * self._longest
         return np.asarray(2 * ROUNDOFF * (products + self._longest**2))
 
 
 def _within(scores: Tensor, count: int, margin: float) -> NDArray[np.int64]:
-    """The entries of `scores` that are less than `margin` below the best `count`."""
+    """The indices of the `scores` that are at most `margin` below the `count`-th best."""
     least = scores.topk(min(count, len(scores))).values[-1].double() - margin
     found: NDArray[np.int64] = (scores.double() >= least).nonzero()[:, 0].cpu().numpy()
     return found

@@ -1,4 +1,4 @@
-"""What may not be drawn next whatever its logit: what a grammar rules out, bad words, an end too early."""
+"""Constraints on the next token: a grammar, bad words, and end tokens before the minimum length."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentspec.backends.torch.sampling.grammar import CompiledGrammar, GrammarMa
 
 @dataclass(frozen=True, slots=True)
 class ConstraintSpec:
-    """What constrains one answer: `choice` is its index, `bad_words` are token sequences.
+    """The constraints of one answer: `choice` is the answer's index, `bad_words` are token sequences.
 
-    `shown` are special tokens that are kept in the answer's text, since its parser looks for them.
+    `shown` are special tokens that stay in the answer's text because its parser looks for them.
     """
 
     grammar: CompiledGrammar | None = None
@@ -25,15 +25,17 @@ class ConstraintSpec:
     shown: frozenset[int] = frozenset()
 
     def start(self, min_tokens: int, end_ids: Collection[int], vocab_size: int) -> Constraints:
-        """The constraints of an answer that has no token yet."""
+        """The `Constraints` at the start of an answer, which has no tokens yet."""
         grammar = None if self.grammar is None else self.grammar.start()
         return Constraints(grammar, self.bad_words, min_tokens, end_ids, vocab_size)
 
 
 class Constraints:
-    """What one answer may be continued by. A constraint that would leave no token at all is dropped for that token.
+    """Tracks which tokens may come next in one answer. If bad words and `min_tokens` would bar every token that the
+    grammar allows, they are ignored for that token.
 
-    A bad word is barred at its last token, once its others were generated; ends are barred before `min_tokens`.
+    A bad word's last token is barred when its other tokens were just generated; end tokens are barred before
+    `min_tokens` tokens.
     """
 
     def __init__(
@@ -55,17 +57,19 @@ class Constraints:
 
     @property
     def idle(self) -> bool:
-        """Whether everything may come next, now and ever after."""
+        """Whether every token is allowed, now and for the rest of the answer."""
         return self.grammar is None and not self._bad_words and self._count >= self._early
 
     def allow(self, token: int) -> bool:
-        """Whether no constraint bars `token`. Cheap; one that is barred here may still be the only one left."""
+        """Whether no constraint bars `token`; cheaper than `apply`, which may still allow a barred token if no other
+        is left.
+        """
         if token in self._barred():
             return False
         return self.grammar is None or self.grammar.allows(token)
 
     def apply(self, row: Tensor) -> Tensor:
-        """`row` [vocab] with what may not come at minus infinity."""
+        """The logits `row` [vocab] with every forbidden token at minus infinity."""
         if self.idle:
             return row
         whole = self.grammar is None
@@ -78,7 +82,7 @@ class Constraints:
         return row if whole else row.masked_fill(to_device(~allowed, row.device), float("-inf"))
 
     def observe(self, token: int) -> None:
-        """The answer now ends in `token`."""
+        """Append `token` to the answer."""
         self._count += 1
         if self._longest:
             self._recent = [*self._recent, token][-self._longest :]

@@ -1,8 +1,8 @@
-"""The form an answer must have: a grammar compiled for a model's tokens, and its state along one answer.
+"""Grammars that constrain answers: a grammar compiled for a model's tokens, and its state along one answer.
 
-Masks, advancing and rolling back are llguidance's. A state is a function of the answer's tokens alone, so that the
-processed distribution at a node of a draft tree is the one that the grammar leaves after the drafted ancestors, and a
-draft that violates it is never accepted.
+llguidance computes masks, advances the state and rolls it back. The state depends on the answer's tokens alone, so
+that the distribution at a node of a draft tree is the one that the grammar leaves after the drafted ancestors: a draft
+that violates the grammar is never accepted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from agentspec.errors import EngineError, InvalidRequestError
 
-KEPT = 64  # compiled grammars: agents send the same schema again and again
-BLANKS: Final = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}  # any amount would let a weak model ramble
+KEPT = 64  # compiled grammars kept, since agents send the same schema again and again
+BLANKS: Final = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}  # unlimited blanks would let a weak model ramble
 COMBINATORS = ("allOf", "unevaluatedProperties", "dependentSchemas", "then", "not")
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples")
@@ -41,21 +41,21 @@ class GrammarCompiler:
 
     @property
     def tables(self) -> llguidance.LLTokenizer:
-        """Raises `InvalidRequestError` for a model whose tokens cannot be constrained."""
+        """The tokenizer's tables. Raises `InvalidRequestError` if this model's tokens cannot be constrained."""
         with self._lock:
             if self._tables is None:
                 self._tables = self._built()
             return self._tables
 
     def compile(self, source: str, *, param: str) -> CompiledGrammar:
-        """`source` in llguidance's notation. Raises `InvalidRequestError`, naming `param`, for one that is wrong."""
+        """Compile `source`, in llguidance's notation. Raises `InvalidRequestError` naming `param` if it is invalid."""
         try:
             return self._compile(source)
         except ValueError as error:
             raise InvalidRequestError(f"the grammar of this request is refused: {error}", param=param) from None
 
     def symbol(self, text: str) -> str:
-        """`text`, which may be one special token, as a grammar has to write it."""
+        """How a grammar must write `text`: as a token if it is one special token, else as a string literal."""
         token = self._tokenizer.get_vocab().get(text)
         special = token is not None and self.tables.is_special_token(token)
         return f"<[{token}]>" if special else lark_string(text)
@@ -79,20 +79,20 @@ class GrammarCompiler:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """A compiled grammar, shared by the answers that follow it."""
+    """A compiled grammar, shared by all answers that must follow it."""
 
     owner: GrammarCompiler
     _matcher: llguidance.LLMatcher
 
     def start(self) -> GrammarMatcher:
-        """The state of an answer that has no token yet."""
+        """The state at the start of an answer, which has no tokens yet."""
         return GrammarMatcher(self.owner, self._matcher.deep_copy())
 
 
 class GrammarMatcher:
-    """The grammar's state behind the answer so far. Not thread-safe.
+    """The grammar's state after the answer so far. Not thread-safe.
 
-    An end token may come once the grammar is satisfied, and must come when nothing else can.
+    An end token is allowed once the text satisfies the grammar, and forced when no other token is allowed.
     """
 
     def __init__(self, owner: GrammarCompiler, matcher: llguidance.LLMatcher) -> None:
@@ -101,30 +101,32 @@ class GrammarMatcher:
         self._bits = np.zeros((max(owner.vocab_size, owner.tables.vocab_size) + 31) // 32, dtype=np.int32)
 
     def allows(self, token: int) -> bool:
-        """Whether `token` may come next; far cheaper than the mask."""
+        """Whether `token` may come next; far cheaper than `mask`."""
         return self._follows(self._matcher, token)
 
     def mask(self) -> Tensor:
-        """Which tokens may come next: bool [vocab], of which at least one is true."""
+        """Which tokens may come next, as bool [vocab] with at least one True."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._owner.vocab_size]
         return torch.from_numpy(bits.view(np.bool_))
 
     def advance(self, token: int) -> None:
-        """The answer now ends in `token`, which was allowed."""
+        """Append `token`, which must be allowed, to the answer."""
         if token not in self._owner.end_ids:
             self._matcher.consume_token(token)
             self._check()
 
     def forced(self) -> list[int]:
-        """The likeliest tokens of what must follow, where the grammar leaves no choice; an end where only that can."""
+        """The tokens of the text that must follow, as the tokenizer would spell it; an end token if only the end can
+        follow; empty if the grammar leaves a choice.
+        """
         if self._matcher.is_stopped():
             return [self._owner.end_ids[-1]]
         return list(self._matcher.compute_ff_tokens())
 
     def admitted(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-        """The nodes of a draft tree, ascending, that may follow with their ancestors. The state stays as it is."""
+        """The nodes of a draft tree, ascending, that the grammar allows after their ancestors. Keeps the state."""
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
@@ -160,16 +162,16 @@ class GrammarMatcher:
 
 
 def lark_string(text: str) -> str:
-    """`text` as a literal of a grammar in Lark's notation."""
+    """`text` as a string literal in Lark's notation."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
     return f'"{escaped}"'
 
 
 def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` as the grammar takes it: few blanks, and no properties beside those listed unless it allows others.
+    """`schema` as the grammar uses it: limits blanks, and forbids unlisted properties unless it has a rule for them.
 
-    A model that may add properties rarely comes to an end. Schemas combined of parts that describe the same object stay
-    as they are.
+    A model that may add properties rarely stops. A schema with keywords that combine several descriptions of one
+    object (`COMBINATORS`) keeps its rules for properties.
     """
     written = json.dumps(schema)
     combined = any(f'"{word}":' in written for word in COMBINATORS)

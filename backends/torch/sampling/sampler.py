@@ -1,4 +1,4 @@
-"""Drawing a token: the processed distribution, and Gumbel-max with noise that depends on position and token alone."""
+"""Draws tokens: processes logits, then applies Gumbel-max with noise that depends only on seed, position and token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentspec.backends.torch.sampling.constraints import Constraints
 from agentspec.backends.torch.sampling.top_k_top_p import apply_top_k_top_p, has_top_k_top_p
 from agentspec.types import SamplingParams
 
-GREEDY_BELOW: Final = 1e-5  # colder than this, scaling would overflow before it changed anything
+GREEDY_BELOW: Final = 1e-5  # below this temperature, scaling would overflow before it changed anything
 _WORD: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
@@ -36,14 +36,14 @@ def _mixed(word: int) -> int:
 
 
 def position_key(seed: int, choice: int, position: int) -> int:
-    """The 64-bit noise key of one position of one answer."""
+    """The 64-bit noise key of one position of one answer, which `seed` and `choice` identify."""
     return _mixed(_mixed(_mixed(seed + _GOLDEN) ^ choice) + _GOLDEN * (position + 1))
 
 
 def gumbel_noise(key: int | Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise in float32 for each of `token_ids` (int64): entry i is a pure function of (key, id i).
 
-    A column of keys, as signed words, gives a row of noise for each.
+    For a column of keys, as signed words, the result has a row of noise for each key.
 
     splitmix64's output function at counter `id` gives 32 uniform bits v; -log1p(-v) is then a standard exponential,
     accurate where v is small, which is where the largest noise comes from, and its negative log is Gumbel.
@@ -57,16 +57,15 @@ def gumbel_noise(key: int | Tensor, token_ids: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Chooses the tokens of one answer. Its history is the prompt and every token it was told to `observe`.
+    """Chooses the tokens of one answer. Its history is the prompt and every token passed to `observe`.
 
-    Processors run in the documented order of vLLM: what `constraints` bar; logit_bias; repetition (prompt and answer),
-    frequency and presence penalties (answer); temperature; min_p; top_k; top_p. A choice depends on the logits, the
-    history, the seed, the index of the answer and the absolute position, and on nothing else, so that it is the same
-    however the logits came about.
+    Processors run in vLLM's documented order: `constraints`; logit_bias; repetition (prompt and answer), frequency and
+    presence penalties (answer); temperature; min_p; top_k; top_p. A draw depends only on the logits, the history, the
+    seed, the answer's index and the absolute position, so that it is the same however the logits were computed.
 
-    With `ahead` (None: on asynchronous devices, where a wait is costly) the tokens of all rows are drawn when the step
-    begins and come to the host together; else a row is processed when a token is drawn from it. The best tokens of
-    unprocessed logits cost so little that they are always drawn ahead.
+    With `ahead` (None: True on asynchronous devices, where the host loses time by waiting) the sampler draws the tokens
+    of all rows when the step begins, and they reach the host together. Otherwise it processes a row only when `choose`
+    asks for its token. Greedy draws from unprocessed logits are so cheap that they are always made ahead.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the next choice is the best score as it is."""
+        """Whether the next token is simply the one with the highest raw logit."""
         return self._raw and self.constraints.idle
 
     @property
@@ -111,34 +110,35 @@ class Sampler:
     def begin(self, logits: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> None:
         """Take the raw float32 logits [rows, vocab] of a step: row 0 follows the history, row i + 1 node i of a tree.
 
-        What can be drawn ahead is, without waiting for it; `fetch` brings the tokens of several answers at once.
+        Draws ahead where possible, without waiting for the device; `fetch` then transfers several answers' tokens.
         """
         self._logits, self.drawn, self.pending = logits, None, None
         if (self._ahead or self._raw) and (self.constraints.idle or not self._filters):
             self.pending = self._draw(logits, ancestor_tokens(tokens, parents))
 
     def choose(self, row: int) -> int:
-        """The token that follows the history, drawn from row `row`; the lowest id where scores are equal."""
+        """Draw the token that follows the history from row `row`; of equal scores the lowest id wins."""
         fetch([self])
         if self.drawn is not None and (self.constraints.idle or self._holds(self.drawn[row])):
             return self.drawn[row]
         return int(self._draw(self.constraints.apply(self._logits[row])[None], [()]))
 
     def observe(self, token: int) -> None:
-        """The answer now ends in `token`."""
+        """Append `token` to the history."""
         self._position += 1
         self.constraints.observe(token)
         if self._penalised:
             self._counts[token] += 1
 
     def _holds(self, token: int) -> bool:
-        """Whether `token`, drawn without the constraints, is what is drawn under them: the best of all scores is the
-        best of those that are allowed if it is one of them, but top_k and top_p depend on what is allowed.
+        """Whether `token`, drawn without the constraints, would also be drawn with them. It would if it is allowed,
+        since the best of all scores is then the best of the allowed ones; but not with min_p, top_k or top_p, whose
+        result depends on which tokens are allowed.
         """
         return not self._filters and self.constraints.allow(token)
 
     def _draw(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """One id [rows] for each row of logits, which follows the history and then its path."""
+        """Draw one token id for each row of logits, which follows the history and then its path; returns [rows]."""
         scores = self._penalties(rows, paths)
         if self.greedy:
             return scores.argmax(-1)
@@ -146,13 +146,13 @@ class Sampler:
         keys = [position_key(self.seed, self._choice, self._position + len(path)) for path in paths]
         if self._filters and not self._ahead:
             return self._best_survivor(scores[0], keys[0])
-        # The next token is drawn here: the argmax of logits plus Gumbel noise is a draw from their softmax, and noise
-        # that depends on position and token alone gives each position the draw it would have without a draft.
+        # The next token is drawn here: the argmax of logits plus Gumbel noise is a draw from their softmax. The noise
+        # depends on position and token alone, so that each position gets the same draw as without a draft.
         column = to_device(torch.tensor([[_signed(key)] for key in keys]), scores.device)
         return (scores + gumbel_noise(column, self._ids)).argmax(-1)
 
     def _best_survivor(self, scores: Tensor, key: int) -> Tensor:
-        """The draw [1] from one truncated row [vocab]: noise is made for the survivors alone."""
+        """Draw from one filtered row [vocab], computing noise only for the tokens that are left; returns [1]."""
         ids = self._ids[scores > -math.inf]
         return ids[(scores[ids] + gumbel_noise(key, ids)).argmax(0, keepdim=True)]
 
@@ -168,7 +168,9 @@ class Sampler:
         return rows
 
     def _counts_along(self, paths: Sequence[Sequence[int]]) -> Tensor:
-        """How often the answer has each token once it went on along a path: [paths, vocab], or [vocab] for all."""
+        """How often each token occurs in the answer followed by each path: [paths, vocab], or [vocab] if all paths are
+        empty.
+        """
         size = len(self._ids)
         places = [row * size + token for row, path in enumerate(paths) for token in path]
         if not places:
@@ -179,7 +181,7 @@ class Sampler:
 
 
 def fetch(samplers: Sequence[Sampler]) -> None:
-    """Bring the tokens that these have drawn ahead to the host: one transfer, and the only time that it waits."""
+    """Transfer the tokens that `samplers` have drawn ahead to the host, in one transfer that the host waits for."""
     drawing = [(sampler, sampler.pending) for sampler in samplers if sampler.pending is not None]
     if not drawing:
         return
@@ -189,7 +191,7 @@ def fetch(samplers: Sequence[Sampler]) -> None:
 
 
 def ancestor_tokens(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each row of a tree's logits the drafted tokens that lead there: none to the root, then those of each node."""
+    """For each row of a tree's logits, the drafted tokens on the path to it: none for row 0, then a path per node."""
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens, parents, strict=True):
         paths.append((*paths[parent + 1], token))

@@ -1,4 +1,4 @@
-"""What min_p, top_k and top_p leave of a distribution."""
+"""Filters a distribution by min_p, top_k and top_p."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from agentspec.types import SamplingParams
 
-NUCLEUS_HEAD: Final = 1024  # candidates sorted before falling back to sorting them all
+NUCLEUS_HEAD: Final = 1024  # candidates sorted first; whole rows are sorted only if these are too few
 
 
 def has_top_k_top_p(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether `apply_top_k_top_p` may leave anything out."""
+    """Whether `apply_top_k_top_p` may filter out any token."""
     return params.min_p > 0 or 0 < params.top_k < vocab_size or params.top_p < 1
 
 
 def apply_top_k_top_p(scores: Tensor, params: SamplingParams, *, may_sync: bool) -> Tensor:
-    """`scores` [rows, vocab] with what does not survive at minus infinity; equal ones at a boundary survive together.
+    """`scores` [rows, vocab] with the filtered tokens at minus infinity; equal scores at a boundary are all kept.
 
-    The host waits for the device only if it `may_sync`, which saves sorting whole rows where a few tokens are enough.
+    With `may_sync` the host may wait for the device, which avoids sorting whole rows when a few tokens are enough.
     """
     if params.min_p > 0:
         scores = _at_least(scores, scores.amax(-1, keepdim=True) + math.log(params.min_p))
@@ -39,14 +39,14 @@ def _at_least(scores: Tensor, bound: Tensor) -> Tensor:
 
 
 def _total(scores: Tensor, best: Tensor) -> Tensor:
-    """[rows, 1], the log of the weight of the `best` scores and of all that equal the last of them."""
+    """The log of the total weight of the `best` scores and of all scores equal to the last of them: [rows, 1]."""
     last = best[:, -1:]
     tied = (scores >= last).sum(-1, keepdim=True) - best.shape[-1]
     return best.logsumexp(-1, keepdim=True).logaddexp(last + tied.log())
 
 
 def _best(scores: Tensor, total: Tensor, top_p: float, may_sync: bool) -> Tensor:
-    """As many of the best scores of each row, best first, as the nucleus needs."""
+    """The best scores of each row in descending order, at least as many as the nucleus holds."""
     if may_sync and scores.shape[-1] > NUCLEUS_HEAD:
         head = scores.topk(NUCLEUS_HEAD).values
         if bool((_reached(head, total)[:, -1] >= top_p).all()):
@@ -55,11 +55,11 @@ def _best(scores: Tensor, total: Tensor, top_p: float, may_sync: bool) -> Tensor
 
 
 def _nucleus_bound(best: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """[rows, 1], the lowest score inside the smallest set of best tokens whose probability reaches `top_p`."""
+    """The lowest score in the smallest set of best tokens whose probability reaches `top_p`: [rows, 1]."""
     inside = (_reached(best, total) < top_p).sum(-1, keepdim=True)
     return best.gather(-1, inside.clamp(max=best.shape[-1] - 1))
 
 
 def _reached(best: Tensor, total: Tensor) -> Tensor:
-    """The probability of each of the best scores and of all before it together."""
+    """The cumulative probability of the best scores, up to and including each."""
     return (best - total).exp().cumsum(-1)

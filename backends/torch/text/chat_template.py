@@ -1,4 +1,4 @@
-"""Messages and tools as a model reads them: through its own chat template, or described where that knows no tools."""
+"""Renders messages and tools by the model's chat template, or describes tools in text if the template has none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentspec.types import GenerateRequest
 
 
 def template_of(tokenizer: Any, *, tools: bool = False) -> str:
-    """The chat template's source; of several the one for tools where there are tools. Empty for none."""
+    """The source of the chat template (of several, with `tools`, the one for tools); empty if there is none."""
     template = getattr(tokenizer, "chat_template", None) or ""
     if isinstance(template, Mapping):
         template = template.get("tool_use" if tools and "tool_use" in template else "default", "")
@@ -22,9 +22,9 @@ def template_of(tokenizer: Any, *, tools: bool = False) -> str:
 
 
 def tool_format(tokenizer: Any, *, required: bool = True) -> ToolFormat | None:
-    """The format of the calls that this model was taught, Hermes' for one that was taught none.
+    """The tool call format of the model's chat template; Hermes' if the template has no tools.
 
-    Raises `InvalidRequestError`, where it is `required`, for a model that was taught a format which is not known here.
+    For a format not known here, raises `InvalidRequestError` if a format is `required`, else returns None.
     """
     template = template_of(tokenizer, tools=True)
     format = format_of(template) if "tools" in template else HERMES
@@ -38,8 +38,8 @@ def tool_format(tokenizer: Any, *, required: bool = True) -> ToolFormat | None:
 
 
 def render(tokenizer: Any, request: GenerateRequest, *, start: bool, continue_final: bool) -> str:
-    """Messages through the model's own chat template (sandboxed): `start` opens an answer, `continue_final` leaves
-    the last message open. Raises `InvalidRequestError` for what the template refuses.
+    """Render messages by the model's own chat template (sandboxed): `start` opens an answer, `continue_final` leaves
+    the last message open. Raises `InvalidRequestError` for messages that the template refuses.
     """
     template = template_of(tokenizer, tools=bool(request.tools))
     messages = [plain(message) for message in request.messages or ()]

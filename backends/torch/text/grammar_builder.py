@@ -1,4 +1,4 @@
-"""One grammar for what a request wants its answer to look like: reasoning, then calls or a form, or both."""
+"""Builds the grammar of a request's answer: optional reasoning, then tool calls, a structured output, or either."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Symbol = Callable[[str], str]
 def grammar_of(
     request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol
 ) -> str | None:
-    """llguidance's notation of what `request` allows its answer to be; None where it may be anything.
+    """The grammar of the answers that `request` allows, in llguidance's notation; None if it allows any text.
 
-    Calls are enforced for `tool_choice` "required" and for a named tool; with "auto" they stand beside the form that
-    the request asks for, if it asks for one, or in text, where tools are `strict`. Reasoning that the model may begin
-    with is free.
+    Tool calls are enforced for `tool_choice` "required" and for a named tool. With "auto", an answer may be calls or
+    the requested structured output; without the latter, the calls within a text are constrained if tools are `strict`.
+    Reasoning at the beginning of the answer is not constrained.
     """
     form = request.sampling.structured_outputs
     must_call = request.tool_choice not in ("auto", "none")
@@ -50,7 +50,7 @@ def _calls(request: GenerateRequest, format: ToolFormat | None, symbol: Symbol) 
 
 
 def _strict(request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol) -> str | None:
-    """Any text in which every opening of a call is followed by a call that the tools allow."""
+    """The grammar of any text in which every call opening is followed by a call that the tools allow."""
     strict = any(tool["function"].get("strict") for tool in request.tools)
     if format is None or format.bare or not strict or request.tool_choice != "auto":
         return None
@@ -80,7 +80,7 @@ def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
 
 
 def _form(form: StructuredOutputs) -> dict[str, Any]:
-    """One grammar in llguidance's list of them. Raises `InvalidRequestError`."""
+    """The entry for a structured output in llguidance's list of grammars. Raises `InvalidRequestError`."""
     if form.json_object:
         return {"json_schema": closed_schema({"type": "object"})}
     if form.json is not None:
@@ -98,7 +98,7 @@ def _form(form: StructuredOutputs) -> dict[str, Any]:
 
 
 def _slashed(regex: str) -> str:
-    """A regular expression as it stands between slashes."""
+    """A regular expression as Lark writes it between slashes."""
     grammar = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))
     lark: str = grammar["grammars"][0]["lark_grammar"]
     return lark.removeprefix("start: /").removesuffix("/")

@@ -1,4 +1,4 @@
-"""A JSON object read while it is being written."""
+"""Reads a JSON object while it is still being generated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class JsonObjectParser:
-    """Follows one object character by character and knows where the values of its own keys begin and end.
+    """Follows one object character by character and notes where the values of its own keys begin and end.
 
-    It does not judge what is inside the values. `broken` is an object whose braces cannot become one.
+    It does not check what is inside the values. `broken` says that the brackets so far do not match.
     """
 
     text: str = ""
@@ -25,7 +25,7 @@ class JsonObjectParser:
     _spans: dict[str, tuple[int, int | None]] = field(default_factory=dict)
 
     def feed(self, text: str) -> int:
-        """Take what belongs to the object; returns how many characters that were."""
+        """Take the characters of `text` that belong to the object; returns how many there were."""
         for count, character in enumerate(text):
             if self.complete or self.broken:
                 return count
@@ -38,12 +38,12 @@ class JsonObjectParser:
         return list(self._spans)
 
     def value(self, key: str) -> str:
-        """What is known of the value of `key`, as it is written; empty for none yet."""
+        """The value of `key` so far, as JSON text; empty if it has not begun."""
         begin, end = self._spans.get(key, (0, 0))
         return self.text[begin:end].strip() if end is not None else self.text[begin:].lstrip()
 
     def string(self, key: str) -> str | None:
-        """The value of `key` if it is a whole string by now."""
+        """The value of `key` if it is a complete string; else None."""
         begin, end = self._spans.get(key, (0, None))
         return _string(self.text[begin:end].strip()) if end is not None else None
 
@@ -91,7 +91,7 @@ class JsonObjectParser:
             self.complete = True
 
     def _maybe_end_value(self) -> None:
-        """A value that is an object, an array or a string ends with its last character, whatever blanks follow."""
+        """End the value here if it belongs to one of the object's own keys; blanks that follow are no part of it."""
         if len(self._stack) == 1 and self._expects_value and self._key is not None:
             begin, end = self._spans[self._key]
             self._spans[self._key] = (begin, end or len(self.text))

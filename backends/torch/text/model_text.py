@@ -1,4 +1,4 @@
-"""A model's text side, without its weights: recorded calls as the tokens that the engine would have seen and made."""
+"""A model's tokenizer and template without its weights: turns recorded calls into the tokens the engine would use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentspec.types import Message, Namespace
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """Tokenizer, chat template and the ids that end an answer, with the hashes that a namespace is made of."""
+    """A model's tokenizer, chat template and end tokens, with the hashes that make up its namespace."""
 
     tokenizer: TokenizerAdapter
     fingerprint: str
@@ -26,7 +26,7 @@ class ModelText:
 
     @classmethod
     def load(cls, model: str, *, adapter: str | None = None) -> ModelText:
-        """Those of a model reference and its adapter's folder. Raises `ModelUnavailableError`."""
+        """Load from a model reference and its adapter's folder. Raises `ModelUnavailableError`."""
         from agentspec.backends.model_store import resolve
 
         files = resolve(model)
@@ -37,16 +37,17 @@ class ModelText:
         return cls(TokenizerAdapter(tokenizer), fingerprint, tokenizer_hash, template_hash, ends)
 
     def namespace(self, tenant: str) -> Namespace:
-        """Where the engine keeps this model's tokens for a tenant."""
+        """The namespace in which the engine caches this model's tokens for a tenant."""
         return Namespace(tenant, self.fingerprint, self.tokenizer_hash, self.template_hash)
 
     def encode(
         self, messages: Sequence[Message], answer: Message, *, prompt: str | None = None, finished: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Token ids of the prompt, which is `prompt` or `messages`, and of the answer with the id that ended it.
+        """Token ids of the prompt, which is `prompt` or `messages`, and of the answer with its end token.
 
-        An answer in messages is read off the chat template, with its tool calls. One that is not `finished` has no end.
-        Raises `InvalidRequestError` for messages that the template refuses and for an answer without tokens.
+        With `messages`, the chat template renders the answer, including its tool calls. An answer that is not
+        `finished` gets no end token. Raises `InvalidRequestError` for messages that the template refuses and for an
+        answer without tokens.
         """
         if prompt is not None or not messages:
             before, answered = [] if prompt is None else self.tokenizer.encode(prompt, special=True), _content(answer)
@@ -60,7 +61,7 @@ class ModelText:
         return before, ids
 
     def _ended(self, ids: list[int], finished: bool) -> list[int]:
-        """Up to the first id that ends answers, which is added where there is none."""
+        """Cut `ids` after the first end token, or add one if there is none; without end token if not `finished`."""
         end = next((at for at, token in enumerate(ids) if token in self.end_ids), len(ids))
         if not finished:
             return ids[:end]
@@ -69,7 +70,7 @@ class ModelText:
 
 
 def ids_of_end(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """The token ids that end an answer, by the model's generation settings and its tokenizer."""
+    """The token ids that end an answer, according to the model's generation settings and its tokenizer."""
     configured = getattr(generation_config, "eos_token_id", None)
     own = getattr(tokenizer, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
@@ -77,7 +78,7 @@ def ids_of_end(generation_config: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _generation_config(folder: Any) -> Any:
-    """The model's own, or else what its configuration implies, as loading the model finds it."""
+    """The model's generation settings, or those that its configuration implies, as transformers finds them."""
     try:
         return GenerationConfig.from_pretrained(folder)
     except OSError:

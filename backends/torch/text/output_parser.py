@@ -1,4 +1,4 @@
-"""An answer as its client wants it: reasoning and tool calls taken out of the text as it arrives."""
+"""Parses an answer as it arrives: separates reasoning and tool calls from its text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentspec.types import Delta, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class OutputParserSpec:
-    """How to parse the answers to one request."""
+    """Says how to parse the answers to one request."""
 
     expected: Expectation = "never"
     format: ToolFormat | None = None
@@ -32,7 +32,7 @@ class OutputParserSpec:
         )
 
     def parser(self) -> OutputParser:
-        """A parser of one answer."""
+        """A new parser for one answer."""
         calls = (
             None if self.format is None else ToolCallParser(self.format, self.names, self.parallel and not self.named)
         )
@@ -41,7 +41,7 @@ class OutputParserSpec:
 
 @dataclass(slots=True)
 class OutputParser:
-    """Turns the engine's deltas into the client's; nothing of the text is lost or repeated."""
+    """Turns the engine's deltas into the client's, without losing or repeating text."""
 
     spec: OutputParserSpec
     _reasoning: ReasoningParser
@@ -49,7 +49,7 @@ class OutputParser:
     _called: bool = field(default=False)
 
     def parse(self, delta: Delta) -> Delta:
-        """The same delta with its text sorted into text, reasoning and calls."""
+        """The same delta with its text split into text, reasoning and tool calls."""
         reasoning, text = self._reasoning.feed(delta.text)
         if delta.finish_reason is not None:
             rest = self._reasoning.finish()
@@ -65,5 +65,5 @@ class OutputParser:
         answer = "".join(piece for piece in pieces if isinstance(piece, str))
         finish = delta.finish_reason
         if finish == "stop" and self._called and not self.spec.named:
-            finish = "tool_calls"  # OpenAI keeps "stop" for a call of the tool that was named
+            finish = "tool_calls"  # for a named tool, OpenAI reports "stop"
         return replace(delta, text=answer, extra={**delta.extra, **extra}, finish_reason=finish)

@@ -1,4 +1,4 @@
-"""Reasoning before the answer: whether an answer begins with it, and splitting it off as it arrives."""
+"""Reasoning before the answer: tells whether to expect it, and splits it off as the answer arrives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Expectation = Literal["never", "maybe", "begun"]
 
 
 def expectation(prompt: str, *, thinks: bool) -> Expectation:
-    """Whether the answer to `prompt`, rendered for a model that `thinks` at all, begins with reasoning."""
+    """Whether the answer to the rendered `prompt` begins with reasoning, for a model that `thinks` at all."""
     end = prompt.rstrip()
     if not thinks or end.endswith(END):
         return "never"
@@ -21,16 +21,16 @@ def expectation(prompt: str, *, thinks: bool) -> Expectation:
 
 @dataclass(slots=True)
 class ReasoningParser:
-    """Splits reasoning from the answer. Joined, the parts do not depend on how the text was cut.
+    """Splits reasoning from the answer. The result does not depend on how the text was cut into pieces.
 
-    Reasoning begins with the answer, or with a `<think>` that nothing but blanks precedes, and ends with `</think>`.
+    Reasoning begins with the answer, or with a `<think>` that only blanks precede, and ends with `</think>`.
     """
 
     expected: Expectation
     _held: str = ""
     _thinking: bool = False
     _over: bool = False
-    _strip: bool = True  # leave out blanks at the beginning of the reasoning, and of what follows it
+    _strip: bool = True  # drop blanks at the beginning of the reasoning and of the answer after it
 
     def __post_init__(self) -> None:
         self._thinking, self._over = self.expected == "begun", self.expected == "never"
@@ -47,7 +47,7 @@ class ReasoningParser:
         return reasoning, self._taken(len(self._held)) if self._over else ""
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, when no more text will come."""
+        """The reasoning and text that were held back; called when no more text will come."""
         held, self._held = self._held, ""
         return (held.rstrip(), "") if self._thinking else ("", held)
 
@@ -62,7 +62,7 @@ class ReasoningParser:
         at = self._held.find(END)
         if at < 0:
             kept = partial_end(self._held, END)
-            body = self._held[: len(self._held) - kept].rstrip()  # the blanks before the end belong to it
+            body = self._held[: len(self._held) - kept].rstrip()  # hold back blanks that may precede `</think>`
             return self._taken(len(body))
         reasoning = self._taken(at).rstrip()
         self._held = self._held.lstrip().removeprefix(END)
@@ -70,7 +70,7 @@ class ReasoningParser:
         return reasoning
 
     def _taken(self, count: int) -> str:
-        """The first `count` characters, less blanks that begin a part."""
+        """Take the first `count` held characters, without the blanks at the beginning of a part."""
         taken, self._held = self._held[:count], self._held[count:]
         if self._strip:
             taken = taken.lstrip()

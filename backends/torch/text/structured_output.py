@@ -1,4 +1,4 @@
-"""What form a request asks of its answer: constraints for the engine, and how to parse what comes."""
+"""The form that a request wants of its answer: the engine's constraints, and how to parse the answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentspec.types import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """One request's: the grammar and bad words for the engine, and how to parse the answer."""
+    """One request's grammar and bad words for the engine, and how to parse its answers."""
 
     parser_spec: OutputParserSpec
     grammar: CompiledGrammar | None
@@ -27,12 +27,12 @@ class StructuredOutput:
     shown: frozenset[int]
 
     def constraints(self, choices: int) -> list[ConstraintSpec]:
-        """Those of each choice."""
+        """The constraints of each choice."""
         return [ConstraintSpec(self.grammar, self.bad_words, choice, self.shown) for choice in range(choices)]
 
 
 class StructuredOutputBuilder:
-    """Builds them for one model's requests. Thread-safe."""
+    """Builds the `StructuredOutput` of one model's requests. Thread-safe."""
 
     def __init__(self, tokenizer: TokenizerAdapter, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -42,7 +42,7 @@ class StructuredOutputBuilder:
         self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
 
     def build(self, request: GenerateRequest, prompt: str) -> StructuredOutput:
-        """For the answer to `request`, whose prompt was rendered as `prompt`. Raises `InvalidRequestError`."""
+        """Build it for `request`, whose rendered prompt is `prompt`. Raises `InvalidRequestError`."""
         chat = request.messages is not None
         called = bool(request.tools) and request.tool_choice != "none"
         format = tool_format(self._tokenizer.tokenizer) if called else None
@@ -57,14 +57,14 @@ class StructuredOutputBuilder:
         )
 
     def _shown(self, format: ToolFormat | None, *markers: str) -> frozenset[int]:
-        """The special tokens among what the parser of an answer looks for."""
+        """The special tokens among the strings that the answer's parser looks for."""
         sought = {*markers, *(format.markers if format else ())} & self._vocabulary.keys()
         return frozenset(
             self._vocabulary[text] for text in sought if not self._tokenizer.decode([self._vocabulary[text]])
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Every word as tokens of a text of its own and, if it is another token there, behind a blank (as vLLM)."""
+        """The tokens of each word alone and, if they begin with another token, of the word after a blank (as vLLM)."""
         found: list[tuple[int, ...]] = []
         for word in words:
             plain = tuple(self._tokenizer.encode(word))

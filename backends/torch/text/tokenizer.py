@@ -1,4 +1,4 @@
-"""Between text and token ids, safely from several threads: chat templates, encoding, decoding."""
+"""Thread-safe conversion between text and token ids: chat templates, encoding, decoding."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from agentspec.types import GenerateRequest, Message
 
 
 class TokenizerAdapter:
-    """A tokenizer's two directions, with special tokens skipped when decoding. Thread-safe."""
+    """Encodes and decodes with a tokenizer; decoding skips special tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._lock = threading.Lock()
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
-        if self._fast is not None:  # settings baked into the file would cut prompts silently
+        if self._fast is not None:  # settings in the tokenizer's file would cut prompts silently
             self._fast.no_truncation()
             self._fast.no_padding()
         self.special_ids = _special_ids(tokenizer)
@@ -36,7 +36,7 @@ class TokenizerAdapter:
         return self.read(request)[1]
 
     def read(self, request: GenerateRequest) -> tuple[str, list[int]]:
-        """The prompt as text (empty where it was given in tokens) and its token ids. Raises `InvalidRequestError`."""
+        """The prompt as text (empty if it was given as token ids) and its token ids. Raises `InvalidRequestError`."""
         if request.token_ids is not None:
             return "", [int(token) for token in request.token_ids]
         if request.text is not None:
@@ -46,7 +46,7 @@ class TokenizerAdapter:
         return text, self.encode(text)
 
     def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
-        """Token ids of `render`."""
+        """Token ids of the text that `render` returns."""
         return self.encode(self.render(messages, start=not continue_final, continue_final=continue_final))
 
     def render(
@@ -58,14 +58,14 @@ class TokenizerAdapter:
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
-        """Messages through the model's own chat template (sandboxed): `start` opens an answer, `continue_final` leaves
-        the last message open. Raises `InvalidRequestError` for what the template refuses.
+        """Render messages by the model's own chat template (sandboxed): `start` opens an answer, `continue_final`
+        leaves the last message open. Raises `InvalidRequestError` for messages that the template refuses.
         """
         shown = GenerateRequest("", messages=messages, tools=tuple(tools), template_arguments=template_arguments)
         return render(self.tokenizer, shown, start=start, continue_final=continue_final)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of `text`; `special` adds what the model wants around a prompt (a beginning-of-text token)."""
+        """Token ids of `text`; `special` adds the special tokens that the model wants around a prompt."""
         if self._fast is not None:
             return list(self._fast.encode(text, add_special_tokens=special).ids)
         with self._lock:
@@ -79,7 +79,7 @@ class TokenizerAdapter:
             return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decoder(self, shown: frozenset[int]) -> Decode:
-        """`decode`, but with the special tokens in `shown` written out."""
+        """A function like `decode` that writes out the special tokens in `shown`."""
         if not shown:
             return self.decode
 
@@ -94,7 +94,7 @@ class TokenizerAdapter:
         return decode
 
     def spell(self, token_id: int) -> str:
-        """One token as text, special ones included."""
+        """The text of one token, even if it is a special token."""
         if self._fast is not None:
             return str(self._fast.decode([token_id], skip_special_tokens=False))
         with self._lock:
@@ -102,14 +102,14 @@ class TokenizerAdapter:
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids that stand for no text: ends, roles and other marks."""
+    """The ids of special tokens, which stand for no text: ends, roles and other marks."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     marks = (token for token, added_token in added.items() if getattr(added_token, "special", False))
     return frozenset([*getattr(tokenizer, "all_special_ids", ()), *marks])
 
 
 def load_tokenizer(model: str) -> tuple[Any, str]:
-    """The tokenizer of a model and the hash that its namespaces carry. Raises `ModelUnavailableError`."""
+    """The tokenizer of a model, and its hash for namespaces. Raises `ModelUnavailableError`."""
     from agentspec.backends.model_store import resolve
 
     tokenizer = read_tokenizer(resolve(model).folder)
@@ -125,7 +125,7 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def hashes(tokenizer: Any) -> tuple[str, str]:
-    """Of the tokenizer and of its chat template, as namespaces carry them."""
+    """The hashes of the tokenizer and of its chat template, for namespaces."""
     return _hash(_tokenizer_text(tokenizer)), _hash(str(getattr(tokenizer, "chat_template", None) or ""))
 
 

@@ -1,4 +1,4 @@
-"""Tool calls as models write them: which way a chat template teaches, its grammar, and reading it as it arrives."""
+"""Tool calls as models write them: the format that a chat template teaches, its grammar, and an incremental parser."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How calls are written: `opening`, then JSON objects with a name and `arguments`, each or all closed by `closing`.
+    """How a model writes calls: `opening`, then a JSON object with a name and `arguments`, then `closing` if there is
+    one.
 
-    `bare` objects may begin an answer without the opening. `named` ones are arguments alone, behind the name and
-    `before_arguments`. `listed` objects stand in an array.
+    If `bare`, a call's object may begin an answer without `opening`. If `named`, the object holds only the arguments,
+    after the name and `before_arguments`. If `listed`, the objects stand in an array.
     """
 
     name: Literal["hermes", "llama", "mistral"]
@@ -37,7 +38,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What must not be lost from the text where it is a special token."""
+        """The strings that must stay in the text even if they are special tokens."""
         return tuple(text for text in (self.opening, self.closing, self.before_arguments) if text)
 
     def grammar(
@@ -45,7 +46,7 @@ class ToolFormat:
     ) -> str:
         """Lark rules in which `calls` is one call of one of `tools` or, with `parallel`, several.
 
-        With `opened` the opening stands before them already.
+        With `opened`, the rules leave out the opening, since it was written already.
         """
         opening = "" if opened else symbol(self.opening)
         names = [f"tool_{index}" for index in range(len(tools))]
@@ -82,21 +83,21 @@ MISTRAL_NAMED = ToolFormat("mistral", "[TOOL_CALLS]", named=True, before_argumen
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template teaches; None for one that knows no tools, or teaches another."""
+    """The format that a chat template teaches; None if it knows no tools or teaches a format not known here."""
     if "[TOOL_CALLS]" in template:
         return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
-    if "<tool_call>" in template:  # some write XML between these tags instead of JSON
+    if "<tool_call>" in template:  # some templates write XML between these tags instead of JSON
         return None if "<function=" in template or "<arg_key>" in template else HERMES
     return LLAMA if "<|python_tag|>" in template or "ipython" in template else None
 
 
 def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function's arguments must look like; a function without parameters takes none."""
+    """The JSON schema of a function's arguments; without parameters, that of an empty object."""
     return closed_schema(function.get("parameters") or NO_PARAMETERS)
 
 
 def call_id(format: ToolFormat) -> str:
-    """A new id of a call. Mistral's templates take nine letters and digits only."""
+    """A new id for a call. Mistral's templates accept only nine letters and digits."""
     alphabet = string.ascii_letters + string.digits
     if format.name == "mistral":
         return "".join(secrets.choice(alphabet) for _ in range(9))
@@ -115,8 +116,8 @@ ParserState = Literal["text", "between", "object", "closing"]
 class ToolCallParser:
     """Splits an answer into text and tool calls as it arrives: a call's name first, then its arguments in pieces.
 
-    What only looked like a call becomes text again. The result joined does not depend on how the text was cut. Without
-    `parallel` only the first call counts.
+    Text that only looked like a call is passed on as text. The joined result does not depend on how the text was cut
+    into pieces. Without `parallel`, only the first call counts.
     """
 
     format: ToolFormat
@@ -124,15 +125,15 @@ class ToolCallParser:
     parallel: bool = True
     calls: int = 0
     _state: ParserState = "text"
-    _held: str = ""  # text not judged yet
-    _raw: str = ""  # the call under way as it was written, for as long as it may turn out to be none
-    _fresh: bool = True  # whether nothing but blanks came since the beginning, or since a call
+    _held: str = ""  # text not parsed yet
+    _raw: str = ""  # the text of the current call, kept while it may still turn out to be no call
+    _fresh: bool = True  # whether only blanks came since the beginning or since the last call
     _object: JsonObjectParser = field(default_factory=JsonObjectParser)
-    _name: str | None = None  # where it stands in front of the arguments
-    _sent: int | None = None  # characters of the arguments passed on; None before the name was
+    _name: str | None = None  # the call's name, if the format writes it before the arguments
+    _sent: int | None = None  # characters of the arguments passed on; None until the name was passed on
 
     def feed(self, text: str) -> list[OutputPiece]:
-        """What `text` adds."""
+        """The pieces that `text` adds to the answer."""
         self._held += text
         pieces: list[OutputPiece] = []
         steps = {"text": self._text, "between": self._between, "object": self._inside, "closing": self._closing}
@@ -141,7 +142,7 @@ class ToolCallParser:
         return joined(pieces)
 
     def finish(self) -> list[OutputPiece]:
-        """What is left once nothing more will come: a call that has no name by now is text."""
+        """The pieces left when no more text will come: an unfinished call without a name is passed on as text."""
         rest, state = self._raw + self._held, self._state
         self._raw = self._held = ""
         called = state == "object" and self._sent is not None
@@ -161,7 +162,7 @@ class ToolCallParser:
         return True
 
     def _text(self, pieces: list[OutputPiece]) -> bool:
-        """Up to an opening, or to what may be the beginning of one."""
+        """Parse text up to an opening, or up to a possible beginning of one."""
         opening, body = self.format.opening, self._held.lstrip()
         if self._fresh:
             if len(body) < len(opening) and opening.startswith(body):
@@ -179,7 +180,7 @@ class ToolCallParser:
         return self._enter("between", opening) if at >= 0 else False
 
     def _between(self, pieces: list[OutputPiece]) -> bool:
-        """Behind an opening or a call: blanks and separators, a name, an object, or no call after all."""
+        """Parse after an opening or a call: blanks and separators, a name, an object, or no call after all."""
         rest = self._held.lstrip(self._separators)
         if len(rest) < len(self._held):
             return self._enter("between", self._held[: len(self._held) - len(rest)])
@@ -200,7 +201,7 @@ class ToolCallParser:
         return self._enter("between", self._name)
 
     def _inside(self, pieces: list[OutputPiece]) -> bool:
-        """Inside a call's object, which may still turn out to be something else."""
+        """Parse inside a call's object, which may still turn out to be no call."""
         used = self._object.feed(self._held)
         self._enter("object", self._held[:used])
         self._report(pieces)
@@ -212,7 +213,7 @@ class ToolCallParser:
         return self._object.complete
 
     def _report(self, pieces: list[OutputPiece]) -> None:
-        """Pass on what is known of the call by now."""
+        """Pass on the part of the call that is known so far."""
         name, arguments = self._call()
         if not name or not arguments or self._foreign:
             return
@@ -230,13 +231,13 @@ class ToolCallParser:
 
     @property
     def _foreign(self) -> bool:
-        """Whether what could be a bare call has another name, or begins with other keys: an answer in JSON."""
+        """Whether a bare object is an answer in JSON and no call: it has an unknown name or begins with other keys."""
         name, keys = self._object.string("name"), self._object.keys
         before = keys[: min((keys.index(key) for key in ("parameters", "arguments") if key in keys), default=len(keys))]
         return self.format.bare and (name not in (None, *self.names) or not _CALL_KEYS.issuperset(before))
 
     def _call(self) -> tuple[str | None, str]:
-        """Name and arguments as far as they are known."""
+        """The call's name and arguments as far as they are known."""
         if self._name is not None:
             return self._name, self._object.text
         keys = (self.format.arguments, "arguments", "parameters")
@@ -245,12 +246,12 @@ class ToolCallParser:
             none = "{}" if self._object.complete and not self.format.bare else ""
             return self._object.string("name"), none
         key, arguments = given
-        if arguments[0] == '"':  # written as a string that holds the JSON
+        if arguments[0] == '"':  # the model wrote the JSON inside a string
             arguments = self._object.string(key) or ""
         return self._object.string("name"), arguments
 
     def _give_up(self, pieces: list[OutputPiece]) -> bool:
-        """It was no call: what was kept is text, and the answer continues behind its first character."""
+        """This was no call: pass on the first kept character as text, and parse again from the second."""
         raw, self._raw, self._name = self._raw, "", None
         if self.calls and not raw.strip(self._separators):
             raw = ""
@@ -260,7 +261,7 @@ class ToolCallParser:
         return True
 
     def _closing(self, pieces: list[OutputPiece]) -> bool:
-        """Behind an object that has to be closed; an answer that leaves the closing out is taken as it is."""
+        """Parse the closing after a call's object; an answer that leaves it out is accepted."""
         rest = self._held.lstrip()
         if len(rest) < len(self.format.closing) and self.format.closing.startswith(rest):
             return False
@@ -269,7 +270,7 @@ class ToolCallParser:
 
 
 def joined(pieces: Sequence[OutputPiece]) -> list[OutputPiece]:
-    """The same pieces, texts that follow each other and arguments of one call put together."""
+    """The same pieces, with consecutive texts joined, and consecutive arguments of one call joined."""
     result: list[OutputPiece] = []
     for piece in pieces:
         last = result[-1] if result else None
