@@ -91,7 +91,7 @@ class Selection:
         assert self.tokens is not None
         data, pattern = tokens.astype("<i4").tobytes(), self.tokens.astype("<i4").tobytes()
         at = data.find(pattern)
-        while at % 4 and at >= 0:  # across the bytes of neighbours
+        while at % 4 and at >= 0:  # a match that is not aligned to token ids is none
             at = data.find(pattern, at + 1)
         return at >= 0 or data.startswith(self._token_pieces[0]) or data.endswith(self._token_pieces[1])
 

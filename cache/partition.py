@@ -98,7 +98,7 @@ class Partition:
         usage = self.shared.usage()
         order = np.argsort(usage.last_used, kind="stable")
         quota = max(share, 1 / 16) * self.shared.token_count
-        # Removing is one pass over the index whatever it removes, so at least a sixteenth goes at once.
+        # Every removal is one pass over the index, so at least a sixteenth of the tokens is removed at once.
         gone = order[: int(np.searchsorted(np.cumsum(usage.lengths[order]), quota)) + 1]
         self._remove(usage.sequences[gone].tolist())
         return len(gone)
@@ -154,7 +154,7 @@ def without_ends(learned: bytes) -> bytes:
     """A learned state without the end tokens of outputs: its other numbers reveal no text."""
     with contextlib.suppress(zlib.error):
         cells, state = 8 * _cell_count(), zlib.decompress(learned)
-        if len(state) >= cells:  # otherwise of an older version, and learned anew
+        if len(state) >= cells:  # a shorter state is of an older version, and is dropped
             return zlib.compress(state[:cells], level=1)
     return b""
 

@@ -150,7 +150,7 @@ class StoreSync:
         lacking = [one for one in self._pool.partitions() if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
         if not self._started or not lacking:
             return
-        with contextlib.suppress(CacheError):  # what is not in the database is in no segment
+        with contextlib.suppress(CacheError):  # sequences not in the database are left out of the segments
             self._store.flush()
         for partition in lacking:
             self._try_to_save(partition)
@@ -161,7 +161,7 @@ class StoreSync:
             return False
         tokens, key = partition.shared.token_count, partition.namespace.key
         lacking = min(tokens, partition.added - self._saved.get(key, 0))
-        if lacking < tokens and key not in self._segments.namespaces():  # deleted, with what was forgotten
+        if lacking < tokens and key not in self._segments.namespaces():  # a deletion removed the segment
             lacking = tokens
         return lacking >= max(least, share * tokens)
 

@@ -1,4 +1,4 @@
-"""Runs child programs, such as the one that unpacks a file, and ends them with this process."""
+"""Runs child programs, such as `unpack.py`, and can kill all of them before this process ends."""
 
 from __future__ import annotations
 

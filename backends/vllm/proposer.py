@@ -71,7 +71,7 @@ class SuffixDecodingProposer:
             if not sampled or state is None:
                 continue
             length = int(input_batch.num_tokens_no_spec[row])
-            # A request that was preempted may have moved on by more than what was sampled now.
+            # A preempted request may have more new tokens than were sampled in this step.
             tokens = input_batch.token_ids_cpu[row]
             limit = min(num_speculative_tokens, self._max_length - length - 1)
             turns[row] = draft_turn(state, tokens, length, len(sampled), limit)

@@ -77,7 +77,7 @@ class BatchWriter(Generic[Job]):
     def revise(self, change: Callable[[Iterable[Job]], Iterable[Job]]) -> None:
         """Replace the waiting jobs by `change(jobs)`, while no job is being committed."""
         with self._changed:
-            self._revising += 1  # no further commit begins meanwhile, however many jobs keep coming
+            self._revising += 1  # no further commit begins meanwhile, however many jobs are put
             self._changed.wait_for(lambda: not self._busy)
             self._revising -= 1
             before = len(self._jobs)

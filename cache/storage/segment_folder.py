@@ -123,7 +123,7 @@ class SegmentFolder:
     def total_bytes(self) -> int:
         """Size of all files."""
         total = 0
-        with contextlib.suppress(OSError):  # some may go meanwhile
+        with contextlib.suppress(OSError):  # other processes may delete files meanwhile
             for name in self._named(_SUFFIX, _NEW, _CORRUPT):
                 total += self._files.size(name)
         return total
