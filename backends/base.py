@@ -1,4 +1,4 @@
-"""What a backend is: something that generates. Further abilities are separate one-method protocols."""
+"""The interface of a backend, which generates answers. Each further ability is a protocol of its own."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do beyond `generate`. A caller asks here instead of trying and failing."""
+    """What a backend can do beyond `generate`. Callers check here before they use an ability."""
 
     token_ids: bool = False  # accepts and returns token ids
     continue_final: bool = False  # can continue an assistant message
     logprobs: bool = False
     speculation: bool = False  # drafts and verifies tokens itself
     context_length: int | None = None
-    routes: tuple[str, ...] = (CHAT, COMPLETIONS)  # of a gateway, below /v1, whose requests it answers
+    routes: tuple[str, ...] = (CHAT, COMPLETIONS)  # paths below /v1 whose requests a gateway may send to it
 
 
 @runtime_checkable
@@ -45,24 +45,24 @@ class Backend(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield the answer piece by piece; the last delta carries `finish_reason` and `usage`.
 
-        Closing the iterator cancels the work and frees its place at once. Raises `InvalidRequestError` before the
-        first delta for what the backend cannot honour, and other `AgentSpecError`s for what goes wrong later.
+        Closing the iterator cancels the request and frees its place at once. Raises `InvalidRequestError` before the
+        first delta for a request that the backend cannot honour, and other `AgentSpecError`s for later failures.
         """
         ...
 
     async def aclose(self) -> None:
-        """Cancel what runs and release every resource. Idempotent."""
+        """Cancel running requests and release every resource. Idempotent."""
         ...
 
 
 def closing_items(iterator: AsyncIterator[Any]) -> Any:
-    """Close `iterator` on the way out if it can be closed; a backend may return any asynchronous iterator."""
+    """A context manager that closes `iterator` at its end if it has `aclose`, which not every async iterator has."""
     return aclosing(cast(Any, iterator)) if hasattr(iterator, "aclose") else AsyncExitStack()
 
 
 @runtime_checkable
 class Tokenization(Protocol):
-    """A backend that shows what becomes of text before its model sees it. Prompts of token ids need `token_ids` too."""
+    """A backend that exposes its chat template and tokenizer. Prompts of token ids need `token_ids` too."""
 
     async def render(
         self,
@@ -70,42 +70,42 @@ class Tokenization(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
-        """The prompt that `messages` become, ready for the assistant's answer. Raises `InvalidRequestError`.
+        """The prompt that the chat template makes of `messages`, ready for the answer. Raises `InvalidRequestError`.
 
-        `tools` and `template_arguments` are a request's, as its chat template is shown them.
+        The template is given the request's `tools` and `template_arguments`.
         """
         ...
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
-        """Token ids of `text` as it continues a prompt; `begins` adds what the model wants at a prompt's beginning."""
+        """Token ids of `text` as it continues a prompt; `begins` adds the model's tokens for the start of a prompt."""
         ...
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`; what ends an answer has none."""
+        """The text of `token_ids`; tokens that end an answer have no text."""
         ...
 
 
 def tokenization_of(backend: Backend) -> Tokenization | None:
-    """The tokenization of a backend that takes prompts of token ids; an endpoint's is known once it was probed."""
+    """The backend's tokenization if it takes prompts of token ids, else None; an endpoint's is known after a probe."""
     shown = getattr(backend, "tokenization", backend)
     return shown if isinstance(shown, Tokenization) and backend.capabilities.token_ids else None
 
 
 @runtime_checkable
 class Forwards(Protocol):
-    """A backend whose server speaks OpenAI's protocol itself: a gateway passes bytes on, both ways, unchanged."""
+    """A backend whose server speaks OpenAI's protocol itself: a gateway forwards bytes in both directions unchanged."""
 
     def forward(
         self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b"", query: str = ""
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
         """Send a request to `path` below the server's root; the caller allow-lists paths.
 
-        Error answers are answers here. Closing the block cancels the server's work. Raises `UpstreamError`.
+        Error answers are returned like others. Leaving the block cancels the server's work. Raises `UpstreamError`.
         """
         ...
 
     async def label_fields(self, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What to set in a body, which has the fields `given`, for the server to know `labels`. Never raises."""
+        """The fields to set in a body, which already has the fields `given`, to send `labels`. Never raises."""
         ...
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
@@ -124,48 +124,50 @@ class AddsHeaders(Protocol):
 
 @runtime_checkable
 class ReportsMetrics(Protocol):
-    """A backend that counts what it does."""
+    """A backend that reports counts for metrics."""
 
     async def metrics(self, name: str) -> BackendSample | None:
-        """The counts of this backend, called `name`; None where it has none now. Raises nothing, in a few seconds."""
+        """The counts of this backend, whose name is `name`; None if there are none now. Never raises; takes seconds at
+        most.
+        """
         ...
 
 
 @runtime_checkable
 class Embeds(Protocol):
-    """A backend that turns texts into vectors whose directions tell how alike they are."""
+    """A backend that turns texts into vectors whose directions tell how similar the texts are."""
 
     async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:
-        """One vector for each text, all of one length."""
+        """One vector for each text, all of the same length."""
         ...
 
 
 @runtime_checkable
 class HiddenStates(Protocol):
-    """A backend that shows the hidden states of texts: those after the last norm, which the output head reads."""
+    """A backend that returns the hidden states of texts: those after the last norm, which the output head reads."""
 
     @property
     def fingerprint(self) -> str:
-        """Names the weights; states of models with other fingerprints have nothing to do with each other."""
+        """Identifies the weights; hidden states of models with different fingerprints are not comparable."""
         ...
 
     async def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Floats]:
-        """For each text of token ids its hidden states [tokens, width], one behind every token."""
+        """The hidden states [tokens, width] of each text of token ids: one state after every token."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What a model computed behind a text's last token: `logits` [vocab], and the `hidden` [width] its head read."""
+    """A forward's result after a text's last token: `logits` [vocab], and `hidden` [width], the output head's input."""
 
     logits: Floats
     hidden: Floats
 
 
 class StepwiseDecoding(Protocol):
-    """One answer, token by token, in the hands of who decides what the next token is drawn from.
+    """One answer, decoded token by token by a caller that chooses the scores from which each token is drawn.
 
-    `tokens` are the prompt and what was added. Only for use inside `StepSession.run`.
+    `tokens` are the prompt and the tokens added so far. Only for use inside `StepSession.run`.
     """
 
     @property
@@ -173,62 +175,62 @@ class StepwiseDecoding(Protocol):
 
     @property
     def plain(self) -> bool:
-        """Whether the next token is simply the one with the best score, the lowest id among equals."""
+        """Whether `draw` simply returns the token with the best score, of equals the lowest id."""
         ...
 
     def advance(self) -> StepOutput:
-        """Compute the last token, and the prompt before it where that has not been done.
+        """Run the model over the last token, and over the tokens before it that were not computed yet.
 
-        Each token has a forward of its own, so that what it gives does not depend on what was rewound before.
+        Each added token has a forward of its own, so that the result does not depend on tokens rewound before.
         """
         ...
 
     def draw(self, scores: Floats) -> int:
-        """The next token by the request's sampling, with `scores` [vocab] in the place of logits; adds nothing.
+        """Draw the next token by the request's sampling, with `scores` [vocab] as logits. Does not add the token.
 
-        Depends on scores, tokens, seed and position alone.
+        The result depends on scores, tokens, seed and position alone.
         """
         ...
 
     def add(self, token: int) -> bool:
-        """Add a token; True if an answer may not go on behind it, by its end tokens or its length."""
+        """Add a token; returns True if the answer must end with it, because of an end token or the length limit."""
         ...
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens, the prompt at least. What is added again is not computed again."""
+        """Drop all but the first `length` tokens, at least the prompt. Tokens added again are not computed again."""
         ...
 
 
 class Scan(Protocol):
-    """Many rows that are searched through as a whole. Only for use inside `StepSession.run`."""
+    """A nearest-neighbour search over a fixed set of rows. Only for use inside `StepSession.run`."""
 
     def near(self, queries: Floats, count: int) -> list[NDArray[np.int64]]:
-        """For each of `queries` [q, width] the rows, ascending, that may be among its `count` nearest ones by Euclidean
-        distance: all that are, and few others.
+        """For each of `queries` [q, width], candidates for its `count` nearest rows by Euclidean distance, as ascending
+        row numbers: all of the nearest rows, and few others.
         """
         ...
 
 
 class StepSession(Protocol):
-    """An answer made step by step, where the model computes."""
+    """An answer that a caller makes step by step, in the thread where the model computes."""
 
     async def run(self, function: Callable[[StepwiseDecoding], T]) -> T:
-        """Run `function` in the model's computing thread, between the work of other requests; returns what it does."""
+        """Run `function` in the model's computing thread, between other requests' steps; returns its result."""
         ...
 
     def tell(self, tokens: Sequence[int]) -> Delta:
-        """The next `tokens` of the answer as a client sees them; `finish_reason` is set with the last, and what comes
-        behind it is left out.
+        """The delta that a client gets for the next `tokens`; `finish_reason` is set when the answer ends, and tokens
+        after the end are left out.
         """
         ...
 
 
 @runtime_checkable
 class StepByStep(Protocol):
-    """A backend that lets somebody else decide what each token is drawn from, by rows near its hidden state, say."""
+    """A backend that lets a caller choose each token's scores, for example from stored rows near its hidden state."""
 
     async def open_steps(self, request: GenerateRequest) -> StepSession:
-        """Begin an answer. Raises `InvalidRequestError` as `generate` does, and for what goes beyond one answer."""
+        """Begin an answer. Raises `InvalidRequestError` as `generate` does, and for several choices or logprobs."""
         ...
 
     async def open_scan(self, rows: NDArray[np.float16]) -> Scan:

@@ -1,4 +1,4 @@
-"""The HTTP edge: the only module that imports httpx, so that another client is a change in one place."""
+"""The HTTP client: the only module that imports httpx, so that another client is a change in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentspec.errors import ConfigurationError, UpstreamError, UpstreamStatusEr
 Transport = httpx.AsyncBaseTransport
 MAX_ANSWER_BYTES = 64 << 20
 
-# What may travel with a forwarded request or answer; hop-by-hop headers, cookies and hosts are thereby left behind.
+# Headers that may be forwarded with a request or an answer. Hop-by-hop headers, cookies and hosts are not among them.
 REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempotency-key", "user-agent"})
 REQUEST_PREFIXES = ("openai-", "trace", "x-agentspec-", "x-request-id", "x-stainless-")
 RESPONSE_HEADERS = frozenset({"content-type", "retry-after", "retry-after-ms", "x-should-retry"})
@@ -27,7 +27,7 @@ RESPONSE_PREFIXES = ("openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
 
 
 class UpstreamResponse:
-    """An upstream's answer in the making: `status`, the allowed `headers` (lower case) and the body as it arrives."""
+    """An upstream's answer while it arrives: `status`, the allowed `headers` (lower case) and the body in pieces."""
 
     def __init__(self, response: httpx.Response, name: str) -> None:
         self.status = response.status_code
@@ -40,7 +40,7 @@ class UpstreamResponse:
         return self.headers.get("content-type", "").lower().startswith("text/event-stream")
 
     async def aiter_raw(self) -> AsyncGenerator[bytes]:
-        """The body's bytes exactly as the upstream sent them. Raises `UpstreamError` where it breaks off."""
+        """The body's bytes exactly as the upstream sent them. Raises `UpstreamError` if the body breaks off."""
         with mapped_errors(self._name):
             async for chunk in self._response.aiter_raw():
                 yield chunk
@@ -57,9 +57,9 @@ class UpstreamResponse:
 
 
 class Endpoint:
-    """One upstream's address, key and connections. Redirects are never followed.
+    """One upstream's address, key and connections. It never follows redirects.
 
-    Connections belong to an event loop, so each running loop has its own pool; a pool whose loop is gone is dropped.
+    Connections belong to an event loop, so each running loop has its own pool; the pool of a deleted loop is dropped.
     """
 
     def __init__(self, settings: OpenAISettings, *, transport: Transport | None = None) -> None:
@@ -90,11 +90,11 @@ class Endpoint:
         timeout: float | None = None,
         above: bool = False,
     ) -> AsyncIterator[UpstreamResponse]:
-        """Send `body` and yield the answer once its head is there; leaving the block closes the connection's stream.
+        """Send `body` and yield the answer once its headers have arrived; leaving the block closes the stream.
 
         Headers outside the allow-list are dropped; the endpoint's own key replaces a given Authorization. `timeout`
-        in seconds overrides the settings' for each phase; `above` means a path beside `/v1`. Raises `UpstreamError`
-        when nothing answers, and for a redirect, which would carry the key elsewhere.
+        in seconds replaces the configured one for each phase; `above` means a path beside `/v1`, not below. Raises
+        `UpstreamError` when nothing answers, and for a redirect, which would carry the key elsewhere.
         """
         base = self._url.path.rstrip("/")
         url = self._url.copy_with(
@@ -126,7 +126,7 @@ class Endpoint:
         above: bool = False,
         limit: int = MAX_ANSWER_BYTES,
     ) -> bytes:
-        """The whole answer to JSON of ours. Raises as `send` does, and `UpstreamStatusError` for an error answer."""
+        """Send a JSON `body`; returns the whole answer. Raises as `send`, and `UpstreamStatusError` for an error."""
         headers = {"content-type": "application/json"} if body else {}
         async with self.send(method, path, headers=headers, body=body, timeout=timeout, above=above) as response:
             content = await response.aread(limit)
@@ -135,12 +135,12 @@ class Endpoint:
             return content
 
     async def aclose(self) -> None:
-        """Close the connections of the running loop and forget the others. Idempotent."""
+        """Close the connections of the running loop and drop those of other loops. Idempotent."""
         await self.leave_loop()
         self._clients.clear()
 
     async def leave_loop(self) -> None:
-        """Close the connections of the running loop alone, before it ends. Idempotent."""
+        """Close the connections of the running loop only, before the loop ends. Idempotent."""
         client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.aclose()
@@ -157,7 +157,7 @@ class Endpoint:
 
 @contextlib.contextmanager
 def mapped_errors(name: str) -> Iterator[None]:
-    """Turn every error of the HTTP client into one of the error tree, keeping the original as its cause."""
+    """Turn every error of the HTTP client into an `UpstreamError`, keeping the original as its cause."""
     try:
         yield
     except (httpx.HTTPError, httpx.InvalidURL, httpx.CookieConflict, httpx.StreamError) as error:
@@ -171,7 +171,7 @@ def map_error(error: Exception, name: str) -> UpstreamError:
 
 
 def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:
-    """An upstream's error answer as an exception that keeps it whole; its own message is quoted where it has one."""
+    """The exception for an upstream's error answer: it keeps the whole answer and quotes its message, if any."""
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, LookupError, TypeError, RecursionError):

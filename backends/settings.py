@@ -54,7 +54,7 @@ class TorchSettings(BaseModel):
         return self
 
     def drafter_names(self, *, cache: bool) -> tuple[DrafterName, ...]:
-        """The drafters to use, with or without a token cache: without one the request's own text stands in for it."""
+        """The drafters to use. By default, without a token cache, "ngram" over the request's text replaces "suffix"."""
         if self.drafters is not None:
             return self.drafters
         own: tuple[DrafterName, ...] = ("suffix" if cache else "ngram", "prediction")

@@ -1,4 +1,4 @@
-"""Messages and tools in the shape that chat templates expect, tools described in words for those that know none."""
+"""Converts messages and tools to the form that chat templates expect; for templates without tools, to plain text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ To call a function, answer with its name and arguments as JSON between these tag
 {{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
 </tool_call>"""
 
-# Marks that chat templates set around turns: text of one model must not open a turn in another model's prompt.
+# Markers that chat templates set around turns: one model's text must not open a turn in another model's prompt.
 _TURN_MARKS = re.compile(r"<(?=[|\uff5c]|(?:start|end)_of_turn|bos>|eos>|/?s>)|\[(?=/?INST\])")
 
 
 def plain(message: Message) -> dict[str, Any]:
     """The message as templates expect it: text parts joined, the arguments of calls as objects instead of JSON text.
 
-    Raises `InvalidRequestError` for parts that are not text, and for arguments that are no JSON object.
+    Raises `InvalidRequestError` for content parts other than text, and for arguments that are no JSON object.
     """
     plain = dict(message)
     if message.get("tool_calls"):
@@ -65,7 +65,7 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For a template without tools: they are described in the system message, calls and results become text."""
+    """The messages for a template without tools: the system message describes the tools, calls and results are text."""
     told = [_as_text(message) for message in messages]
     if not tools or not told:
         return told
@@ -88,5 +88,5 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def escape_markers(text: str) -> str:
-    """`text` without anything that a tokenizer would read as the mark of a turn."""
+    """`text` with a space inside every turn marker, so that no tokenizer reads it as one."""
     return _TURN_MARKS.sub(lambda mark: mark.group() + " ", text)

@@ -1,4 +1,4 @@
-"""Token memory: remembers what was generated and drafts what is likely to come next."""
+"""The token cache: stores the tokens of past outputs and drafts the tokens that are likely to come next."""
 
 from __future__ import annotations
 

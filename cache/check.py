@@ -1,4 +1,4 @@
-"""Whether a cache on disk is whole: the database, every sequence in it, and the index that is built from them."""
+"""Checks a cache on disk: the database, every sequence in it, and the index that is built from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from agentspec.errors import AgentSpecError
 
 
 def verify(folder: Path | str, memory_bytes: int, progress: Callable[[str], None] = lambda stage: None) -> list[str]:
-    """What is wrong, one line each; nothing for a cache that is whole. Changes nothing; others may use the folder.
+    """The problems found, one line each; empty for a sound cache. Read-only; other processes may use the folder.
 
-    The index holds the newest sequences that fit into `memory_bytes`, as a server's would. It is not looked at where
-    the database that it is built from is damaged.
+    The index that is checked holds the newest sequences that fit into `memory_bytes`, as a server's would. It is not
+    checked if the database is damaged.
     """
     try:
         progress("database")

@@ -1,4 +1,4 @@
-"""Outputs that are not shared because of what their text holds."""
+"""The filter that keeps outputs from being shared when their text matches a pattern."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ContentFilter:
             raise ConfigurationError(message, param="refuse_patterns") from error
 
     def refuses(self, context: Tokens, tokens: Tokens, decode: Decode | None) -> bool:
-        """Whether `tokens`, which would be kept with the `context` before them, match. Without `decode` they might."""
+        """Whether the text of `context` and `tokens` matches a pattern; true without `decode`, as it might match."""
         if decode is None:
             return True
         text = decode(np.concatenate((context, tokens)).tolist())

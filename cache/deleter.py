@@ -1,4 +1,4 @@
-"""Carries a deletion through memory and store, so that nothing forgotten comes back by another way."""
+"""Applies a deletion to memory and store, so that no deleted sequence comes back from the other of the two."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _RETENTION_SECONDS = 3600.0
 
 
 class Deleter:
-    """Works on the pool and the store of one cache. Thread-safe.
+    """Deletes from the pool and the store of one cache. Thread-safe.
 
-    `following` is held while what the store reports is ingested, deletions are applied or a segment is saved; it comes
-    before the locks of the pool.
+    Threads hold `following` while they load sequences from the store, apply deletions or prepare a segment; they take
+    it before the locks of the pool.
     """
 
     def __init__(self, pool: CachePool, store: SequenceStore | None, retention: float | None) -> None:
@@ -31,13 +31,14 @@ class Deleter:
 
     @property
     def expires(self) -> bool:
-        """Whether anything is forgotten by age."""
+        """Whether sequences are deleted by age."""
         return self._retention is not None
 
     def forget(self, selection: Selection, *, expiring: bool = False) -> int:
-        """Returns how many sequences went. Raises `CacheError` where the store cannot: then none did.
+        """Delete a selection; returns how many sequences were deleted.
 
-        `expiring`: leave the database as it is where there is nothing to forget.
+        `expiring`: write to the database only if a sequence matches. Raises `CacheError` where the store cannot be
+        changed; no sequence is deleted then.
         """
         self._pool.invalidate_sessions(selection.scope)
         if self._store is None:
@@ -45,13 +46,13 @@ class Deleter:
         return self._forget_stored(self._store, selection, expiring)
 
     def expire(self) -> None:
-        """Forget what is older than the retention, where it is this process's task."""
+        """Delete sequences older than the retention, unless this process is a follower."""
         self._expires_at = time.monotonic() + _RETENTION_SECONDS
         if self._retention is not None and not (self._store and self._store.mode == "follower"):
             self.forget(select(older_than=self._retention), expiring=True)
 
     def maintain(self) -> None:
-        """Called every now and then: follow other processes, finish what was in the way, expire."""
+        """Called periodically: apply other processes' deletions, finish a pending erasure, expire old sequences."""
         if self._store:
             self.apply_deletions()
             self._store.secure_erase()
@@ -59,7 +60,7 @@ class Deleter:
             self.expire()
 
     def apply_deletions(self) -> None:
-        """Drop from memory what was forgotten in the store, by this process or another."""
+        """Delete from memory the sequences that this process or another deleted from the store."""
         assert self._store is not None
         with self.following:
             for number, scope in self._store.pending_deletions():
@@ -69,7 +70,7 @@ class Deleter:
                 for partition, numbers in covered:
                     stored = self._store.numbers(partition.namespace) if numbers else set()
                     self._pool.forget(partition, [number for number in numbers if number not in stored])
-                # What was learned is what the store says, which keeps no forgotten token.
+                # New partitions start from the store's learned states, which hold no deleted token.
                 self._pool.replace_learned(self._store.learned())
 
     def _forget_stored(self, store: SequenceStore, selection: Selection, expiring: bool) -> int:

@@ -1,7 +1,7 @@
-"""What is to be forgotten: a selection as the caller gives it, and its scope as it is logged for other processes.
+"""What a deletion covers: a selection, as the caller gives it, and its scope, as it is logged for other processes.
 
-The scope of a deletion is kept in the database for the processes that follow it. It holds names as salted hashes and
-patterns not at all, since otherwise it would keep what was to be forgotten.
+The database keeps the scope of each deletion for the processes that follow. A scope holds names as salted hashes and
+no patterns, since otherwise it would preserve the text that was to be deleted.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from agentspec.errors import InvalidRequestError
 from agentspec.types import Namespace
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to their text, as the tokenizer of a namespace reads them."""
+"""Turns token ids into text, with the tokenizer of a namespace."""
 
-_LEAST_TOKENS, _LEAST_CHARACTERS = 4, 8  # shorter pieces of a pattern at the edge of a sequence say nothing
+_LEAST_TOKENS, _LEAST_CHARACTERS = 4, 8  # shorter pieces of a pattern at the edge of a sequence are no match
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where a deletion applies; only a process that knows a name can tell that it is meant. None: anywhere.
+    """The tenant, session, tokenizer and time that a deletion applies to; None: any. Names are salted hashes, so that
+    only a process that knows a name can recognise it.
 
-    `before` is a time in seconds since 1970. `searched`: within the scope only what held a pattern was forgotten.
+    `before` is a time in seconds since 1970. `searched`: only sequences that held a pattern were deleted.
     """
 
     salt: str
@@ -46,7 +47,7 @@ class Scope:
         return self.tenant is None or self.tenant == _digest(self.salt, namespace.tenant)
 
     def covers(self, session: str | None, time_: float) -> bool:
-        """Whether something of this session (None: of no name) and time lies in the scope."""
+        """Whether a sequence of this session (None: nameless) and time lies in the scope."""
         if self.before is not None and time_ >= self.before:
             return False
         return self.session is None or (session is not None and self.session == _digest(self.salt, session))
@@ -54,7 +55,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to forget: all conditions given must hold. `before` is a time in seconds since 1970."""
+    """The conditions of a deletion, all of which must hold. `before` is a time in seconds since 1970."""
 
     session: str | None = None
     tenant: str | None = None
@@ -75,9 +76,9 @@ class Selection:
         return Scope(salt, tenant, session, self.tokenizer, self.before, self.searched)
 
     def holds(self, tokens: Tokens) -> bool:
-        """Whether a stored sequence, what stood before it included, holds the patterns of this selection.
+        """Whether a stored sequence, with the context before it, holds the patterns of this selection.
 
-        A sequence that begins or ends inside a pattern and has half of it holds it too: prompts are kept by their end.
+        A sequence that begins or ends inside a pattern and has half of it matches too: of prompts only the end is kept.
         """
         if self.tokens is not None and not self._token_search(tokens):
             return False
@@ -90,7 +91,7 @@ class Selection:
         assert self.tokens is not None
         data, pattern = tokens.astype("<i4").tobytes(), self.tokens.astype("<i4").tobytes()
         at = data.find(pattern)
-        while at % 4 and at >= 0:  # across the bytes of neighbours
+        while at % 4 and at >= 0:  # a match that is not aligned to token ids is none
             at = data.find(pattern, at + 1)
         return at >= 0 or data.startswith(self._token_pieces[0]) or data.endswith(self._token_pieces[1])
 
@@ -121,7 +122,7 @@ def select(
     text: str | None = None,
     decode: Decode | None = None,
 ) -> Selection:
-    """A checked selection. Raises `InvalidRequestError` with `param` naming what cannot be."""
+    """A checked selection. Raises `InvalidRequestError`, whose `param` names the invalid condition."""
     for name, value in (("session", session), ("tenant", tenant), ("tokenizer", tokenizer), ("text", text)):
         if not isinstance(value, str | None):
             raise InvalidRequestError(f"{name} must be a string or None, not {value!r}", param=name)
@@ -137,7 +138,7 @@ def select(
 
 
 def seconds_of(span: float | timedelta, name: str) -> float:
-    """A time span in seconds. Raises `InvalidRequestError` unless it is a number, 0 or more."""
+    """A time span in seconds. Raises `InvalidRequestError` unless it is 0 or more."""
     seconds = span.total_seconds() if isinstance(span, timedelta) else span
     if isinstance(seconds, bool) or not isinstance(seconds, int | float | np.number) or not 0 <= seconds < 1e12:
         raise InvalidRequestError(f"{name} must be seconds or a timedelta, 0 or more, not {span!r}", param=name)

@@ -1,7 +1,7 @@
-"""The native suffix index and drafter with Python types. Thin: no algorithm lives here.
+"""The native suffix index and drafter with Python types. This module is thin and holds no algorithm.
 
-`cache/reference.py` does the same in plain Python and explains what is computed. Every method may be called from
-several threads at once; the interpreter lock is released meanwhile.
+`cache/reference.py` implements both in plain Python and explains them. Several threads may call any method at once;
+the native code releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ except ImportError as error:
     raise NativeExtensionError(f"agentspec's native extension is missing: run `pip install -e .` ({error})") from error
 
 DEPTH = 64
-"""Contexts count up to this many tokens."""
+"""At most this many tokens of a context are matched."""
 
 PartCounts = tuple[int, int, int, int]
-"""A number for each part of a frozen index."""
+"""One number for each of the four parts of a frozen index: sequences, pieces, run, log."""
 
 ITEM_BYTES: PartCounts = (32, 12, 4, 4)
-"""Of one item of each part. That of a sequence begins with its number."""
+"""Bytes of one item of each part. The record of a sequence begins with the sequence's number."""
 
 _SCAN_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Successors:
-    """What followed a context: distinct tokens in ascending order with their counts, and the newest of all."""
+    """The distinct tokens that followed a context, in ascending order, with their counts, and the newest token."""
 
     tokens: NDArray[np.int32]
     counts: NDArray[np.int64]
@@ -62,9 +62,9 @@ class IndexUsage:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """An index at rest, as the arrays that `SuffixIndex.load` finds in a file one behind the other.
+    """A read-only copy of an index, as four arrays. `SuffixIndex.load` reads them from a file in this order.
 
-    `sequences` and `pieces` are the bytes of fixed-size records, `run` and `log` four bytes a token each.
+    `sequences` and `pieces` are the bytes of fixed-size records; `run` and `log` take four bytes a token each.
     """
 
     sequences: NDArray[np.uint8]
@@ -74,7 +74,7 @@ class Frozen:
 
     @property
     def numbers(self) -> NDArray[np.int64]:
-        """The sequences, in the order of their records."""
+        """The numbers of the sequences, in the order of their records."""
         return sequence_numbers(self.sequences)
 
     @property
@@ -84,7 +84,7 @@ class Frozen:
 
     @property
     def checksums(self) -> PartCounts:
-        """One for each array."""
+        """The checksum of each array."""
         return cast(PartCounts, tuple(checksum(part.view(np.uint8)) for part in self.parts))
 
     @property
@@ -93,20 +93,21 @@ class Frozen:
 
 
 def sequence_numbers(records: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """The numbers in the records of sequences."""
+    """The sequence numbers that sequence records hold."""
     return records.view(np.int64).reshape(-1, ITEM_BYTES[0] // 8)[:, 0].copy()
 
 
 def checksum(data: bytes | NDArray[np.uint8]) -> int:
-    """64 bits that differ when the data do, except where collisions are made on purpose."""
+    """A 64-bit XXH64 checksum: detects damage, not deliberate forgery."""
     return _native.checksum(np.frombuffer(data, dtype=np.uint8))
 
 
 class SuffixIndex:
-    """Which tokens followed a context, over many sequences of token ids named by integers.
+    """Finds the tokens that followed a context in many sequences of token ids. Integers name the sequences.
 
-    Unknown sequences raise `KeyError`, appending to a closed one `InvalidRequestError`. At most `tail` tokens are
-    matched one by one and a sorted run is at least `ratio` times as large as the next; answers depend on neither.
+    Unknown sequences raise `KeyError`; appending to a closed sequence raises `InvalidRequestError`. At most `tail`
+    tokens are matched one by one, and a sorted run is at least `ratio` times as large as the next; both change the
+    speed only.
     """
 
     def __init__(self, *, tail: int = 128, ratio: int = 8) -> None:
@@ -114,10 +115,10 @@ class SuffixIndex:
 
     @classmethod
     def load(cls, file: int, offset: int, counts: PartCounts, checksums: PartCounts) -> SuffixIndex:
-        """A frozen index, used where it lies: from byte `offset` to the end of the open file of that descriptor.
+        """Map a frozen index that lies in the open file descriptor `file` from byte `offset` to the file's end.
 
-        The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` where it is not
-        as it was frozen, before more is allocated than its size allows; `CacheError` where it cannot be mapped.
+        The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` if the file is not
+        as it was frozen, before more is allocated than its size allows, and `CacheError` if it cannot be mapped.
         """
         index = cls()
         try:
@@ -129,13 +130,13 @@ class SuffixIndex:
         return index
 
     def freeze(self, sequences: Sequence[int] | NDArray[np.int64]) -> Frozen:
-        """Those of the sequences that exist, for `load`. Others append meanwhile; drafting is not held up at all."""
+        """Copy those `sequences` that exist, for `load`. Other threads may append; drafting is not held up at all."""
         return Frozen(*self.native.freeze(np.ascontiguousarray(sequences, dtype=np.int64)))
 
     def append(self, sequence: int, tokens: TokensLike, context: TokensLike = EMPTY) -> None:
-        """Add tokens at the end of a sequence; visible to queries at once. A new sequence is opened.
+        """Add tokens at the end of a sequence, a new or an open one. Queries see them at once.
 
-        `context`, for a new sequence only, is what stood before it: it is matched, and never counted or drafted.
+        `context`, for a new sequence only, holds the tokens before it: they are matched, never counted or drafted.
         """
         try:
             self.native.append(sequence, as_tokens(tokens), as_tokens(context, "context"))
@@ -147,7 +148,7 @@ class SuffixIndex:
         self._known(sequence, self.native.close)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget the tokens of an open sequence from `length` on."""
+        """Delete the tokens of an open sequence from `length` on."""
         try:
             self.native.truncate(sequence, length)
         except IndexError:
@@ -156,14 +157,14 @@ class SuffixIndex:
             raise InvalidRequestError(str(error)) from error
 
     def remove(self, sequences: Sequence[int] | NDArray[np.int64]) -> None:
-        """Forget sequences in one pass over the index. Unknown ones are ignored."""
+        """Delete sequences in one pass over the index. Unknown sequences are ignored."""
         self.native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
 
     def tokens(self, sequence: int) -> Tokens:
         return self._known(sequence, self.native.tokens)
 
     def prefix(self, sequence: int) -> Tokens:
-        """What stood before a sequence: the last `DEPTH` tokens of its context."""
+        """The tokens before a sequence: the last `DEPTH` tokens of its context."""
         return self._known(sequence, self.native.prefix)
 
     def length(self, sequence: int) -> int:
@@ -199,15 +200,15 @@ class SuffixIndex:
         return self.native.token_count
 
     def memory_bytes(self) -> int:
-        """Bytes held, by the capacity of every part, a mapped file included. Constant time."""
+        """Bytes that the index holds, by the capacity of its parts, a mapped file included. Constant time."""
         return self.native.memory_bytes()
 
     def mapped_bytes(self) -> int:
-        """Those that are pages of a mapped file, but for what was written to since."""
+        """Bytes of the index that are pages of a mapped file and were not written to since."""
         return self.native.mapped_bytes()
 
     def check_integrity(self) -> None:
-        """Raise `CacheFormatError` saying what is wrong when an invariant does not hold. Linear in the index."""
+        """Raise `CacheFormatError`, naming the fault, when an invariant does not hold. Linear in the index."""
         try:
             self.native.check_integrity()
         except RuntimeError as error:
@@ -222,13 +223,13 @@ class SuffixIndex:
 
 
 Sourced = tuple[SuffixIndex, int]
-"""An index and the `Source` its tokens go by."""
+"""An index, and the `Source` that drafts report for its tokens."""
 
 
 class IndexDrafter:
-    """Blends match lengths and indexes into calibrated draft trees, and learns how far to trust each.
+    """Makes calibrated draft trees from matches of all lengths and indexes, and learns how reliable each kind is.
 
-    Of more than `scan_limit` new matches in one sorted run an even sample is looked at.
+    If a sorted run holds more than `scan_limit` new matches, the drafter looks at an even sample of them.
     """
 
     def __init__(self, *, scan_limit: int = _SCAN_LIMIT) -> None:
@@ -243,9 +244,9 @@ class IndexDrafter:
         *,
         chain: bool = False,
     ) -> Draft:
-        """A tree continuing `context`, most likely paths first; at equal match length an earlier index goes first.
+        """A tree that continues `context`, likeliest paths first; at equal match length an earlier index goes first.
 
-        A `chain` has no branches: each node is the likeliest child of the one before, for targets that verify no trees.
+        A `chain` has no branches, for targets that verify no trees: each node is the likeliest child of the last.
         Raises `InvalidRequestError` for a bad budget, an index given twice or an unknown source.
         """
         require_budget(max_tokens, min_probability)
@@ -259,7 +260,7 @@ class IndexDrafter:
         min_probability: float,
         chain: bool = False,
     ) -> Draft:
-        """`draft` without checks, for a context and a budget that are known to be good."""
+        """Like `draft`, for a context and a budget that the caller has checked."""
         try:
             tree = self.native.draft(_natives(indexes), context[-DEPTH:], max_tokens, min_probability, chain)
         except ValueError as error:
@@ -267,22 +268,22 @@ class IndexDrafter:
         return Draft(*tree)
 
     def observe(self, indexes: Sequence[Sourced], context: TokensLike, tokens: TokensLike) -> None:
-        """Learn from `tokens`, which turned out to follow `context`. Call before adding them to any index."""
+        """Learn that `tokens` followed `context`. Call before adding the tokens to any index."""
         try:
             self.native.observe(_natives(indexes), as_tokens(context, "context")[-DEPTH:], as_tokens(tokens))
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
 
     def observe_end(self, token: int) -> None:
-        """Learn that an output ended with `token`: less is then drafted behind it."""
+        """Learn that an output ended with `token`, so that fewer tokens are drafted after it."""
         self.native.observe_end(token)
 
     def state(self) -> NDArray[np.float64]:
-        """What was learned, as plain numbers for `restore`."""
+        """The learned state, as plain numbers for `restore`."""
         return self.native.state()
 
     def restore(self, state: NDArray[np.float64]) -> None:
-        """Take over a learned state. Raises `CacheFormatError` where it is not one of this version."""
+        """Load a learned state. Raises `CacheFormatError` unless this version wrote it."""
         try:
             self.native.restore(np.ascontiguousarray(state, dtype=np.float64))
         except ValueError as error:
@@ -294,9 +295,9 @@ DraftJob = tuple[IndexDrafter, Sequence[Sourced], Tokens, int, float, bool]
 
 
 def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> list[Draft]:
-    """What each job's drafter proposes, all in one call and over several threads where there is enough to do.
+    """Draft for all jobs in one call, over several threads where there is enough to do.
 
-    An index that cannot be read within `patience` seconds, because others evict or forget, is left out.
+    An index that cannot be read within `patience` seconds, because another thread deletes from it, is left out.
     """
     native = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:
@@ -308,7 +309,7 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
 def require_budget(max_tokens: int, min_probability: float) -> None:
     """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
     if type(max_tokens) is int and max_tokens >= 0 and type(min_probability) is float and 0.0 <= min_probability <= 1.0:
-        return  # the usual case, at a tenth of the time
+        return  # the usual case: ten times as fast as the checks below
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
         raise InvalidRequestError(f"max_tokens must be an integer, 0 or more, not {max_tokens!r}", param="max_tokens")
     if not isinstance(min_probability, int | float | np.floating) or not 0.0 <= min_probability <= 1.0:

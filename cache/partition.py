@@ -1,4 +1,4 @@
-"""One namespace's share of the cache: its shared past, what it learned, its sessions."""
+"""One namespace's part of the cache: its cached past outputs, its drafter's learned state, its sessions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _META_BYTES = 256  # bytes of a SequenceMeta with its place in the table
 
 
 class Partition:
-    """Namespaces share nothing, neither tokens nor what was learned.
+    """One namespace's outputs, drafter and sessions. Namespaces share neither tokens nor learned states.
 
-    `add`, `covered` and reading are thread-safe; for the rest the caller holds the pool's lock.
+    `add`, `covered` and reading are thread-safe; for the other methods the caller holds the pool's lock.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -33,7 +33,7 @@ class Partition:
         self.shared = SuffixIndex()
         self.drafter = IndexDrafter()
         self.sessions = Sessions()
-        self.added = 0  # tokens, since this object exists
+        self.added = 0  # tokens added since this object was made
         self._reported: dict[int, int] = {}  # hits by sequence, as of the last `fresh_hits`
         self._meta: dict[int, SequenceMeta] = {}
         self._meta_lock = threading.Lock()  # outputs are added without the pool's lock
@@ -49,18 +49,18 @@ class Partition:
         return self.shared.memory_bytes() + _META_BYTES * len(self._meta)
 
     def add(self, record: SequenceRecord) -> None:
-        """Add a finished output to the shared past."""
+        """Add a finished output to the cached past outputs."""
         with self._meta_lock:
             self.shared.append(record.sequence, record.tokens, record.context)
             self._meta[record.sequence] = record.meta
             self.added += len(record.tokens)
 
     def holds(self, sequence: int) -> bool:
-        """Whether a sequence is in the shared past."""
+        """Whether a sequence is among the cached past outputs."""
         return sequence in self._meta
 
     def adopt(self, index: SuffixIndex, meta: dict[int, SequenceMeta]) -> None:
-        """Begin with a shared past that was saved, whose hits were reported before."""
+        """Use a saved index as the cached past outputs. Its hits count as reported."""
         usage = index.usage()
         with self._meta_lock:
             self.shared = index
@@ -68,24 +68,24 @@ class Partition:
             self._reported = dict(zip(usage.sequences.tolist(), usage.hits.tolist(), strict=True))
 
     def freeze(self, sequences: Collection[int]) -> tuple[Frozen, dict[int, SequenceMeta]]:
-        """Those of the sequences that are in the shared past, to be saved, and the meta data of these and others."""
+        """Freeze the index of those `sequences` that are cached here, to save it; also returns all cached metadata."""
         meta = dict(self._known())
         return self.shared.freeze([number for number in sequences if number in meta]), meta
 
     def learned(self) -> bytes:
-        """What was learned about drafting, for `restore`."""
+        """The drafter's learned state as bytes, for `restore`."""
         return zlib.compress(self.drafter.state().astype("<f8").tobytes(), level=1)
 
     def restore(self, learned: bytes) -> None:
-        """Go on from `learned`; what cannot be read is learned anew."""
+        """Continue from the state `learned`; if it cannot be read, the drafter learns from the start."""
         with contextlib.suppress(CacheFormatError, zlib.error, ValueError):
             self.drafter.restore(np.frombuffer(zlib.decompress(learned), dtype="<f8"))
 
     def evict(self, excess: int) -> int:
-        """Give back about `excess` bytes; returns how many sequences and sessions went, 0 when none could.
+        """Free about `excess` bytes; returns how many sequences and sessions were evicted, 0 when none could be.
 
-        The larger of shared past and sessions gives: what was used least recently,
-        where being added and every token that was right because of it is a use of a sequence.
+        Evicts the least recently used from whichever is larger, cached past outputs or sessions. A sequence is used
+        when it is added and whenever it predicted a token rightly.
         """
         past = self._past_bytes()
         if self.sessions.memory_bytes >= past and self.sessions.evict():
@@ -98,7 +98,7 @@ class Partition:
         usage = self.shared.usage()
         order = np.argsort(usage.last_used, kind="stable")
         quota = max(share, 1 / 16) * self.shared.token_count
-        # Removing is one pass over the index whatever it removes, so at least a sixteenth goes at once.
+        # Every removal is one pass over the index, so at least a sixteenth of the tokens is removed at once.
         gone = order[: int(np.searchsorted(np.cumsum(usage.lengths[order]), quota)) + 1]
         self._remove(usage.sequences[gone].tolist())
         return len(gone)
@@ -117,22 +117,22 @@ class Partition:
     # Deletions.
 
     def covered(self, scope: Scope) -> list[int]:
-        """The sequences of the shared past that lie in a scope, which concerns this namespace."""
+        """The cached sequences that lie in `scope`. The caller has checked that it concerns this namespace."""
         return [number for number, meta in self._known() if scope.covers(meta.session, meta.created_at)]
 
     def selected(self, selection: Selection) -> list[int]:
-        """The sequences of the shared past that a selection means."""
+        """The cached sequences that a selection matches."""
         numbers = self.covered(selection.scope)
         return [number for number in numbers if selection.holds(self._read(number))] if selection.searched else numbers
 
     def _read(self, sequence: int) -> Tokens:
-        """A sequence with what stood before it; empty where it was evicted meanwhile."""
+        """A sequence after its context tokens; empty if it was evicted meanwhile."""
         with contextlib.suppress(KeyError):
             return np.concatenate((self.shared.prefix(sequence), self.shared.tokens(sequence)))
         return EMPTY
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Forget sequences, and the tokens that only they ended with."""
+        """Delete sequences, and from the learned state the end tokens that no other sequence has."""
         self._remove(list(sequences))
         state, cells = self.drafter.state(), _cell_count()
         ends = state[cells:].reshape(-1, 3)
@@ -141,7 +141,7 @@ class Partition:
             self.drafter.restore(np.concatenate((state[:cells], ends[known].ravel())))
 
     def fresh_hits(self) -> list[tuple[int, int]]:
-        """(sequence, hits since the last call) of every sequence that was hit."""
+        """(sequence, hits since the last call) of every sequence with new hits."""
         usage = self.shared.usage()
         hit = np.flatnonzero(usage.hits)
         totals = dict(zip(usage.sequences[hit].tolist(), usage.hits[hit].tolist(), strict=True))
@@ -151,10 +151,10 @@ class Partition:
 
 
 def without_ends(learned: bytes) -> bytes:
-    """A learned state without the tokens that outputs ended with: its other numbers are of no text in particular."""
+    """A learned state without the end tokens of outputs: its other numbers reveal no text."""
     with contextlib.suppress(zlib.error):
         cells, state = 8 * _cell_count(), zlib.decompress(learned)
-        if len(state) >= cells:  # otherwise of an older version, and learned anew
+        if len(state) >= cells:  # a shorter state is of an older version, and is dropped
             return zlib.compress(state[:cells], level=1)
     return b""
 

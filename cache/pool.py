@@ -1,4 +1,4 @@
-"""The partitions of one cache with what they learned, under one lock and within one memory budget."""
+"""The partitions of one cache with their learned drafting states, under one lock and within one memory budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentspec.errors import CacheClosedError
 from agentspec.types import Labels, Namespace
 
 BYTES_PER_TOKEN = 32
-"""Most that an index holds for a token, with room to merge."""
+"""Upper bound of the bytes that an index takes for a token, with room to merge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class CacheStats:
     """A snapshot. Counts are since open unless said otherwise; a step is an `extend` that followed a draft."""
 
     namespaces: int = 0  # now
-    sessions: int = 0  # remembered now
-    sequences: int = 0  # in the shared past now
-    tokens: int = 0  # in the shared past now
+    sessions: int = 0  # in memory now
+    sequences: int = 0  # cached past outputs now
+    tokens: int = 0  # of cached past outputs now
     memory_bytes: int = 0  # now, mapped segments included
     segment_bytes: int = 0  # of them in mapped segments, whose pages all processes share
     disk_bytes: int = 0  # now, segments included
@@ -40,10 +40,10 @@ class CacheStats:
     hits: int = 0  # steps with at least one accepted token
     drafted: int = 0
     accepted: int = 0
-    partial: int = 0  # requests abandoned
-    evicted: int = 0  # sequences and sessions forgotten for room
-    forgotten: int = 0  # sequences forgotten on purpose or by age, by this process
-    refused: int = 0  # outputs not shared, by a pattern
+    partial: int = 0  # requests aborted
+    evicted: int = 0  # sequences and sessions evicted to make room
+    forgotten: int = 0  # sequences that this process deleted, on request or by age
+    refused: int = 0  # outputs not shared because their text matched a pattern
     mode: Literal["memory", "writer", "follower"] = "memory"
     store_error: str | None = None  # why nothing is written now
     unwritten: int = 0  # outputs and updates that the store gave up writing
@@ -51,12 +51,12 @@ class CacheStats:
 
 
 class CachePool:
-    """What the requests, the deletions and the store of one cache work on. Thread-safe.
+    """The partitions that the requests, the deletions and the store of one cache work on. Thread-safe.
 
-    `memory_bytes` bounds all partitions, `tenant_memory_bytes` those of each tenant. `persist` is handed every output
-    that joins a shared past; the first has the number `first_sequence`.
+    `memory_bytes` bounds all partitions, `tenant_memory_bytes` the partitions of each tenant. The pool passes every
+    output that it shares to `persist`; the first gets the sequence number `first_sequence`.
 
-    Locks are taken in this order: `Deleter.following`; `_sharing`, held from the check that a session is not forgotten
+    Threads take locks in this order: `Deleter.following`; `_sharing`, held from the check that a session is not deleted
     until its output is shared; `_lock`, which guards the tables.
     """
 
@@ -93,9 +93,9 @@ class CachePool:
     # Sessions and outputs of requests.
 
     def acquire(self, namespace: Namespace, name: str | None, prompt: Tokens) -> tuple[Partition, Session]:
-        """The session of that name, or without a name the one that `prompt` continues; `prompt` is its transcript now.
+        """The session of that name, or without a name the session that `prompt` continues, with `prompt` as transcript.
 
-        It is the caller's until `release`.
+        Only the caller may use the session until `release`.
         """
         with self._lock:
             partition = self.partition(namespace)
@@ -110,7 +110,7 @@ class CachePool:
         return partition, session
 
     def measure(self, partition: Partition, session: Session) -> None:
-        """Account for a session's growth, and make room where it went over the budget."""
+        """Account for a session's growth, and evict if it exceeds the budget."""
         if session.size() == session.measured:
             return
         with self._lock:
@@ -133,7 +133,7 @@ class CachePool:
         context: Tokens,
         decode: Decode | None,
     ) -> None:
-        """Add a session's output to the shared past, unless the session was forgotten or a pattern refuses it."""
+        """Add an output to the cached past outputs, unless its session was deleted or the content filter refuses it."""
         if self._content_filter and self._content_filter.refuses(context, tokens, decode):
             self.count(refused=1)
             return
@@ -155,7 +155,7 @@ class CachePool:
     # Partitions.
 
     def partition(self, namespace: Namespace) -> Partition:
-        """The partition of a namespace; a new one goes on from what the namespace learned."""
+        """The partition of a namespace; a new partition starts from the namespace's last learned state, if any."""
         with self._lock:
             if namespace not in self._partitions:
                 partition = self._partitions[namespace] = Partition(namespace)
@@ -164,12 +164,12 @@ class CachePool:
             return self._partitions[namespace]
 
     def partitions(self, scope: Scope | None = None) -> list[Partition]:
-        """All partitions now, or those of namespaces that a scope concerns."""
+        """All partitions, or only the partitions of namespaces that `scope` concerns."""
         with self._lock:
             return [one for one in self._partitions.values() if scope is None or scope.concerns(one.namespace)]
 
     def ingest(self, records: Iterable[SequenceRecord]) -> None:
-        """Add what the store holds and this process does not."""
+        """Add sequences from the store that this process does not hold yet."""
         for record in records:
             partition = self.partition(record.namespace)
             if not partition.holds(record.sequence):
@@ -177,25 +177,25 @@ class CachePool:
         self.enforce_budget()
 
     def replace_learned(self, learned: Mapping[str, bytes]) -> None:
-        """What namespaces (by key) that are not in memory learned."""
+        """Replace the learned drafting states, by key, from which new partitions start."""
         with self._lock:
             self._learned = dict(learned)
 
     # Deletions.
 
     def invalidate_sessions(self, scope: Scope) -> None:
-        """Drop the sessions in scope. Their requests in progress share nothing from here on."""
+        """Delete the sessions in scope. Outputs of their open requests are not shared any more."""
         with self._sharing, self._lock:
             for partition in self.partitions(scope):
                 partition.sessions.invalidate(scope)
 
     def covered(self, scope: Scope) -> list[tuple[Partition, list[int]]]:
-        """The sequences in scope; each is stored, or waits to be."""
+        """The sequences in scope by partition; each is in the store, or waits to be written."""
         with self._sharing:
             return [(partition, partition.covered(scope)) for partition in self.partitions(scope)]
 
     def forget(self, partition: Partition, sequences: Iterable[int]) -> None:
-        """Drop sequences, and what their namespace learned when nothing else is left in it."""
+        """Delete sequences; a partition that is empty then is dropped with its learned state."""
         with self._lock:
             partition.forget(sequences)
             if partition.is_empty:
@@ -204,11 +204,11 @@ class CachePool:
     # Memory.
 
     def free_bytes(self) -> int:
-        """Bytes that the budget has left; negative where it is overdrawn."""
+        """Bytes left in the budget; negative when it is exceeded."""
         return self.limit - self.bytes_by_tenant().total()
 
     def bytes_by_tenant(self) -> Counter[str]:
-        """What each tenant takes in memory, over all its namespaces."""
+        """The bytes that each tenant takes in memory, over all its namespaces."""
         taken: Counter[str] = Counter()
         with self._lock:
             for partition in self._partitions.values():
@@ -216,7 +216,7 @@ class CachePool:
         return taken
 
     def enforce_budget(self) -> None:
-        """Evict until what was measured fits. A tenant over its share loses what is its own, nobody else's."""
+        """Evict until the measured sizes fit the budget. A tenant over its limit loses only its own entries."""
         with self._lock:
             taken, evicted = self.bytes_by_tenant(), 0
             for tenant, size in taken.items():
@@ -229,9 +229,9 @@ class CachePool:
                 self.count(evicted=evicted)
 
     def _reduce(self, partitions: list[Partition], limit: int) -> int:
-        """Evict from the tenant that takes most, in its largest partition: a flood pushes out its own past.
+        """Evict from the largest partition of the largest tenant, so that a flood of requests evicts its own entries.
 
-        Returns how many sequences, sessions and partitions went.
+        Returns how many sequences, sessions and partitions were evicted.
         """
         evicted, kept = 0, 0
         while partitions and (excess := kept + sum(one.memory_bytes() for one in partitions) - limit) > 0:
@@ -263,7 +263,7 @@ class CachePool:
             ]
 
     def stats(self) -> CacheStats:
-        """Of the memory; what is stored is left at its defaults."""
+        """The figures of the cache in memory; the store's fields keep their defaults."""
         with self._lock:
             partitions = self._partitions.values()
             counts: dict[str, Any] = dict(self._counts)

@@ -1,4 +1,4 @@
-"""A finished output, as it goes from a request to the shared past and to the store."""
+"""A finished output, as a request hands it to the cached past outputs and to the store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentspec.types import Labels, Namespace
 
 
 class SequenceMeta(NamedTuple):
-    """What is kept beside a sequence in memory: its session, when it was finished, its last token (-1: it is empty)."""
+    """Metadata of a sequence in memory: its session, when it finished, its last token `end` (-1: it is empty)."""
 
     session: str | None
     created_at: float  # seconds since 1970
@@ -21,7 +21,7 @@ class SequenceMeta(NamedTuple):
 class SequenceRecord:
     """One finished output. `sequence` is its number, unique among the processes of a store.
 
-    `context` is the end of what stood before `tokens`, at most `index.DEPTH` tokens.
+    `context` holds the last tokens before `tokens`, at most `index.DEPTH`.
     """
 
     sequence: int

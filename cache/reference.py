@@ -1,10 +1,10 @@
-"""The suffix index and the drafter in plain Python: what `cache/native` computes, without what makes it fast.
+"""The suffix index and the drafter in plain Python: they compute the same as `cache/native`, without its speed.
 
-Read this first. The tests hold the native code to it: equal counts and successors, equal drafts. Every query looks at
-every token, so it is of no use for anything else.
+Read this first. The tests require the native code to return the same counts, successors and drafts. Every query looks
+at every token, so this module serves only to explain and to test.
 
-A *context* is what stands before a token, read backwards. Two contexts match over p tokens when their nearest p tokens
-are equal. Drafting asks, for the longest match lengths first, which tokens followed contexts like this one.
+The *context* of a token is the tokens before it, read backwards. Two contexts match over p tokens when their nearest p
+tokens are equal. Drafting asks, for the longest match lengths first, which tokens followed contexts like this one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ END_TOKENS = 64
 
 @dataclass(frozen=True)
 class Occurrence:
-    """`token` followed a context; later ones have a higher `time`."""
+    """One occurrence of `token` after the context `before`; later occurrences have a higher `time`."""
 
     sequence: int
     time: int
@@ -36,7 +36,7 @@ class Occurrence:
     token: int
 
     def shares(self, context: Sequence[int]) -> int:
-        """How many tokens of the context match, nearest first."""
+        """How many of the nearest tokens of `context` match."""
         shared = 0
         for mine, theirs in zip(reversed(self.before), reversed(context[-DEPTH:]), strict=False):
             if mine != theirs:
@@ -47,7 +47,7 @@ class Occurrence:
 
 @dataclass
 class ReferenceIndex:
-    """Sequences of tokens; `prefixes` holds what stood before each, which is matched but never counted."""
+    """Sequences of tokens; `prefixes` holds the tokens before each sequence, which are matched but never counted."""
 
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     occurrences: list[Occurrence] = field(default_factory=list)
@@ -83,11 +83,11 @@ class ReferenceIndex:
         return list(self.prefixes[sequence][-DEPTH:])
 
     def matches(self, context: Sequence[int], length: int) -> list[Occurrence]:
-        """Oldest first."""
+        """The occurrences whose context matches over at least `length` tokens, oldest first."""
         return [o for o in self.occurrences if o.shares(context) >= length]
 
     def successors(self, context: Sequence[int]) -> tuple[Counter[int], int | None]:
-        """Counts of the tokens that followed the last DEPTH tokens of a context, and the newest of them."""
+        """Counts of the tokens that followed the last DEPTH tokens of a context, and the newest such token."""
         found = self.matches(context, min(len(context), DEPTH))
         return Counter(o.token for o in found), found[-1].token if found else None
 
@@ -97,7 +97,10 @@ Cell = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Level:
-    """The matches of one length in one index: symbols that no longer match offered, with their occurrences."""
+    """The matches of one length in one index: the symbols (next tokens) that no level before it offered, with counts.
+
+    A level comes before another if its matches are longer, or as long and from an earlier index.
+    """
 
     source: int
     length: int
@@ -107,12 +110,12 @@ class Level:
 
     @property
     def cell(self) -> Cell:
-        """What confidence is keyed by: source, length, and coarse numbers of occurrences, symbols and exclusions."""
+        """The key of the learned hit rate: source, length, and coarse counts of occurrences, symbols, exclusions."""
         excluded = 1 + bucket(self.excluded, 4) if self.excluded else 0
         return self.source, self.length, bucket(self.counts.total(), 8), bucket(len(self.counts), 5), excluded
 
     def weight(self, token: int) -> float:
-        """The level's probability is shared by count, with a bonus for the most recent."""
+        """A token's count, with a bonus for the most recent. Tokens share the level's probability by weight."""
         return self.counts[token] + (RECENCY_BONUS if token == self.newest else 0.0)
 
     @property
@@ -121,7 +124,7 @@ class Level:
 
     @property
     def leader(self) -> int:
-        """The token of the greatest weight, and of these the one with the lowest id."""
+        """The token of the greatest weight; of equals the token with the lowest id."""
         return min(self.counts, key=lambda token: (-self.weight(token), token))
 
 
@@ -137,13 +140,13 @@ def levels(indexes: Sequence[tuple[ReferenceIndex, int]], context: Sequence[int]
 
 
 def bucket(n: float, buckets: int) -> int:
-    """0, 1, 2, 3, ... up to 1, 2, 4, 8, ...; the last takes all the rest."""
+    """The bucket of `n`: 0, 1, 2, 3, ... for `n` up to 1, 2, 4, 8, ...; the last bucket takes all larger `n`."""
     return min(buckets - 1, max(0, math.ceil(math.log2(n))))
 
 
 @dataclass
 class DepthCorrection:
-    """What rates learned over all tokens turn out to be at each depth: a draft begins in hard places."""
+    """Corrects hit rates, learned over all tokens, for the depth in the draft: a draft begins where tokens are hard."""
 
     sums: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
 
@@ -157,7 +160,7 @@ class DepthCorrection:
         self.sums[cell] = (rates + rate) * scale, (hits + hit) * scale, (tries + 1.0) * scale
 
     def correct(self, depth: int, rate: float) -> float:
-        """Shift the odds by what they were off, as if some tries more had been as predicted."""
+        """Multiply the odds of `rate` by the ratio of observed to predicted odds, damped by some neutral tries."""
         rates, hits, tries = self.sums.get(cell := self.cell(depth, rate), (0.0, 0.0, 0.0))
         yes = NEUTRAL_TRIES * (0.5 * ((EDGES[cell[1] - 1] if cell[1] else 0.0) + EDGES[cell[1]]))
         no = NEUTRAL_TRIES - yes
@@ -170,7 +173,7 @@ Node = tuple[int, int, float, int, int]
 
 @dataclass
 class ReferenceDrafter:
-    """Running hit rate of every kind of level, and of going on after tokens that ended an output."""
+    """Learns the hit rate of every kind of level, and how often outputs go on after tokens that ended an output."""
 
     rates: dict[Cell, tuple[float, float]] = field(default_factory=dict)
     depths: DepthCorrection = field(default_factory=DepthCorrection)
@@ -178,7 +181,7 @@ class ReferenceDrafter:
     ends: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def record(self, cell: Cell) -> tuple[float, float]:
-        """(hits, tries) of a cell; before it saw anything, a guess from match length, occurrences and exclusions."""
+        """(hits, tries) of a cell; for an untried cell a guess from match length, occurrences and exclusions."""
         log_odds = -1.9 + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
         return self.rates.get(cell, (PRIOR_TRIES * (1.0 / (1.0 + math.exp(-log_odds))), PRIOR_TRIES))
 
@@ -189,7 +192,7 @@ class ReferenceDrafter:
     def observe(
         self, indexes: Sequence[tuple[ReferenceIndex, int]], context: Sequence[int], tokens: Sequence[int]
     ) -> None:
-        """Learn from what followed `context`: every level down to the one that held the token counts."""
+        """Learn that `tokens` followed `context`: updates every level down to the level that held the token."""
         for i, token in enumerate(tokens):
             if token in self.ends:
                 self.ends[token] = self.ends[token][0], self.ends[token][1] + 1.0
@@ -220,7 +223,7 @@ class ReferenceDrafter:
     ) -> list[Node]:
         """Rows of (token, parent, path probability, match length, source), likeliest path first.
 
-        The order is by rates over all depths, what is reported is corrected for depth.
+        The rates over all depths decide the order; the reported probabilities are corrected for depth.
         """
         tree: list[Node] = []
         open_: list[tuple[float, int, int, int, int, float]] = []
@@ -250,7 +253,7 @@ class ReferenceDrafter:
         return tree
 
     def shares(self, level: Level, depth: int) -> dict[int, float]:
-        """Shares with the leader's corrected; the others keep their proportions."""
+        """Each token's share of the level's probability: the leader's corrected, the others in their proportions."""
         shares = {token: level.weight(token) / level.weights for token in level.counts}
         if len(shares) > 1:
             lead = shares[level.leader]

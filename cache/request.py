@@ -1,4 +1,4 @@
-"""One generation's view of the cache: draft, extend, close. And drafting for many of them in one call."""
+"""A request's interface to the cache: draft, extend, close; and drafting for many requests in one call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
 from agentspec.errors import CacheClosedError, InvalidRequestError
 from agentspec.types import Draft, Labels, Source
 
-_ROUND = 32  # tokens learned from before they are added to the session's index
+_ROUND = 32  # tokens that the drafter learns from at a time, before the session's index gets them
 
 
 class CacheRequest:
     """An open request. Leaving the `with` block without an exception closes it and shares its output.
 
-    Used by one thread at a time; different requests of one cache may run in different threads. `session` was acquired
-    from `pool`, and is released at the end.
+    One thread at a time may use it; different requests of one cache may run in different threads. The caller acquired
+    `session` from `pool`; the request releases it at its end.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CacheRequest:
         self._output: list[Tokens] = []
         self._indexes: list[Sourced] = [(session.index, Source.SESSION), (partition.shared, Source.SHARED)]
         self._length = 0  # of the output
-        self._drafts: dict[int, Draft] = {}  # those to be counted, by where in the output they begin
+        self._drafts: dict[int, Draft] = {}  # drafts not counted yet, by the place in the output where they begin
         self._open = True
 
     @property
@@ -68,12 +68,12 @@ class CacheRequest:
 
     @property
     def indexes(self) -> list[Sourced]:
-        """What this request drafts from, the first going first at equal match length."""
+        """The indexes that this request drafts from; at equal match length an earlier index takes precedence."""
         self._leave_forgotten()
         return list(self._indexes)
 
     def include(self, index: SuffixIndex, source: int) -> None:
-        """Draft from one more index too, such as one over a predicted output. It goes before the shared past."""
+        """Draft from a further index too, say of a predicted output. It takes precedence over cached past outputs."""
         self._require_open()
         self._indexes.insert(len(self._indexes) - 1, (index, source))
 
@@ -82,8 +82,8 @@ class CacheRequest:
     ) -> Draft:
         """Propose a token tree that continues prompt and output; empty when nothing similar was seen.
 
-        A `chain` has no branches, for targets that verify no trees. The output may have grown by tokens that `extend`
-        will be given later: the tree continues `behind` them.
+        A `chain` has no branches, for targets that verify no trees. `behind` holds output tokens that `extend` will
+        be given later; the tree continues after them.
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
@@ -102,13 +102,13 @@ class CacheRequest:
         return self.drafter, self._indexes, self._context, max_tokens, min_probability, chain
 
     def expect(self, draft: Draft, behind: int = 0) -> None:
-        """Count a draft once `extend` is given what came in its place, `behind` tokens further on."""
+        """Register a draft that begins `behind` tokens after the output so far; `extend` counts its accepted tokens."""
         self._drafts[self._length + behind] = draft
 
     def extend(self, tokens: TokensLike) -> None:
-        """Record the tokens committed in this round, the target's own included. The session sees them at once.
+        """Record the tokens committed in this step, the target's own included. The session drafts from them at once.
 
-        Raises `InvalidRequestError` for what are not token ids, `CacheClosedError` after close.
+        Raises `InvalidRequestError` unless `tokens` are token ids, `CacheClosedError` after close.
         """
         self._require_open()
         self._leave_forgotten()
@@ -126,15 +126,15 @@ class CacheRequest:
             self.pool.measure(self._partition, self._session)
 
     def count_draft(self, drafted: int, accepted: int) -> None:
-        """Count a draft that was made from `drafter` and `indexes` directly, for a caller with threads of its own."""
+        """Count a draft that the caller, with threads of its own, made from `drafter` and `indexes` directly."""
         self.pool.count(steps=1, drafted=drafted, accepted=accepted, hits=int(accepted > 0))
 
     def close(self) -> None:
-        """End cleanly: the output joins the namespace's shared past. Idempotent."""
+        """Finish cleanly: the output joins the namespace's cached past outputs. Idempotent."""
         self._end(clean=True)
 
     def abandon(self) -> None:
-        """End without sharing: the output so far is partial and stays in this session alone. Idempotent."""
+        """Abort: the output so far is partial, so only this session keeps it. Idempotent."""
         self._end(clean=False)
 
     def _end(self, *, clean: bool) -> None:
@@ -153,7 +153,7 @@ class CacheRequest:
             self.pool.release(self._partition, self._session, keep=self.store)
 
     def _leave_forgotten(self) -> None:
-        """Go on without the session's own text if it was forgotten meanwhile."""
+        """Stop drafting from the session's own text if the session was deleted meanwhile."""
         if self._session.forgotten:
             self._indexes = [pair for pair in self._indexes if pair[0] is not self._session.index]
 
@@ -171,7 +171,7 @@ class CacheRequest:
         self.pool.require_open()
 
     def _count(self, committed: Tokens) -> None:
-        """Follow the committed tokens down the drafts that begin among them, to know how many were accepted."""
+        """Count how many of the committed tokens each registered draft that begins among them had right."""
         end = self._length + len(committed)
         for start in [start for start in self._drafts if start < end]:
             draft = self._drafts.pop(start)
@@ -204,7 +204,7 @@ def draft_batch(
 
 
 def _accepted(draft: Draft, tokens: list[int]) -> int:
-    """How many of the tokens lie on a path of the draft."""
+    """How many leading tokens lie on a path of the draft."""
     edges = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
     children = {edge: node for node, edge in enumerate(edges)}
     node = -1

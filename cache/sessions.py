@@ -1,4 +1,4 @@
-"""Sessions: each conversation's own index over its latest transcript, extended by the difference only."""
+"""Sessions: each has an index over its conversation's latest transcript, which gets only the new tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from agentspec.cache.index import SuffixIndex
 from agentspec.cache.tokens import Tokens
 
 TRANSCRIPT = 0
-"""Number of the one sequence in a session's index."""
+"""Number of the only sequence in a session's index."""
 
 _OVERHEAD = 1024  # bytes of the Python objects around an index
-_SEARCHED = 512  # sessions looked through for one that a prompt continues
+_SEARCHED = 512  # sessions searched at most for the session that a prompt continues
 
 
 class Session:
     """One conversation. Not thread-safe: the request that acquired it is its only user.
 
-    `label` is the name that was asked for, which a session beside a busy one has too. Once `forgotten` is set, which
-    may happen under a request, nothing may be drafted from it any more and its output is not to be shared.
+    `label` is the name that the request gave; where the session of that name is busy, a further, nameless session has
+    the same label. Once `forgotten` is set, which may happen during a request, that request must not draft from the
+    session nor share its output.
     """
 
     __slots__ = ("_mark", "_needed", "busy", "forgotten", "index", "label", "measured", "name", "used_at")
@@ -36,12 +37,12 @@ class Session:
         self.busy = True
         self.measured = 0
         self._needed = 0  # tokens of the last prompt that a continuation must share
-        self._mark = b""  # the last of them
+        self._mark = b""  # the last 8 of these tokens
 
     def begin(self, prompt: Tokens, limit: int) -> None:
-        """Make the transcript `prompt`: what it shares with the last one stays, the rest is cut off or added.
+        """Make `prompt` the transcript: the tokens shared with the last transcript stay, others are cut off or added.
 
-        A prompt of more than `limit` tokens is remembered by its end only.
+        Of a prompt of more than `limit` tokens only the last `limit` are kept.
         """
         kept = prompt[-limit:]
         known = self.index.common_prefix(TRANSCRIPT, kept) if self.index.sequence_count else 0
@@ -54,13 +55,13 @@ class Session:
         self._mark = _mark(kept, self._needed)
 
     def size(self) -> int:
-        """Bytes this session takes."""
+        """Bytes that this session takes."""
         return self.index.memory_bytes() + _OVERHEAD
 
     def continued_by(self, prompt: Tokens) -> int:
-        """Tokens shared with `prompt` when it goes on from this session's last prompt, else 0.
+        """Number of tokens shared with `prompt` if it continues this session's last prompt, else 0.
 
-        The last few tokens of that prompt may differ: chat templates end a prompt otherwise than they continue it.
+        The last few tokens of the last prompt may differ: chat templates end a prompt otherwise than they continue it.
         """
         if len(prompt) < self._needed or _mark(prompt, self._needed) != self._mark:
             return 0  # the usual case, and much cheaper than comparing whole transcripts
@@ -87,9 +88,9 @@ class Sessions:
         return iter(self._sessions.values())
 
     def acquire(self, name: str | None, prompt: Tokens) -> Session:
-        """The session of that name, or without a name the one that `prompt` continues; a new one where there is none.
+        """The session of that name, or without a name the session that `prompt` continues; a new session if none fits.
 
-        One that another request holds is not shared: the request gets a new, nameless session.
+        A session that another request holds is not shared: the caller gets a new, nameless session.
         """
         found = self._by_name.get(name) if name is not None else self._continued_by(prompt)
         if found is not None and not found.busy:
@@ -122,7 +123,7 @@ class Sessions:
         self.measure(session)
 
     def evict(self) -> bool:
-        """Forget the least recently used idle session; false where there is none."""
+        """Evict the least recently used idle session; returns false if there is none."""
         session = next((session for session in self if not session.busy), None)
         if session is None:
             return False
@@ -130,7 +131,7 @@ class Sessions:
         return True
 
     def forget(self, session: Session) -> None:
-        """Let go of a session and its transcript, unless that happened before."""
+        """Delete a session with its transcript. Does nothing if it is deleted already."""
         if self._sessions.pop(id(session), None) is None:
             return
         if session.name is not None:
@@ -138,9 +139,9 @@ class Sessions:
         self.memory_bytes -= session.measured
 
     def invalidate(self, scope: Scope) -> None:
-        """Forget the sessions in scope, those that requests hold included, but not for the age of their start.
+        """Delete the sessions in scope, also those that requests hold; a held session counts as used now.
 
-        Whether a session holds a pattern is not checked: it begins anew from its next prompt, which costs little.
+        Sessions are not searched for patterns: to begin anew from the next prompt costs little.
         """
         for session in list(self):
             if scope.covers(session.label, time.time() if session.busy else session.used_at):

@@ -28,7 +28,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def parse_span(value: object) -> object:
-    """`"30d"` in seconds, units s, m, h, d and w; other values as they are. Raises `ValueError` for other text."""
+    """Text such as `"30d"` in seconds (units s, m, h, d, w); non-text values unchanged. Raises `ValueError`."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*([smhdw]?)\s*", value)
@@ -41,7 +41,7 @@ Seconds = Annotated[float, BeforeValidator(parse_span)]
 
 
 def parse_location(value: object) -> object:
-    """An address as text, anything else as the path of a folder. Raises `ValueError` for what is neither."""
+    """A database address as text, any other value as the path of a folder. Raises `ValueError` for neither."""
     if not isinstance(value, str | Path):
         raise ValueError("must be a folder, or the address of a database such as postgresql://user@host/name")
     if "://" not in str(value):
@@ -58,7 +58,7 @@ Location = Annotated[Path | str, BeforeValidator(parse_location)]
 
 
 def without_password(url: str) -> str:
-    """An address as it may be shown; other text as it is."""
+    """An address with its password masked; other text unchanged."""
     password = urlsplit(url).password if "://" in url else None
     return url.replace(f":{password}@", ":**********@") if password else url
 
@@ -96,7 +96,7 @@ class CacheSettings(BaseModel):
     )
 
     def open(self) -> SuffixCache:
-        """The cache that is set. Raises what `location` and `SuffixCache.open` raise."""
+        """Open the cache with these settings. Raises what `location` and `SuffixCache.open` raise."""
         from agentspec.cache.suffix_cache import SuffixCache
 
         return SuffixCache.open(
@@ -110,7 +110,7 @@ class CacheSettings(BaseModel):
         )
 
     def location(self) -> Path | str | None:
-        """`path`, with the password in an address. Raises `ConfigurationError` where it cannot be read or used."""
+        """`path`, with the password added to an address. Raises `ConfigurationError` if it cannot be read or used."""
         password = self._read_password()
         if password is None or self.path is None:
             return self.path

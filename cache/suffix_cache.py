@@ -1,4 +1,4 @@
-"""The token cache: namespaces that share nothing, sessions that grow by the difference, a budget in bytes."""
+"""The token cache: `SuffixCache` opens it, begins requests, deletes, and keeps within its budgets in bytes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Mode = Literal["auto", "writer", "follower"]
 
 _log = logging.getLogger(__name__)
 
-_MAINTENANCE_SECONDS = 0.5  # after which a process, idle or not, has followed what others added and forgot
+_MAINTENANCE_SECONDS = 0.5  # how often a process, idle or not, applies what other processes added and deleted
 
 
 class SuffixCache:
-    """Remembers prompts and outputs and drafts what is likely to come next. Thread-safe; a context manager.
+    """Stores prompts and outputs and drafts the tokens that are likely to come next. Thread-safe; a context manager.
 
     Open it with `SuffixCache.open`.
     """
@@ -53,7 +53,7 @@ class SuffixCache:
         store_error: str | None,
     ) -> None:
         self._store = store
-        self._store_error = store_error  # why there is no store, where there should be one
+        self._store_error = store_error  # why there is no store although a path was given
         self._namespace = namespace
         process = int.from_bytes(os.urandom(4)) >> 1
         self._pool = CachePool(
@@ -85,19 +85,19 @@ class SuffixCache:
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
     ) -> SuffixCache:
-        """A cache in memory, or with `path`, a folder or `postgresql://user@host/database`, one that outlives it.
+        """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
-        `namespace` is where requests go that name none. `memory_bytes` bounds the index, `disk_bytes` the database with
-        its segments, the tenant's bounds what one tenant takes of them; the least recently used goes first. One process
-        per database is its writer, which keeps it within bounds; any number follow. Mode "writer" raises
-        `CacheLockedError` where another process is the writer, "auto" follows then. Where the database is not to be had
-        for now (no permission, no room, no server), "auto" warns and goes on in memory, and the other modes raise
-        `CacheUnavailableError`.
+        Requests that name no namespace use `namespace`. `memory_bytes` bounds the index and `disk_bytes` the database
+        with its segments; the tenant limits bound one tenant's part of each. In memory the least recently used
+        sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
+        bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
+        `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no permission, no room, no
+        server), "auto" warns and goes on in memory, and the other modes raise `CacheUnavailableError`.
 
-        Sequences older than `retention` (seconds or a timedelta) are forgotten at once and every hour, by the writer.
-        An output whose text one of `refuse_patterns` (regular expressions) is found in is used for its own session
-        only, as is one of a request without `decode`, whose text is unknown. Raises `ConfigurationError` for
-        settings that cannot work, `CacheFormatError` for a database that cannot be read.
+        The writer deletes sequences older than `retention` (seconds or a timedelta) at once and every hour. If a text
+        matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
+        output serves its own session only. Raises `ConfigurationError` for settings that cannot work, and
+        `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
@@ -123,7 +123,7 @@ class SuffixCache:
     def _open_store(
         path: str | Path | None, mode: Mode, disk_bytes: int | None, tenant_disk_bytes: int | None
     ) -> tuple[SequenceStore | None, str | None]:
-        """The store, or why there is none."""
+        """The store, or the reason why it is unavailable; both are None for a cache in memory."""
         if path is None:
             return None, None
         from agentspec.cache.storage.sequence_store import SequenceStore
@@ -138,7 +138,7 @@ class SuffixCache:
 
     @property
     def path(self) -> Path | None:
-        """The folder of a cache that is kept in one."""
+        """The cache's folder; None for a cache in memory or on a database server."""
         return self._store.folder if self._store else None
 
     @property
@@ -156,11 +156,11 @@ class SuffixCache:
         store: bool = True,
         decode: Decode | None = None,
     ) -> CacheRequest:
-        """Begin a generation that continues `prompt`. `store=False` leaves nothing of it behind once it is closed.
+        """Begin a request that continues `prompt`. With `store=False` the cache keeps nothing of it once it is closed.
 
-        `decode` turns token ids into text; it is needed, and used, only where a cache refuses patterns.
-        Without a session name, the session whose last prompt this one continues is found. Raises
-        `InvalidRequestError` for what are not token ids, `CacheClosedError` after close.
+        `decode` turns token ids into text; only a cache with `refuse_patterns` needs and calls it. Without a session
+        name, the request joins the session whose last prompt `prompt` continues. Raises `InvalidRequestError` unless
+        `prompt` holds token ids, `CacheClosedError` after close.
         """
         tokens = as_tokens(prompt, "prompt")
         for name, label in (("session", session), ("workflow", workflow), ("step", step)):
@@ -180,11 +180,12 @@ class SuffixCache:
         *,
         chain: bool = False,
     ) -> list[Draft]:
-        """What `request.draft` would propose for each, in one call that uses several threads where that is faster.
+        """Draft for each request as `request.draft` does, in one call that uses several threads where that is faster.
 
-        `max_tokens` is for each, or one for all. As with `draft`, no other thread may be using the requests. Raises
-        `InvalidRequestError` for a bad budget, requests of another cache or numbers of another length,
-        `CacheClosedError` after one of the requests or the cache was closed; then none has a new draft.
+        `max_tokens` is one number for all requests, or one for each. As with `draft`, no other thread may use the
+        requests meanwhile. Raises `InvalidRequestError` for a bad budget, a request of another cache, or a number of
+        budgets that differs from that of the requests, and `CacheClosedError` where one of the requests or the cache
+        is closed; no request has a new draft then.
         """
         return draft_batch(self._pool, requests, max_tokens, min_probability, chain=chain)
 
@@ -199,17 +200,17 @@ class SuffixCache:
         text: str | None = None,
         decode: Decode | None = None,
     ) -> int:
-        """Forget what all conditions given hold for; returns how many sequences of the shared past went.
+        """Delete the sequences that meet all conditions given; returns how many cached past outputs were deleted.
 
-        `session`: of that name. `tenant`: in all its namespaces. `tokenizer`: in namespaces of that tokenizer hash.
-        `older_than`: finished that many seconds ago, or that timedelta. `tokens`: holding these ids in a row. `text`:
-        holding it once `decode` has turned their ids into text. What stood before an output, as far as it is kept, is
-        searched too, and half of a pattern at the edge of what is kept counts for the whole.
+        `session`: the session of that name. `tenant`: all its namespaces. `tokenizer`: namespaces of that tokenizer
+        hash. `older_than`: outputs that finished longer ago, in seconds or as a timedelta. `tokens`: sequences that
+        hold these ids in a row. `text`: sequences whose text, by `decode`, holds it. The kept end of the prompt before
+        an output is searched too. Where a sequence begins or ends inside a pattern, half of the pattern is a match.
 
-        On return no draft, learned number or stored byte of them is left, and other processes at the same folder
-        follow within seconds. Sessions that the first three conditions hold for begin anew from their next prompt;
-        of their requests in progress nothing is shared. Raises `InvalidRequestError` for conditions that cannot be,
-        and `CacheError` when the database cannot be changed: then nothing is forgotten.
+        On return no draft, learned number or stored byte of these sequences is left, and other processes that use the
+        database follow within seconds. Sessions that meet `session`, `tenant` and `tokenizer` begin anew from their
+        next prompt, and the outputs of their open requests are not shared. Raises `InvalidRequestError` for invalid
+        conditions, and `CacheError` when the database cannot be changed: then nothing is deleted.
         """
         self._pool.require_open()
         selection = select(
@@ -224,7 +225,7 @@ class SuffixCache:
         return self._deleter.forget(selection)
 
     def flush(self) -> None:
-        """Return when everything closed so far is on disk. Raises `CacheError` when it cannot be written."""
+        """Wait until the outputs of all requests closed so far are on disk. Raises `CacheError` if writing fails."""
         self._pool.require_open()
         if self._sync:
             self._sync.flush()
@@ -232,20 +233,20 @@ class SuffixCache:
             raise CacheError(f"the cache is in memory only: {self._store_error}")
 
     def compact(self) -> int:
-        """Write what was closed so far to the database, and it and all segments anew; returns the bytes on disk.
+        """Flush, then rewrite the database and all segments; returns the bytes on disk, 0 for a cache in memory.
 
-        Segments make the next open quick and are written now and then anyway. Raises `CacheLockedError` where another
-        process is the writer, `CacheError` when it cannot be done. A cache in memory takes 0 bytes.
+        Segments make the next open quick; the writer also writes them from time to time without this call. Raises
+        `CacheLockedError` where another process is the writer, `CacheError` when rewriting fails.
         """
         self._pool.require_open()
         return self._sync.compact() if self._sync else 0
 
     def tenant_bytes(self) -> dict[str, int]:
-        """What each tenant takes in memory, over all its namespaces."""
+        """The bytes that each tenant takes in memory, over all its namespaces."""
         return dict(self._pool.bytes_by_tenant())
 
     def stats(self) -> CacheStats:
-        """Raises `CacheClosedError` after close."""
+        """A snapshot of sizes and counts. Raises `CacheClosedError` after close."""
         self._pool.require_open()
         stats = self._pool.stats()
         if self._store is None or self._sync is None:
@@ -266,7 +267,7 @@ class SuffixCache:
             index.check_integrity()
 
     def close(self) -> None:
-        """Write what is left and release the folder. Requests still open cannot go on. Idempotent."""
+        """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
         if self._maintenance:
             self._maintenance.close()
         if self._sync and not self.closed:
@@ -287,7 +288,7 @@ class SuffixCache:
         self.close()
 
     def _start(self) -> None:
-        """Read what is kept on disk, and look after it from now on."""
+        """Load the sequences kept on disk and start the maintenance thread."""
         if self._sync:
             self._sync.start()
         if self._store or self._deleter.expires:
@@ -304,7 +305,7 @@ class SuffixCache:
 
 
 class MaintenanceThread:
-    """Calls `work` every `seconds` in its own thread. A failure is logged when it is not the last one's again."""
+    """Calls `work` every `seconds` in its own thread. A failure is logged unless it repeats the last message."""
 
     def __init__(self, work: Callable[[], None], *, seconds: float, name: str) -> None:
         self._work = work
@@ -314,7 +315,7 @@ class MaintenanceThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Return when the thread has ended. Idempotent."""
+        """End the thread and wait for it. Idempotent."""
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Between the memory of one cache and its store: what is read at the start, followed, and saved as segments."""
+"""Keeps one cache's memory and its store in step: loads at the start, follows other processes, saves segments."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from agentspec.cache.storage.segment_folder import LoadedSegment
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import CacheError, CacheLockedError
 
-_BYTES_PER_SEQUENCE = 512  # what an index holds beside the tokens, at least
-_GROWN = 1 << 16  # tokens missing in a segment for which a running process writes it again,
-_GROWN_SHARE = 1 / 4  # if they are that much of it
-_CLOSING = 1 << 14  # the same for one that closes: so many are quickly read from the database
+_BYTES_PER_SEQUENCE = 512  # least bytes that an index takes for a sequence besides its tokens
+_GROWN = 1 << 16  # a running process rewrites a segment that lacks so many tokens,
+_GROWN_SHARE = 1 / 4  # if they are at least this share of the namespace's tokens
+_CLOSING = 1 << 14  # the same for a closing process: fewer tokens are quickly read from the database
 _CLOSING_SHARE = 1 / 128
-_PAUSE = 60.0  # seconds between two segments of a namespace
+_PAUSE = 60.0  # seconds between two attempts to save a namespace's segment
 
 
 class StoreSync:
-    """Of a cache with a store. The writer of the store saves segments, everybody maps them.
+    """Moves sequences between a cache's pool and its store. The store's writer saves segments; all processes map them.
 
-    `process`: the upper half of the sequence numbers that this process gives.
+    `process` is the upper half of the sequence numbers that this process assigns.
     """
 
     def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter, process: int) -> None:
@@ -34,7 +34,7 @@ class StoreSync:
         self._deleter = deleter
         self._process = process
         self._started = False
-        self._saved: dict[str, int] = {}  # Partition.added of what the segments on disk hold, by namespace key
+        self._saved: dict[str, int] = {}  # Partition.added when the segment on disk was saved, by namespace key
         self._tried: dict[str, float] = {}
 
     @property
@@ -48,7 +48,7 @@ class StoreSync:
     # Reading.
 
     def start(self) -> None:
-        """Map the segments, and ingest the newest of the sequences that they lack and that fit."""
+        """Map the segments, then load the newest sequences that the segments lack, as many as fit."""
         self._deleter.expire()
         self._pool.replace_learned(self._store.learned())
         if self._store.mode == "writer":
@@ -60,7 +60,7 @@ class StoreSync:
         self._started = True
 
     def _load(self) -> dict[str, int]:
-        """The namespaces (by key) of which only rows after the one given are missing in memory."""
+        """Map the segments; returns for each such namespace (by key) the last row that need not be read again."""
         beyond = {}
         for key in self._segments.namespaces():
             if loaded := self._segments.load(key, self._wanted):
@@ -70,14 +70,17 @@ class StoreSync:
         return beyond
 
     def _wanted(self, segment: Segment) -> bool:
-        """Whether a segment fits, and holds nothing forgotten by a process that was killed before it deleted it."""
+        """Whether a segment fits into memory. A segment that holds deleted sequences is deleted and not wanted.
+
+        Such a segment is left where a process was killed between logging a deletion and deleting the segment.
+        """
         if any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion)):
             self._segments.delete(segment.namespace.key)
             return False
         return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.meta) <= self._pool.free_bytes()
 
     def _adopt(self, loaded: LoadedSegment) -> bool:
-        """Use a segment but for what is not stored any more. Returns whether it has all rows that it stands for."""
+        """Use a segment, less the sequences deleted from the store. Returns whether it has all rows that it covers."""
         segment, cover = loaded.segment, loaded.segment.coverage
         meta = dict(zip(loaded.sequences, segment.meta, strict=True))
         partition = self._pool.partition(segment.namespace)
@@ -90,13 +93,13 @@ class StoreSync:
         return len(meta) == cover.rows
 
     def follow(self) -> None:
-        """Ingest what other processes wrote since the last look, and stay the writer. Raises `CacheError`."""
+        """Load sequences that other processes wrote since the last call, and stay the writer. Raises `CacheError`."""
         self._store.renew_lease()
         with self._deleter.following:
             self._pool.ingest(self._store.poll(self._process))
 
     def _catch_up(self) -> None:
-        """Follow to the end."""
+        """Apply all sequences and deletions that other processes have written."""
         with self._deleter.following:
             self.follow()
             self._deleter.apply_deletions()
@@ -104,12 +107,12 @@ class StoreSync:
     # Writing.
 
     def flush(self) -> None:
-        """Return when everything closed so far is in the database. Raises `CacheError` when it cannot be written."""
+        """Wait until the outputs closed so far are in the database. Raises `CacheError` if they cannot be written."""
         self.report_usage()
         self._store.flush()
 
     def report_usage(self) -> None:
-        """Hand the store what changes without a request closing: hits, and what was learned about drafting."""
+        """Give the store the hits of sequences and the drafters' learned states."""
         with self._deleter.following:
             partitions = self._pool.partitions()
             self._store.put_usage(
@@ -118,7 +121,7 @@ class StoreSync:
             )
 
     def maintain(self) -> None:
-        """Called every now and then: keep the budgets, whichever process wrote, and save what segments lack."""
+        """Called periodically: enforce the disk budgets, whichever process wrote, and save segments that lack much."""
         self._store.enforce_budget()
         for partition in self._pool.partitions():
             paused = time.monotonic() - self._tried.get(partition.namespace.key, -_PAUSE) >= _PAUSE
@@ -126,9 +129,9 @@ class StoreSync:
                 self._try_to_save(partition)
 
     def compact(self) -> int:
-        """Write all segments and the database anew; returns the bytes on disk.
+        """Rewrite all segments and the database; returns the bytes on disk.
 
-        Raises `CacheLockedError` where another process is the writer, `CacheError` when it cannot be done.
+        Raises `CacheLockedError` where another process is the writer, `CacheError` when rewriting fails.
         """
         if self._store.mode != "writer":
             raise CacheLockedError("another process is the writer of this cache; compact there, or when it has ended")
@@ -143,22 +146,22 @@ class StoreSync:
         return self.disk_bytes()
 
     def close(self) -> None:
-        """Write the segments without which the next start would be slow."""
+        """Save the segments that lack so many tokens that the next start would be slow."""
         lacking = [one for one in self._pool.partitions() if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
         if not self._started or not lacking:
             return
-        with contextlib.suppress(CacheError):  # what is not in the database is in no segment
+        with contextlib.suppress(CacheError):  # sequences not in the database are left out of the segments
             self._store.flush()
         for partition in lacking:
             self._try_to_save(partition)
 
     def _lacks(self, partition: Partition, least: int, share: float) -> bool:
-        """Whether at least so many tokens, and that share of all, are in no segment."""
+        """Whether at least `least` tokens, and at least `share` of all, are in no segment."""
         if self._store.mode != "writer" or not self._segments.kept:
             return False
         tokens, key = partition.shared.token_count, partition.namespace.key
         lacking = min(tokens, partition.added - self._saved.get(key, 0))
-        if lacking < tokens and key not in self._segments.namespaces():  # deleted, with what was forgotten
+        if lacking < tokens and key not in self._segments.namespaces():  # a deletion removed the segment
             lacking = tokens
         return lacking >= max(least, share * tokens)
 
@@ -170,7 +173,7 @@ class StoreSync:
             self._segments.failed("a segment cannot be written", error)
 
     def _save(self, partition: Partition) -> None:
-        """Write the segment of a namespace. Nobody forgets meanwhile, so that nothing forgotten is in it."""
+        """Write the segment of a namespace. The lock keeps deletions out, so that it holds no deleted sequence."""
         with self._segments.writing():
             with self._deleter.following:
                 self._catch_up()

@@ -1,4 +1,4 @@
-"""Checking token ids: everything inside the cache works on contiguous int32 arrays."""
+"""Checks token ids and turns them into contiguous int32 arrays, which all code inside the cache uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX = int(np.iinfo(np.int32).max)
 
 
 def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
-    """A one-dimensional contiguous int32 array, without a copy where `value` is one already.
+    """`value` as a one-dimensional contiguous int32 array, without a copy if it is such an array already.
 
     Raises `InvalidRequestError`, with `param` set to `name`, for another dtype or shape and for ids outside
     0 .. 2^31 - 1.

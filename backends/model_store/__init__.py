@@ -1,7 +1,7 @@
-"""Where model files come from: built-in names, local folders, GGUF files and model-hub ids, all to one folder layout.
+"""Finds the files of a model given by a built-in name, local folder, GGUF file or model-hub id, in one folder layout.
 
 Weights are safetensors or GGUF only: other formats run code when they are read. Code that ships with a model is
-never run. Importing this package is light; what fetches and converts is loaded when it is used.
+never run. Importing this package is light; the code that fetches and converts is imported at first use.
 """
 
 from agentspec.backends.model_store.builtin import BUILTIN, Builtin

@@ -1,4 +1,4 @@
-"""The models known by name: exact artefacts, each pinned by the hash of its one file."""
+"""The models known by name. Each is one file, pinned by its hash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class PackagePart:
-    """A file inside a wheel on the Python package index, or the wheel itself; a model's parts are joined in order."""
+    """A file inside a wheel on the Python package index, or with `member` None the wheel itself. Parts are joined in
+    order."""
 
     package: str
     version: str
@@ -27,9 +28,9 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A model known by name. `sha256` and `size` (bytes) are those of `filename`, however it is obtained.
+    """A model known by name. `sha256` and `size` (bytes) describe the file `filename`, whatever its source.
 
-    `inside` is the folder of the model's files where that file is an archive of them.
+    If that file is an archive, `inside` is the folder in it that holds the model's files.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Programs that do a part of the work, such as unpacking a file, and that can be ended with this process."""
+"""Runs child programs, such as `unpack.py`, and can kill all of them before this process ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _lock = threading.Lock()
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `command` to its end and return its exit status and what it wrote."""
+    """Run `command` to its end; returns its exit status and its output."""
     with subprocess.Popen(command, text=True, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         with _lock:
             _running.add(child)
@@ -27,7 +27,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subproc
 
 
 def end_all() -> None:
-    """End every program that `run` waits for, in whatever thread."""
+    """Kill every program that a thread waits for in `run`."""
     with _lock:
         for child in _running:
             child.kill()

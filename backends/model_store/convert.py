@@ -1,8 +1,8 @@
-"""A GGUF file or an archive as a Hugging Face folder, made once: unpacking takes long, loading the result does not.
+"""Converts a GGUF file or an archive to a Hugging Face folder, once: unpacking takes long, loading the result does not.
 
-Weights are dequantised to float32: packed kernels make a forward over two tokens slower than two over one, which is
-the opposite of what verifying a draft needs. The conversion is a program of its own, so that its memory is
-returned at the end and its libraries' chatter does not mix with ours.
+Weights are dequantised to float32: packed kernels make one forward over two tokens slower than two forwards over one,
+so that verifying drafts would not pay. The conversion runs in a child program, so that its memory is returned at the
+end and its libraries' messages do not mix with ours.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PROGRAM = "agentspec.backends.model_store.unpack"
 def prepare(source: Path, sha256: str, folder: Path, *, show: bool, inside: str | None = None) -> None:
     """Convert `source` into `folder`, whole or not at all. The caller holds the lock of `folder.parent`.
 
-    It is a GGUF file, or with `inside` an archive with the model in that folder of it. Raises `ModelUnavailableError`
-    if a GGUF file cannot be read as a decoder-only language model.
+    `source` is a GGUF file, or with `inside` an archive that holds the model in that folder. Raises
+    `ModelUnavailableError` if a GGUF file cannot be read as a decoder-only language model.
     """
     with scratch(folder.parent) as temporary, elapsing(f"preparing {source.name} (once)", show=show):
         result = temporary / "result"
@@ -58,7 +58,7 @@ def is_prepared(folder: Path, sha256: str, *, fresh: bool = False) -> bool:
 
 
 def _extract(archive: Path, inside: str, target: Path) -> None:
-    """Weights, configuration and tokenizer out of `archive`, and nothing from the folders below."""
+    """Extract weights, configuration and tokenizer from the folder `inside` of `archive`, without its subfolders."""
     target.mkdir()
     with zipfile.ZipFile(archive) as opened:
         for name in opened.namelist():

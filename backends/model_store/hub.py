@@ -1,4 +1,4 @@
-"""A model of the hub as a local folder: weights as safetensors, never pickles, and no code."""
+"""Downloads a model of the hub to a local folder: weights as safetensors, never pickles, and no code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def snapshot(repository: str, *, show: bool) -> Path:
-    """Download what is needed of `repository`, or find it in the hub client's own cache; its folder.
+    """Download the needed files of `repository`, or find them in the hub client's own cache; returns their folder.
 
     Raises `ModelUnavailableError` if neither works.
     """
@@ -51,7 +51,7 @@ def can_fetch(repository: str) -> bool:
 
 @contextlib.contextmanager
 def quiet_bars() -> Iterator[None]:
-    """Without the hub client's own progress bars."""
+    """Disable the hub client's own progress bars while the block runs."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():

@@ -1,6 +1,6 @@
-"""A progress bar for work that we can only watch from outside: bytes that arrive in a folder, or time that passes.
+"""Progress bars for work that reports no progress itself: they show the bytes in a folder, or the time that passed.
 
-On a terminal it is a bar; elsewhere (a service's log) one log line says what begins.
+On a terminal a bar is shown; elsewhere (a service's log) one log line says what begins.
 """
 
 from __future__ import annotations

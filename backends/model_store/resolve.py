@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder that the engine can load."""
+"""Resolves a user's model reference to a folder that the engine can load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModelFiles:
 
 
 def resolve(ref: str, *, progress: bool = True) -> ModelFiles:
-    """The files of a built-in name, local folder, GGUF file or model-hub id, fetched and prepared when needed.
+    """The files of a built-in name, local folder, GGUF file or model-hub id, fetched and converted if needed.
 
     Safe to call from several processes at once. Raises `ModelUnavailableError` saying how to provide the model.
     """
@@ -38,12 +38,12 @@ def resolve(ref: str, *, progress: bool = True) -> ModelFiles:
 
 
 def fetch(ref: str, *, progress: bool = True) -> ModelFiles:
-    """`resolve`, reading every byte of a built-in or GGUF model again and replacing what turns out damaged."""
+    """Like `resolve`, but reads every byte of a built-in or GGUF model again and replaces damaged files."""
     return _resolve(ref, show=progress, fresh=True)
 
 
 def locate(ref: str) -> ModelFiles | None:
-    """The files if `ref` could be loaded now without network and without converting anything, else None."""
+    """The files of `ref` if it can be loaded now without network and without conversion, else None."""
     if model := BUILTIN.get(ref):
         folder = _prepared_folder(model)
         return ModelFiles(ref, folder, model.sha256) if is_prepared(folder, model.sha256) else None
@@ -109,7 +109,7 @@ def _converted_folder(gguf: Path, sha256: str) -> Path:
 
 
 def _only_gguf(path: Path) -> Path | None:
-    """The GGUF file that `path` is, or that a folder without safetensors holds; None for other folders."""
+    """`path` if it is a GGUF file, or the GGUF file in a folder without safetensors; None for other folders."""
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelUnavailableError(f"{str(path)!r} is no .gguf file; name the folder of a Hugging Face model")

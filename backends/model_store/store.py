@@ -1,4 +1,4 @@
-"""The folder that holds fetched and prepared models, and the hashes of files, computed once per version of a file."""
+"""The folder of fetched and converted models, and the hashes of files, computed once per version of a file."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def store_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold `folder` (created if need be) against other processes and threads; sweep what an interrupted one left.
+    """Lock `folder` (created if missing) against other processes and threads, and delete leftovers of interrupted ones.
 
-    Raises `ModelUnavailableError` when the folder cannot be written.
+    Raises `ModelUnavailableError` if the folder cannot be written.
     """
     from filelock import FileLock
 
@@ -55,7 +55,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder`, so that renaming out of it is atomic. Removed at the end, whatever happens."""
+    """A new folder inside `folder`, so that renaming files out of it is atomic. It is always removed at the end."""
     path = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder))
     try:
         yield path
@@ -64,7 +64,7 @@ def scratch(folder: Path) -> Iterator[Path]:
 
 
 def file_sha256(path: Path, *, fresh: bool = False) -> str:
-    """The file's SHA-256 in hexadecimal, remembered by path, size and modification time; `fresh` computes it anew."""
+    """The file's SHA-256 in hexadecimal, cached by path, size and modification time; `fresh` computes it anew."""
     stat = path.stat()
     identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     note = store_folder() / "hashes" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"

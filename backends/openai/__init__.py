@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible endpoint as a backend, and as an upstream whose bytes a gateway passes on."""
+"""Any OpenAI-compatible endpoint as a backend, and as an upstream whose answers a gateway forwards unchanged."""
 
 from agentspec.backends.http import UpstreamResponse
 from agentspec.backends.openai.backend import OpenAIBackend

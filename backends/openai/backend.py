@@ -1,4 +1,4 @@
-"""The backend: requests out, deltas back, and bytes passed on as they are."""
+"""The backend of an OpenAI-compatible endpoint: generates answers as deltas, or forwards requests unchanged."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ class OpenAIBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Optimistic until `probe` has found out what the upstream really does."""
+        """Assumed abilities until `probe` has found out the upstream's real ones."""
         return self._capabilities
 
     @property
     def tokenization(self) -> ServerTokenization | None:
-        """The server's tokenizer, once `probe` has found that it shows one."""
+        """The server's tokenizer, if `probe` has found that the server has tokenizer endpoints."""
         return self._tokenization
 
     @property
     def has_key(self) -> bool:
-        """Whether requests carry a key of the operator's; if not, a client's own Authorization may be passed on."""
+        """Whether requests carry the operator's key; if not, a client's own Authorization may be forwarded."""
         return self._endpoint.has_key
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        """Stream `request` under its model name, or the settings' if it has none.
+        """Stream the answer to `request`, sent with its model name, or with the settings' if it has none.
 
         A request to a vLLM server also asks for token ids and carries the labels. The delta with the finish reason is
         held back until the usage is known.
 
-        Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for anything
-        else that breaks: also a stream that ends without a finish reason, so that a cut answer never looks whole.
+        Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for any other
+        failure: also for a stream that ends without a finish reason, so that a cut answer never looks complete.
         """
         path, body = payload(request, request.model or self.settings.model or "")
         if await self._detector.is_vllm():
@@ -95,24 +95,24 @@ class OpenAIBackend:
     def forward(
         self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b"", query: str = ""
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Pass a request on byte for byte to `path` below the base URL; the caller allow-lists paths.
+        """Forward a request byte for byte to `path` below the base URL; the caller allow-lists paths.
 
-        Error answers are answers here, status and body intact. Closing the block cancels the upstream's work.
-        Raises `UpstreamError` where nothing answers, and for redirects.
+        Error answers are returned like others, with status and body. Leaving the block cancels the upstream's work.
+        Raises `UpstreamError` if nothing answers, and for redirects.
         """
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
 
     async def label_fields(self, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that carry `labels` in a body, which has the fields `given`.
+        """The fields that carry `labels` in a body, which already has the fields `given`.
 
-        Nothing unless the upstream is vLLM and the settings allow it. Never raises; waits for an upstream that is not
-        recognised yet.
+        Empty unless the upstream is vLLM and the settings allow labels. Never raises; may wait until the upstream is
+        recognised.
         """
         added = label_fields(labels, given) if self.settings.vllm_labels else {}
         return added if added and await self._detector.is_vllm() else {}
 
     async def metrics(self, name: str) -> UpstreamSample | None:
-        """What a vLLM upstream counts of its drafts; None for others, for one without drafts or without an answer."""
+        """The draft counts of a vLLM upstream; None for other upstreams, without drafting, or without an answer."""
         if not await self._detector.is_vllm():
             return None
         metrics = await read_metrics(self._endpoint, SCRAPE_SECONDS)
@@ -130,9 +130,9 @@ class OpenAIBackend:
         return [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
 
     async def probe(self, timeout: float = 10.0) -> ProbeReport:
-        """Find out by trying, one token at a time, what the upstream can do. Never raises; see `ProbeReport.error`.
+        """Find out by requests of one token what the upstream can do. Never raises; see `ProbeReport.error`.
 
-        `timeout` bounds each phase of each try in seconds. Updates `capabilities`.
+        `timeout` bounds each phase of each try in seconds. Updates `capabilities` and `tokenization`.
         """
         report = await probe(self._endpoint, self.settings, timeout)
         if report.answers:
@@ -159,11 +159,11 @@ class OpenAIBackend:
         await self._endpoint.aclose()
 
     async def leave_loop(self) -> None:
-        """Close the connections of the running loop, which is about to end; others stay."""
+        """Close the connections of the running loop, which is about to end; connections of other loops stay."""
         await self._endpoint.leave_loop()
 
     async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
-        """The JSON of each event, or the one body of an upstream that does not stream."""
+        """The JSON of each event, or the whole JSON body if the upstream does not stream."""
         if response.status >= 400 or not response.is_stream:
             yield decode_json(await self._checked(response), self._endpoint.name)
             return
@@ -183,7 +183,7 @@ class OpenAIBackend:
 
 
 def _merged(last: Delta, late: Delta) -> Delta:
-    """`last`, with what came after the finish reason: usage, speculation, and whatever else an upstream sends late."""
+    """`last` with the fields of a delta that came after the finish reason: usage, speculation, extra fields."""
     return replace(
         last,
         text=last.text + late.text,

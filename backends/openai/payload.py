@@ -1,4 +1,4 @@
-"""A request as the body that an OpenAI-compatible endpoint takes."""
+"""Converts a request to the JSON body that an OpenAI-compatible endpoint takes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _DEFAULTS = SamplingParams()
 
 
 def payload(request: GenerateRequest, model: str) -> tuple[str, dict[str, Any]]:
-    """The path and the body of `request`, streaming and with usage asked for.
+    """The path and the body of `request`, which ask for a stream with usage.
 
-    Sampling fields that stand at OpenAI's default are left out, so that the upstream's own configuration holds.
-    `extra` is merged in but cannot change what is set here. A `prediction` stays here unless `extra` carries one.
-    Raises `InvalidRequestError` for `n` above 1, whose further choices a delta cannot carry.
+    Sampling fields with OpenAI's default value are left out, so that the upstream's own defaults apply. `extra` is
+    merged in but cannot change the fields set here. The request's `prediction` is not sent unless `extra` has one.
+    Raises `InvalidRequestError` for `n` above 1, since a delta cannot carry further choices.
     """
     choices = request.extra.get("n", request.sampling.n)
     if choices not in (None, 1):
@@ -57,7 +57,7 @@ def _chat(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _form(form: StructuredOutputs) -> dict[str, Any]:
-    """A JSON form in OpenAI's fields, any other in vLLM's."""
+    """A structured output in the body: JSON forms in OpenAI's fields, other forms in vLLM's."""
     if form.json_object:
         return {"response_format": {"type": "json_object"}}
     if isinstance(form.json, Mapping):

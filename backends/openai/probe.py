@@ -1,4 +1,4 @@
-"""What an upstream can do, found by trying."""
+"""Finds out by test requests what an upstream can do."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.sse import SseDecoder
 
-TRIES = 2  # of what gets no answer in time
+TRIES = 2  # tries of a request that gets no answer in time
 _QUESTION = [{"role": "user", "content": "Say hello."}]
 _BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """`reachable`: something OpenAI-like answered. `answers`: a chat request succeeded; only then can the rest be true.
+    """The result of a probe. `reachable`: an OpenAI-like server answered. `answers`: a chat request succeeded.
 
-    `tokenizes`: it shows its tokenizer, as vLLM does. `error` is what went wrong first, if anything. `vllm`
-    is None for other servers.
+    Without `answers` no ability is reported. `tokenizes`: the server has tokenizer endpoints, as vLLM does. `error` is
+    the first failure, if any. `vllm` is None for servers other than vLLM.
     """
 
     reachable: bool = False
@@ -101,16 +101,17 @@ class _Prober:
             return False
 
     async def continues(self, plain: int | None) -> bool:
-        """A continued message lacks the end of its turn and the start of the next, so its prompt must be shorter.
+        """Whether the upstream continues an assistant message; `plain` is the prompt's length without continuation.
 
-        Success alone proves nothing: many upstreams ignore fields that they do not know.
+        A continued message lacks the end of its turn and the start of the next, so its prompt must be shorter. Success
+        alone proves nothing: many upstreams ignore unknown fields.
         """
         answer = await self._try(_BEGUN, continue_final_message=True, add_generation_prompt=False)
         continued = _prompt_tokens(answer)
         return plain is not None and continued is not None and continued < plain
 
     async def vllm(self) -> VllmReport:
-        """What can be known of a vLLM server without making it generate."""
+        """The version, label support and metrics of a vLLM server, without making it generate."""
         return VllmReport(
             version=await read_version(self.endpoint, self.timeout),
             labels=await self.refuses(**{XARGS: "not an object"}),
@@ -118,7 +119,7 @@ class _Prober:
         )
 
     async def refuses(self, **fields: Any) -> bool:
-        """Whether the server knows these fields well enough to find them wrong: vLLM ignores what it does not know."""
+        """Whether the server rejects the invalid values of these fields, so that it knows them: vLLM ignores others."""
         try:
             await self.ask(_QUESTION, **fields)
         except UpstreamStatusError as error:
@@ -128,8 +129,8 @@ class _Prober:
         return False
 
     async def _try(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
-        """The answer, empty for a refusal. Tried twice where none came in time: a server that prepares an ability on
-        first use has it ready then."""
+        """The answer, empty for a refusal. A request that times out is tried twice, since a server may prepare an
+        ability on first use."""
         for _ in range(TRIES):
             try:
                 return await self.ask(messages, **fields)
@@ -147,7 +148,7 @@ class _Prober:
 
 
 def _context_length(listed: list[dict[str, Any]], model: str) -> int | None:
-    """Tokens that `model` takes, where the server states it as vLLM does."""
+    """The context length of `model` in tokens, if the server states it as vLLM does."""
     length = next((entry.get("max_model_len") for entry in listed if entry.get("id") == model), None)
     return length if isinstance(length, int) else None
 

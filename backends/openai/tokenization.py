@@ -1,4 +1,4 @@
-"""The text side of a server that shows its tokenizer: vLLM's `/tokenize` and `/detokenize`."""
+"""Tokenization by a server's endpoints: vLLM's `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from agentspec.types import Message
 
 
 class ServerTokenization:
-    """What a server's tokenizer and chat template make of text. Raises `UpstreamError`s.
+    """A server's tokenizer and chat template. Raises `UpstreamError`s.
 
-    `detokenize` spells the marks of turns too, so that rendered prompts can be tokenized again.
+    `detokenize` includes the turn markers, so that rendered prompts can be tokenized again.
     """
 
     def __init__(self, endpoint: Endpoint, model: str, timeout: float | None = None) -> None:
@@ -29,7 +29,7 @@ class ServerTokenization:
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
-        """The prompt that `messages` become, ready for the assistant's answer."""
+        """The prompt that the chat template makes of `messages`, ready for the assistant's answer."""
         given: dict[str, Any] = {"messages": [dict(message) for message in messages], "add_generation_prompt": True}
         given |= {"tools": [dict(tool) for tool in tools]} if tools else {}
         given |= {"chat_template_kwargs": dict(template_arguments)} if template_arguments else {}

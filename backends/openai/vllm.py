@@ -1,4 +1,4 @@
-"""Upstreams that are vLLM servers: how one is recognised, and what requests to it carry beside OpenAI's fields."""
+"""Recognises upstreams that are vLLM servers, and makes the fields that requests to them carry besides OpenAI's."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from agentspec.errors import UpstreamError, UpstreamStatusError
 from agentspec.types import Labels
 
 XARGS = "vllm_xargs"
-FRESH_SECONDS = 60.0  # for which an upstream is taken for what it was: servers are replaced
+FRESH_SECONDS = 60.0  # how long a detection result holds: another server may replace the upstream
 RETRY_SECONDS = 5.0
 LOOK_SECONDS = 2.0
 _OWNER = "vllm"
 
 
 class VllmDetector:
-    """Whether an upstream is a vLLM server: as configured, or found out by its `/models`.
+    """Tells whether an upstream is a vLLM server: by the configuration, or by asking its `/models`.
 
-    One that does not answer counts as what it was before, and where that is not known as another server: requests then
-    carry nothing that it might refuse. Safe to use from several event loops.
+    If the upstream does not answer, the last result holds; if there is none, the upstream counts as another server, so
+    that requests carry no field that it might refuse. Safe to use from several event loops.
     """
 
     def __init__(self, endpoint: Endpoint, choice: VllmChoice) -> None:
@@ -36,11 +36,11 @@ class VllmDetector:
         self._until = 0.0 if choice == "auto" else math.inf
 
     async def is_vllm(self) -> bool:
-        """Waits for the upstream, at most `LOOK_SECONDS`, where that is not known or was learned too long ago."""
+        """Whether it is vLLM. Asks the upstream, for at most `LOOK_SECONDS`, if there is no result or it is too old."""
         now = time.monotonic()
         if self._known is not None and now < self._until:
             return self._known
-        self._until = now + RETRY_SECONDS  # meanwhile other requests go by what was known
+        self._until = now + RETRY_SECONDS  # meanwhile other requests use the last result
         try:
             async with asyncio.timeout(LOOK_SECONDS):
                 self._known = await says_vllm(self._endpoint)
@@ -51,10 +51,10 @@ class VllmDetector:
 
 
 async def says_vllm(endpoint: Endpoint) -> bool:
-    """Whether the server calls itself the owner of its models, or else publishes vLLM's metrics.
+    """Whether the server names vLLM as the owner of its models, or else publishes vLLM's metrics.
 
-    Models are listed by any such server. Only one that refuses it, for want of a key, is asked for metrics, which
-    vLLM shows without one. Raises `UpstreamError` where neither is answered.
+    The metrics are requested only if the server refuses to list its models, because the key is missing: vLLM shows
+    metrics without a key. Raises `UpstreamError` if the server answers neither.
     """
     try:
         return owns_models(await list_models(endpoint, LOOK_SECONDS))
@@ -74,10 +74,10 @@ def owns_models(listed: list[dict[str, Any]]) -> bool:
 
 
 def label_fields(labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that carry `labels` to our drafter in a vLLM server, in a body which has the fields `given`.
+    """The fields that carry `labels` to our drafter in a vLLM server, in a body that already has the fields `given`.
 
-    The client's own arguments stay, but for those of our names that `labels` has a value for. Arguments that are not an
-    object are left for the server to refuse.
+    The client's own `vllm_xargs` stay, except the names that `labels` sets. If the client's are not an object, they are
+    left for the server to refuse.
     """
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
     ours = {f"agentspec_{name}": value for name, value in named.items() if value}
@@ -86,13 +86,13 @@ def label_fields(labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_id_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What to set for the answer to carry token ids. Nothing with `echo`, whose text they would take the place of."""
+    """The fields that ask for token ids in the answer. Empty with `echo`, since token ids would replace its text."""
     return {} if "return_token_ids" in given or given.get("echo") else {"return_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True)
 class VllmReport:
-    """What a vLLM server shows of itself. `labels`: it takes `vllm_xargs`. `metrics` is None where it shows none."""
+    """A vLLM server's version, whether it accepts `vllm_xargs` (`labels`), and its metrics, None if it shows none."""
 
     version: str | None = None
     labels: bool = False
@@ -100,7 +100,7 @@ class VllmReport:
 
 
 async def read_version(endpoint: Endpoint, timeout: float) -> str | None:
-    """None where the server does not show it."""
+    """The server's vLLM version; None if the server does not tell it."""
     try:
         answer = json.loads(await endpoint.fetch("GET", "/version", above=True, timeout=timeout))
     except (UpstreamError, ValueError, RecursionError):
@@ -110,7 +110,7 @@ async def read_version(endpoint: Endpoint, timeout: float) -> str | None:
 
 
 async def read_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics | None:
-    """None where the server does not answer."""
+    """The server's metrics; None if it does not answer in time."""
     try:
         async with asyncio.timeout(timeout):
             return await fetch_metrics(endpoint, timeout)

@@ -1,4 +1,4 @@
-"""The drafts of a vLLM server, from its Prometheus metrics."""
+"""Reads the draft counts of a vLLM server from its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Totals since the server started, over its models and engines."""
+    """Totals since the server started, summed over its models and engines."""
 
     drafts: float = 0.0
     draft_tokens: float = 0.0
@@ -30,7 +30,7 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """Who drafts: "agentspec", "arctic", a method of vLLM's, or "none"; `version` is that of agentspec there."""
+    """The drafter `name`: "agentspec", "arctic", a method of vLLM, or "none"; `version` is the server's agentspec."""
 
     name: str
     method: str
@@ -39,9 +39,9 @@ class DrafterInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerMetrics:
-    """`published`: the server shows vLLM's metrics at all, without which nothing follows from what is missing.
+    """`published`: the server shows vLLM's metrics; only then do missing values mean anything.
 
-    `drafts` is None where nothing drafts, `drafter` where no plug-in of ours names the drafter.
+    `drafts` is None if the server does not draft, `drafter` is None if no plug-in of ours names the drafter.
     """
 
     published: bool = False
@@ -50,13 +50,13 @@ class ServerMetrics:
 
 
 async def fetch_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics:
-    """Ask the server; `timeout` bounds each phase in seconds. Raises `UpstreamError`."""
+    """Request the server's metrics; `timeout` bounds each phase in seconds. Raises `UpstreamError`."""
     content = await endpoint.fetch("GET", "/metrics", above=True, timeout=timeout, limit=MAX_METRICS_BYTES)
     return parse_metrics(content.decode("utf-8", "replace"))
 
 
 def parse_metrics(text: str) -> ServerMetrics:
-    """Read Prometheus' text format; lines that are none of it are skipped, as is a counter without a number."""
+    """Parse Prometheus' text format. Lines in another format and counters without a number are skipped."""
     totals: dict[str, float] = {}
     drafter, published = None, False
     for name, labels, value in _samples(text):
@@ -69,7 +69,7 @@ def parse_metrics(text: str) -> ServerMetrics:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of each line that may matter. Values that are not finite count nothing."""
+    """Name, labels and value of each line of vLLM's or our plug-in's. Lines without a finite value are skipped."""
     for line in text.split("\n"):
         sample = _SAMPLE.match(line) if line.startswith(("vllm:", DRAFTER_METRIC)) else None
         if sample is not None and (value := _finite(sample[3])) is not None:

@@ -1,1 +1,1 @@
-"""Our cache as the drafter of a vLLM server (docs/vllm.md). Nothing outside this package knows vLLM."""
+"""The token cache as the drafter of a vLLM server (docs/vllm.md). Only this package imports vLLM."""

@@ -1,4 +1,4 @@
-"""From vLLM's configuration and the operator's settings to a drafter."""
+"""Makes the drafter for a vLLM server from vLLM's configuration and the operator's settings."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from agentspec.errors import ConfigurationError
 from agentspec.types import Namespace
 
 SUPPORTED = ("0.32",)
-_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of a model's configuration
+_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # keys that do not identify a model
 
 logger = logging.getLogger(__name__)
 
 
 def supported(installed: str) -> bool:
-    """Whether our interfaces with vLLM were tried with that version."""
+    """Whether agentspec was tested with that version of vLLM."""
     return ".".join(installed.split(".")[:2]) in SUPPORTED
 
 
 def drafts_here(config: Any) -> bool:
-    """Whether the scheduler reads the drafts of this rank: the first of its tensor-parallel group.
+    """Whether the scheduler reads this rank's drafts: only those of the first rank in a tensor-parallel group.
 
-    Raises `ConfigurationError` where every rank has a scheduler of its own: drafts go by the clock, and would differ.
+    Raises `ConfigurationError` if every rank has its own scheduler: drafts depend on timing and would differ.
     """
     if config.parallel_config.distributed_executor_backend == "external_launcher":
         raise ConfigurationError("agentspec cannot draft under vLLM's external_launcher: use another executor")
@@ -46,7 +46,7 @@ def drafts_here(config: Any) -> bool:
 
 
 def open_drafter(config: Any) -> ServerDrafter:
-    """`config`: a `VllmConfig`. Raises `ConfigurationError` and `CacheError`s for settings that cannot work."""
+    """The drafter for a `VllmConfig`, with its cache open. Raises `ConfigurationError` and `CacheError`s."""
     settings = read_settings()
     chosen, cache = settings.cache, settings.cache.open()
     model = config.model_config
@@ -55,7 +55,7 @@ def open_drafter(config: Any) -> ServerDrafter:
     drafter = ServerDrafter(router.open, model.get_vocab_size(), on_close=cache.close)
     atexit.register(drafter.close)
     if multiprocessing.parent_process() is not None:
-        Finalize(None, drafter.close, exitpriority=10)  # a forked process ends without the former
+        Finalize(None, drafter.close, exitpriority=10)  # a forked process skips atexit handlers
     logger.info(
         "agentspec drafts for this server: %s, %s in memory, tenant %r",
         without_password(str(chosen.path)) if chosen.path else "nothing kept on disk (AGENTSPEC_CACHE_PATH is not set)",
@@ -66,7 +66,7 @@ def open_drafter(config: Any) -> ServerDrafter:
 
 
 class CacheRouter:
-    """Decides in which namespace of the cache each request is kept."""
+    """Chooses the namespace of the cache in which each request is kept."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class CacheRouter:
         self._namespaces = {tenant: namespace(tenant) for tenant in tenants}
 
     def open(self, state: RequestState, prompt: Tokens) -> RequestCache:
-        """In the tenant's namespace; on its own where it carries a salt that is not known here."""
+        """Open a request's cache in its tenant's namespace, or a private cache if its salt is not configured."""
         salts, request = self._settings.salts, state.request
         if request.salt is not None and request.salt not in salts:
             return PrivateCache(prompt)
@@ -100,21 +100,21 @@ class CacheRouter:
 
 
 def namespace_of(model: Any, tenant: str) -> Namespace:
-    """`model`: vLLM's `ModelConfig`. Replicas that serve the same files from different folders share a namespace."""
+    """The namespace of vLLM's `ModelConfig`. Replicas that serve the same files from different folders share it."""
     described = {key: value for key, value in model.hf_config.to_dict().items() if key not in _INCIDENTAL}
     fingerprint = json.dumps(described, sort_keys=True, default=str)
     return Namespace(tenant, _hash(fingerprint.encode()), _hash(_tokenizer_bytes(model)))
 
 
 def of_adapter(namespace: Namespace, adapter: str) -> Namespace:
-    """That of a model with a LoRA adapter; the model's own without."""
+    """The namespace of the model with a LoRA adapter; `namespace` itself without an adapter."""
     if not adapter:
         return namespace
     return replace(namespace, model_fingerprint=_hash(f"{namespace.model_fingerprint}\0{adapter}".encode()))
 
 
 def _tokenizer_bytes(model: Any) -> bytes:
-    """The tokenizer's file; its name and revision where it has none here."""
+    """The content of the tokenizer's file; its name and revision if there is no local file."""
     file = Path(model.tokenizer) / "tokenizer.json"
     if not file.is_file():
         from huggingface_hub import try_to_load_from_cache
@@ -133,7 +133,7 @@ def _hash(data: bytes) -> str:
 
 
 def _decoder(model: Any) -> Callable[[Sequence[int]], str]:
-    """Text of token ids, for a cache that refuses some texts."""
+    """A function from token ids to text, for a cache with `refuse_patterns`."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""Drafting for all requests of a server, one round after another, independent of vLLM's classes."""
+"""Drafts for all requests of a server, once per engine step (a round). Independent of vLLM's classes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from agentspec.telemetry.safe_errors import safe_message
 
 ANY = RequestInfo()
 PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
-FREE = 0.005  # drafting up to this share of a step is not worth accounting for
-LOG_SECONDS = 10.0  # as often as vLLM logs its own figures
+FREE = 0.005  # drafting time up to this share of a step is not counted as cost
+LOG_SECONDS = 10.0  # the interval at which vLLM logs its own figures
 
 logger = logging.getLogger(__name__)
 
 
 class DraftTurn(NamedTuple):
-    """A request's part in a round: its new tokens, the end of prompt and output, and how many tokens may be drafted.
+    """A request's part in a round: its new tokens `fresh`, its last tokens `context`, and the draft's length limit.
 
-    `context` is int32 and read during the call only; of it the last `DEPTH` tokens count.
+    `context` is int32; only its last `DEPTH` tokens matter, and it is read during the call only.
     """
 
     state: RequestState
@@ -36,7 +36,7 @@ class DraftTurn(NamedTuple):
 
 
 class RoundStats:
-    """Counts of rounds; logs them now and then while there are any."""
+    """Counts rounds, drafted and accepted tokens, and logs them every `LOG_SECONDS` while there are rounds."""
 
     def __init__(self) -> None:
         self.accepted = 0
@@ -53,7 +53,7 @@ class RoundStats:
             self.log()
 
     def log(self) -> None:
-        """Say what happened since the last time, and begin anew."""
+        """Log the counts since the last call, and reset them."""
         if self._seconds:
             ordered = sorted(self._seconds)
             logger.info(
@@ -69,10 +69,10 @@ class RoundStats:
 
 
 class ServerDrafter:
-    """Chains of tokens for the requests of a server. `propose` is called by one thread, `begin` and `end` by the same.
+    """Drafts chains of tokens for the requests of a server. One thread calls `begin`, `propose` and `end`.
 
-    Nothing here raises: what goes wrong costs drafts. Nothing waits for a database, for an output to be recorded or for
-    sequences to be evicted.
+    No method raises: a failure costs only drafts. No method but `close` and `flush` waits for a database, for the
+    recording of an output or for evictions.
     """
 
     def __init__(
@@ -86,23 +86,23 @@ class ServerDrafter:
         self._on_close = on_close
         self._cost = StepTimeModel()
         self._vocab_size = vocab_size
-        self._last: list[RequestState] = []  # of the last round
+        self._last: list[RequestState] = []  # the requests of the last round
         self._last_end = 0.0
         self._failed = False
         self.stats = RoundStats()
 
     def begin(self, prompt: Tokens, request: RequestInfo = ANY) -> RequestState:
-        """A request came. `open_cache` decides where it is kept."""
+        """Start drafting for a new request. `open_cache` decides where its output is kept."""
         state = RequestState(len(prompt), RequestStats(), request)
         self._recorder.begin(state, prompt)
         return state
 
     def record(self, state: RequestState, fresh: Tokens) -> None:
-        """An output grew, and no draft is asked for."""
+        """Record new output tokens of a request for which no draft is needed."""
         self._recorder.extend([self._update(state, fresh)])
 
     def end(self, state: RequestState) -> None:
-        """A request is over."""
+        """End a request and record its output."""
         self._recorder.end(state)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class ServerDrafter:
         return self._recorder.flush(timeout)
 
     def propose(self, turns: Sequence[DraftTurn], *, steady: bool = True) -> list[list[int]]:
-        """A draft chain for each request. Unless `steady`, the step before did other work too."""
+        """A draft chain for each request. `steady` is false if the last step also did other work, such as prefill."""
         started = perf_counter()
         updates: list[OutputUpdate] = []
         try:
@@ -130,7 +130,7 @@ class ServerDrafter:
 
     def _learn(self, turns: Sequence[DraftTurn], now: float | None) -> list[OutputUpdate]:
         updates = [self._update(turn.state, turn.fresh) for turn in turns]
-        # Where others came or went, the time since the last round is not the cost of its tokens.
+        # If requests came or went, the time since the last round is not the cost of that round's tokens.
         if now is not None and self._last and self._last == [turn.state for turn in turns]:
             self._judge(turns, now - self._last_end)
         return updates
@@ -141,10 +141,10 @@ class ServerDrafter:
         return OutputUpdate(state, tokens, len(state.chain), state.accepted)
 
     def _judge(self, turns: Sequence[DraftTurn], seconds: float) -> None:
-        """Learn what the step cost, and for each request whether asking for drafts pays.
+        """Learn from the last step what a step costs, and for each request whether searching for drafts pays.
 
-        The cost of verifying rejected drafts is left to `allocate_budget`, which sees it in the request's factor: a
-        request that cannot be drafted for now may copy a page next.
+        `allocate_budget` accounts for the cost of verifying rejected drafts, by the request's factor: a request whose
+        drafts fail now may copy a page next.
         """
         asked = [state for state in self._last if state.asked]
         self._cost.observe(len(turns) + sum(len(state.chain) for state in asked), seconds)
@@ -165,7 +165,7 @@ class ServerDrafter:
         ]
 
     def _search(self, turns: Sequence[DraftTurn]) -> None:
-        """Search the cache for requests whose continuation from the round before is not enough."""
+        """Search the cache for the requests whose continuation from the last round is too short or too unlikely."""
         floor = self._cost.least_acceptance(len(turns))
         asked = [(turn.state, job) for turn in turns if (job := self._job(turn, floor))]
         drafts = propose_batch([job for _, job in asked], PATIENCE) if asked else []
@@ -174,7 +174,7 @@ class ServerDrafter:
 
     @staticmethod
     def _job(turn: DraftTurn, floor: float) -> DraftJob | None:
-        """What to search for; None where nothing may be drafted or nothing need be searched."""
+        """The search for a request; None if it must not draft now or needs no search."""
         state, cache = turn.state, turn.state.cache
         if cache is None or state.finished or turn.limit <= 0 or not state.stats.ask():
             state.asked, state.continuation = False, NOTHING
@@ -185,7 +185,7 @@ class ServerDrafter:
         return cache.drafter, cache.indexes, turn.context, turn.limit, floor, True
 
     def _legal(self, found: Continuation) -> Continuation:
-        """Up to the first token that the model does not have."""
+        """The continuation up to the first token that is not in the model's vocabulary."""
         if max(found.tokens, default=0) < self._vocab_size:
             return found
         count = next(i for i, token in enumerate(found.tokens) if token >= self._vocab_size)

@@ -1,4 +1,4 @@
-"""Tells whoever reads the server's metrics which drafter it uses: `agentspec_vllm_drafter_info`."""
+"""The Prometheus metric `agentspec_vllm_drafter_info`, which names the drafter that a vLLM server uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OURS, ARCTIC, NONE = "agentspec", "arctic", "none"
 
 
 def drafter_of(speculative: Any, *, took_over: bool) -> str:
-    """Who drafts with this `SpeculativeConfig` (None without one); `took_over`: the suffix method is ours here."""
+    """The drafter's name by vLLM's `SpeculativeConfig`, if any; `took_over`: our drafter replaced the suffix method."""
     if speculative is None:
         return NONE
     if speculative.method == "suffix":
@@ -22,13 +22,13 @@ def drafter_of(speculative: Any, *, took_over: bool) -> str:
 
 
 def publish(speculative: Any, *, took_over: bool) -> None:
-    """Put it among the metrics of this process. Idempotent."""
+    """Set the drafter metric in this process. Idempotent."""
     method = "" if speculative is None else str(speculative.method)
     _gauge().labels(drafter_of(speculative, took_over=took_over), method, version("agentspec")).set(1)
 
 
 def publish_with_metrics(*, took_over: bool) -> None:
-    """Make vLLM's own metrics bring it along, in the process that serves them and only where it publishes any."""
+    """Make vLLM publish the drafter metric with its own metrics, in the process that serves them, if it serves any."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger  # pyright: ignore[reportMissingImports]
 
     original = PrometheusStatLogger.log_engine_initialized
@@ -42,6 +42,6 @@ def publish_with_metrics(*, took_over: bool) -> None:
 
 @cache
 def _gauge() -> Gauge:
-    """One that is always 1, as vLLM's own: what it tells is in its labels. Processes of one server agree on it."""
+    """An info metric: always 1, with the information in its labels, the same in all processes of a server."""
     labels = ("drafter", "method", "version")
     return Gauge(NAME, "Who drafts for this server", labels, multiprocess_mode="mostrecent")

@@ -1,4 +1,4 @@
-"""The plug-in that vLLM loads in each of its processes: puts our cache behind its suffix method."""
+"""The plug-in that vLLM loads in each of its processes: it makes vLLM's suffix method draft from our cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _installed = False
 
 
 def install() -> None:
-    """Entry point of `vllm.general_plugins`. Where another method is in use, this adds a metric that names it."""
+    """Entry point of `vllm.general_plugins`. Adds a metric that names the drafter, whichever method is in use."""
     global _installed
     if _installed:
         return
@@ -50,11 +50,11 @@ def _log_as_vllm_does() -> None:
 
 
 def _accept_without_arctic() -> None:
-    """vLLM asks for Arctic Inference when the suffix method is configured: the moment to look at our own settings."""
+    """Make vLLM accept the suffix method without Arctic Inference, and check our settings at the same moment."""
     from vllm.config import speculative  # pyright: ignore[reportMissingImports]
 
     def answered_here() -> bool:
-        read_settings()  # raises what the operator has to correct
+        read_settings()  # raises an error that tells the operator what to correct
         return True
 
     speculative.has_arctic_inference = answered_here
@@ -64,12 +64,12 @@ def _replace_proposer() -> None:
     from vllm.v1.spec_decode import suffix_decoding  # pyright: ignore[reportMissingImports]
 
     suffix_decoding.SuffixDecodingProposer = SuffixDecodingProposer
-    if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # which has taken the name already
+    if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # it has imported the name already
         vars(runner)["SuffixDecodingProposer"] = SuffixDecodingProposer
 
 
 def _carry_salts() -> None:
-    """A worker hears of new requests without their `cache_salt`: it goes along as an attribute."""
+    """Send each new request's `cache_salt` to the workers, as an attribute: vLLM's own message leaves it out."""
     from vllm.v1.core.sched.output import NewRequestData  # pyright: ignore[reportMissingImports]
 
     original = NewRequestData.from_request.__func__

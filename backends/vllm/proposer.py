@@ -1,4 +1,4 @@
-"""vLLM's suffix method, answered by our cache: what stands in for `vllm.v1.spec_decode.suffix_decoding`."""
+"""Our replacement for the proposer of `vllm.v1.spec_decode.suffix_decoding`, vLLM's suffix method."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from agentspec.cache.tokens import Tokens
 from agentspec.types import Labels
 
 SALT = "agentspec_cache_salt"
-"""Attribute by which a new request carries its `cache_salt` to the worker; a request without it is kept apart."""
+"""Attribute that carries a new request's `cache_salt` to the worker; without it a request gets a private cache."""
 
-_UNKNOWN = "?"  # no tenant's salt
+_UNKNOWN = "?"  # a salt that belongs to no tenant
 
 
 class SuffixDecodingProposer:
-    """Keyed by vLLM's request ids; `finished` and `scheduled` report requests that end and begin."""
+    """Drafts for a vLLM worker, which passes request ids. Its runner reports ended and new requests by `finished` and
+    `scheduled`."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._max_length = int(vllm_config.model_config.max_model_len)
@@ -30,13 +31,13 @@ class SuffixDecodingProposer:
         listen_to_scheduler()
 
     def load_model(self, *_: object, **__: object) -> None:
-        """There is none."""
+        """Does nothing: there is no draft model."""
 
     def finished(self, output: Any, batch: Any) -> None:
-        """Requests that a step of the scheduler (`SchedulerOutput`) ends; `batch` still holds them.
+        """End the requests that a step of the scheduler (`SchedulerOutput`) ends; `batch` still holds them.
 
-        vLLM asks for no drafts in steps in which a request comes near the model's length; the output of those
-        steps is read now.
+        vLLM does not call `propose` in steps in which a request comes near the model's maximum length; the output of
+        these steps is recorded here.
         """
         for identity in output.finished_req_ids:
             row, state = batch.req_id_to_index.get(identity), self._states.get(identity)
@@ -46,13 +47,13 @@ class SuffixDecodingProposer:
             self._end(identity)
 
     def scheduled(self, output: Any, batch: Any) -> None:
-        """Requests that a step begins; `batch` holds them already."""
+        """Begin the requests that a step begins; `batch` holds them already."""
         if self._drafter is None:
             return
         for new in output.scheduled_new_reqs:
             row = batch.req_id_to_index.get(new.req_id)
             if row is None or new.prompt_embeds is not None or new.sampling_params is None:
-                continue  # no tokens to go by, or none to be made
+                continue  # a prompt without token ids, or a request that generates no tokens
             self._end(new.req_id)
             prompt = _copy(batch.token_ids_cpu[row, : len(new.prompt_token_ids)])
             self._states[new.req_id] = self._drafter.begin(prompt, _request(new))
@@ -60,7 +61,7 @@ class SuffixDecodingProposer:
     def propose(
         self, num_speculative_tokens: int, input_batch: Any, sampled_token_ids: Sequence[Sequence[int]], **_: object
     ) -> list[list[int]]:
-        """For each row of the batch; empty for rows whose prompt is not done."""
+        """A draft for each row of the batch; empty for rows whose prompt is not processed yet."""
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._drafter is None:
             return drafts
@@ -70,7 +71,7 @@ class SuffixDecodingProposer:
             if not sampled or state is None:
                 continue
             length = int(input_batch.num_tokens_no_spec[row])
-            # A request that was preempted may have moved on by more than what was sampled now.
+            # A preempted request may have more new tokens than were sampled in this step.
             tokens = input_batch.token_ids_cpu[row]
             limit = min(num_speculative_tokens, self._max_length - length - 1)
             turns[row] = draft_turn(state, tokens, length, len(sampled), limit)
@@ -86,9 +87,9 @@ class SuffixDecodingProposer:
 
 
 def draft_turn(state: RequestState, tokens: Any, length: int, sampled: int, limit: int) -> DraftTurn:
-    """The draft turn of a request whose first `length` tokens are known now, the last `sampled` of them from this step.
+    """The draft turn of a request that has `length` tokens now, of which this step sampled the last `sampled`.
 
-    `tokens` is its row of the batch. Where the server takes tokens back, those that replace them count as output too.
+    `tokens` is its row of the batch. If the server discards tokens, the tokens that replace them count as output too.
     """
     state.length = min(state.length, length - sampled)
     fresh = _copy(tokens[state.length : length])
@@ -100,7 +101,7 @@ def _copy(row: Any) -> Tokens:
 
 
 def _request(new: Any) -> RequestInfo:
-    """What matters of a `NewRequestData`."""
+    """The fields of a `NewRequestData` that the drafter needs."""
     sampling, adapter = new.sampling_params, new.lora_request
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
     return RequestInfo(
@@ -113,7 +114,7 @@ def _request(new: Any) -> RequestInfo:
 
 
 def _labels(extra: Any) -> Labels:
-    """`vllm_xargs` of a request that say what it belongs to."""
+    """The labels of a request, from its `vllm_xargs`."""
     names = (extra.get(f"agentspec_{label}") for label in ("session", "workflow", "step"))
     return Labels(*(name if isinstance(name, str) else None for name in names))
 

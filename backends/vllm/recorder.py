@@ -1,6 +1,6 @@
-"""Records a server's outputs in the cache, in a thread of its own: the server's thread hands tokens over and goes on.
+"""Records a server's outputs in the cache. A thread of its own does this, so that the server's thread never waits.
 
-Waiting for a slow disk or a lost database happens here or further behind.
+A slow disk or a lost database delays only this thread or the cache's own threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentspec.backends.vllm.request_state import RequestCache, RequestState
 from agentspec.cache.tokens import Tokens
 from agentspec.telemetry.safe_errors import safe_message
 
-WAITING_TOKENS = 8 << 20  # that may wait to be recorded: some seconds of traffic, even with long prompts
+WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ Open = Callable[[RequestState, Tokens], RequestCache]
 
 
 class OutputUpdate(NamedTuple):
-    """What an output grew by; of the last draft, if there was one, so much was accepted."""
+    """The new tokens of an output, and how many tokens of its last draft were drafted and accepted."""
 
     state: RequestState
     tokens: Tokens
@@ -33,10 +33,10 @@ class OutputUpdate(NamedTuple):
 
 
 class CacheRecorder:
-    """Carries out, in order, what `begin`, `extend` and `end` ask for.
+    """Carries out the calls of `begin`, `extend` and `end` in order, in its thread.
 
-    `open_cache` opens the cache of a request from its prompt. A request whose cache fails
-    goes on without one; the log says so once.
+    `open_cache` opens the cache of a request from its prompt. A request whose cache fails goes on without a cache; a
+    warning says so once.
     """
 
     def __init__(self, open_cache: Open) -> None:
@@ -45,12 +45,12 @@ class CacheRecorder:
         self._waiting = 0
         self._lock = threading.Lock()
         self._failed = False
-        self.dropped = 0  # requests that came while too much was waiting
+        self.dropped = 0  # requests without a cache because too many tokens were waiting
         self._thread = threading.Thread(target=self._work, name="agentspec-recorder", daemon=True)
         self._thread.start()
 
     def begin(self, state: RequestState, prompt: Tokens) -> None:
-        """Open the request's cache; it goes without one where too much is waiting already."""
+        """Open the request's cache. The request gets no cache if too many tokens are waiting already."""
         if self._waiting + len(prompt) > WAITING_TOKENS:
             self.dropped += 1
             state.ready.set()
@@ -58,21 +58,21 @@ class CacheRecorder:
         self._put(self._begin, state, prompt, tokens=len(prompt))
 
     def extend(self, updates: Sequence[OutputUpdate]) -> None:
-        """What all outputs of a round grew by."""
+        """Record the new tokens of all outputs in a round."""
         self._put(self._extend, updates, tokens=sum(len(update.tokens) for update in updates))
 
     def end(self, state: RequestState) -> None:
-        """The output is complete."""
+        """Close the request's cache: its output is complete."""
         self._put(self._end, state)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all asked for so far is done; whether it is."""
+        """Wait until all calls so far are carried out; false if that took longer than `timeout` seconds."""
         done = threading.Event()
         self._put(lambda: done.set())
         return done.wait(timeout)
 
     def close(self) -> None:
-        """Carry out what was asked for, then stop. Idempotent."""
+        """Carry out all calls so far, then stop the thread. Idempotent."""
         self._queue.put(None)
         self._thread.join()
 
@@ -136,7 +136,7 @@ class CacheRecorder:
 
 
 def wait_ready(states: Sequence[RequestState], seconds: float) -> None:
-    """Wait until every request's cache is open or has failed to, at most `seconds` in all."""
+    """Wait until every request's cache is open or failed to open, at most `seconds` in all."""
     until = time.perf_counter() + seconds
     for state in states:
         left = until - time.perf_counter()

@@ -1,4 +1,4 @@
-"""One request of the server: where its drafts come from, and how much of the last one was accepted."""
+"""The state of one request of the server: its cache, its next tokens, and how many of the last draft were accepted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentspec.speculation.governor import RequestStats
 from agentspec.types import Labels, Source
 
 _TRANSCRIPT = 0
-SURE = 0.8  # probability of the next token from which on no new search is needed
+SURE = 0.8  # no new search is needed if the next token has at least this probability
 
 
 class RequestCache(Protocol):
-    """Where a request's output is kept; `CacheRequest` is one. Only the recorder calls its methods."""
+    """The cache of one request; `CacheRequest` implements it. Only the recorder calls its methods."""
 
     @property
     def drafter(self) -> IndexDrafter: ...
@@ -36,7 +36,7 @@ class RequestCache(Protocol):
 
 
 class PrivateCache:
-    """For a request that must leave nothing behind and see nothing of others: gone when it ends."""
+    """A cache for one request that shares nothing with others. It is discarded when the request ends."""
 
     def __init__(self, prompt: Tokens) -> None:
         self.drafter = IndexDrafter()
@@ -54,18 +54,18 @@ class PrivateCache:
         self._context = np.concatenate((self._context, tokens))[-DEPTH:]
 
     def count_draft(self, drafted: int, accepted: int) -> None:
-        """Nothing is counted."""
+        """Does nothing: a private cache has no counts."""
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: a private cache keeps no output."""
 
     def abandon(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: a private cache keeps no output."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What the server knows of a request: tenant salt, labels, LoRA adapter, where its output ends at the latest."""
+    """What the server knows of a request: labels, tenant salt, LoRA adapter, stop tokens, the output's length limit."""
 
     labels: Labels = field(default_factory=Labels)
     salt: str | None = None
@@ -75,13 +75,13 @@ class RequestInfo:
 
 
 class Continuation(NamedTuple):
-    """Tokens that may follow, and for each the probability that the output reaches it."""
+    """Tokens that may follow, and for each the probability that all tokens up to it are accepted."""
 
     tokens: list[int]
     acceptance: list[float]
 
     def after(self, fresh: list[int]) -> Continuation:
-        """What is left after the output grew by `fresh`; nothing where it differs."""
+        """The rest of the continuation after the output grew by `fresh`; empty if `fresh` differs from it."""
         count = len(fresh)
         if count == 0:
             return self
@@ -95,30 +95,30 @@ NOTHING = Continuation([], [])
 
 
 class RequestState:
-    """What the server's thread knows of a request. `cache` is set by the recorder once it is open."""
+    """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
         "accepted asked cache chain continuation expected finished length output_length ready request stats".split()
     )
 
     def __init__(self, length: int, stats: RequestStats, request: RequestInfo) -> None:
-        self.length = length  # of prompt and output
+        self.length = length  # tokens of prompt and output
         self.stats = stats
         self.request = request
         self.output_length = 0  # tokens of output
         self.finished = False
         self.cache: RequestCache | None = None
-        self.ready = threading.Event()  # set also where opening the cache failed
+        self.ready = threading.Event()  # set also if opening the cache failed
         self.continuation = NOTHING
-        self.chain: list[int] = []  # so much of it was proposed in the last round
+        self.chain: list[int] = []  # the part of the continuation that was proposed in the last round
         self.asked = False
         self.expected = 0.0
         self.accepted = 0
 
     def advance(self, fresh: Tokens) -> Tokens:
-        """Count how much of the last chain the new tokens `fresh` accepted; returns those of them that are output.
+        """Count how many tokens of the last chain `fresh` accepted; returns the tokens of `fresh` that are output.
 
-        The target may sample beyond the end of an output; the server cuts that off later.
+        The target may sample tokens after the end of an output; the server cuts them off later.
         """
         tokens = fresh.tolist()
         self.accepted = 0
@@ -139,11 +139,11 @@ class RequestState:
         return count
 
     def is_certain(self) -> bool:
-        """Whether the continuation found before is long and likely enough that nothing need be searched."""
+        """Whether the continuation is long and likely enough to need no new search."""
         return len(self.continuation.tokens) >= max(1, len(self.chain)) and self.continuation.acceptance[0] >= SURE
 
     def acceptance(self, limit: int) -> list[float]:
-        """Probabilities that the next `limit` tokens at most are accepted, corrected by its drafts so far."""
+        """The acceptance probabilities of at most `limit` next tokens, corrected by the request's drafts so far."""
         factor = min(1.0, self.stats.factor)
         return [factor * likely for likely in self.continuation.acceptance[:limit]]
 

@@ -1,4 +1,4 @@
-"""What an operator sets for the drafter of a server: environment variables, since the server has its own options."""
+"""Settings of the drafter in a vLLM server, as environment variables, since the server has its own options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DrafterSettings(BaseModel):
 
 
 def enabled(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether vLLM's suffix method is to be answered by us. Raises `ConfigurationError` for neither on nor off."""
+    """Whether our drafter replaces vLLM's suffix method. Raises `ConfigurationError` unless the switch is on or off."""
     chosen = environment.get(SWITCH, "on").lower()
     if chosen not in ("on", "1", "true", "off", "0", "false"):
         raise ConfigurationError(f"{SWITCH} must be on or off, not {chosen!r}")
@@ -39,7 +39,7 @@ def enabled(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> DrafterSettings:
-    """Raises `ConfigurationError`, naming the variable, for what cannot work."""
+    """The settings. Raises `ConfigurationError`, naming the variable, for an invalid value."""
     values: dict[str, Any] = {"cache": _cache(environment)}
     if tenant := environment.get(f"{PREFIX}TENANT"):
         values["tenant"] = tenant
@@ -54,7 +54,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> DrafterSetting
 
 
 def _cache(environment: Mapping[str, str]) -> dict[str, Any]:
-    """`AGENTSPEC_CACHE__KEY` by key. Lists are written as JSON."""
+    """The values of the `AGENTSPEC_CACHE__KEY` variables, by key. Lists are given as JSON."""
     single = [name for name in environment if name.startswith(f"{PREFIX}CACHE_") and name not in LOCATIONS]
     values: dict[str, Any] = {}
     for name in single:

@@ -1,4 +1,4 @@
-"""What a step of the server costs, learned from the steps themselves."""
+"""Learns the time of a server's engine step by its number of tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from agentspec.speculation.cost_curve import KNOTS
 from agentspec.speculation.cost_model import CostModel
 
 _FAR = 16384  # tokens up to which the cost of a step is extrapolated
-_EARLY = 64  # steps that are all learned from
-_SELDOM = 8  # of later ones every so many, since learning takes longer than drafting a token,
-_SURPRISE = 0.1  # and those whose time was off by more than this share
+_EARLY = 64  # the model learns from each of the first steps,
+_SELDOM = 8  # later from every eighth, since learning takes longer than drafting a token,
+_SURPRISE = 0.1  # and from every step whose predicted time was off by more than this share
 
 Floats = NDArray[np.float64]
 
@@ -29,7 +29,7 @@ class StepTimeModel:
         return float(np.interp(tokens, self._tokens, self._curve))
 
     def many(self, tokens: NDArray[np.integer]) -> Floats:
-        """`seconds` of each."""
+        """`seconds` for each number of tokens."""
         return np.asarray(np.interp(tokens, self._tokens, self._curve))
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -43,6 +43,6 @@ class StepTimeModel:
         return self._model.many(self._tokens.astype(np.int64))
 
     def least_acceptance(self, requests: int) -> float:
-        """The probability below which drafting a token pays in no step of so many requests."""
+        """The acceptance probability below which no draft token pays in a step of `requests` requests."""
         one, two = self.seconds(requests), self.seconds(requests + 1)
         return min(1.0, max(0.0, (two - one) * requests / one))

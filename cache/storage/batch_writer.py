@@ -1,4 +1,4 @@
-"""A background thread that commits what it is handed, as much as has gathered at a time, and tries again if it must."""
+"""A background thread that commits all jobs gathered so far in one batch, and tries again after a transient failure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 class BatchWriter(Generic[Job]):
-    """Calls `commit(jobs)` in its own thread, with all jobs that wait.
+    """Calls `commit(jobs)` in its own thread, with all waiting jobs.
 
-    When that fails with what `is_transient`, the jobs wait and are tried again; the oldest are dropped as soon as those
-    that wait are of more than `room` by `size`. Any other failure ends writing for good. Each is warned of once.
+    After a failure that `is_transient` accepts, the jobs wait and are tried again; meanwhile the oldest are dropped
+    when the waiting jobs exceed `room` by `size`. Any other failure ends writing for good. Each outage is logged once.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class BatchWriter(Generic[Job]):
         size: Callable[[Job], int] = lambda _: 1,
         room: int,
     ) -> None:
-        self.error: str | None = None  # why nothing is written now
+        self.error: str | None = None  # why jobs cannot be written now
         self.dropped = 0  # jobs that will never be written
         self._commit = commit
         self._is_transient = is_transient
@@ -43,16 +43,16 @@ class BatchWriter(Generic[Job]):
         self._room = room
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
-        self._waiting = 0  # their size
+        self._waiting = 0  # total size of the waiting jobs
         self._put = self._done = 0  # jobs so far
-        self._reported = 0  # of those dropped, by `flush`
+        self._reported = 0  # dropped jobs that `flush` has reported
         self._revising = 0  # calls of `revise` that wait
         self._busy = self._ended = self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Hand over a job; returns at once. One that comes after `close` is ignored."""
+        """Queue a job; returns at once. A job put after `close` is ignored."""
         with self._changed:
             if self._closing:
                 return
@@ -63,7 +63,7 @@ class BatchWriter(Generic[Job]):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Return when all jobs put so far are committed. Raises `CacheError` when one is not, or not yet."""
+        """Wait until all jobs put so far are committed. Raises `CacheError` if commits fail or jobs were dropped."""
         with self._changed:
             goal = self._put
             self._changed.wait_for(lambda: self._done >= goal or self.error is not None)
@@ -75,9 +75,9 @@ class BatchWriter(Generic[Job]):
                 raise CacheError(f"{fresh} writes were dropped: there was no room to wait for the database")
 
     def revise(self, change: Callable[[Iterable[Job]], Iterable[Job]]) -> None:
-        """Replace the jobs that wait by what `change` makes of them, while none is being committed."""
+        """Replace the waiting jobs by `change(jobs)`, while no job is being committed."""
         with self._changed:
-            self._revising += 1  # no further commit begins meanwhile, however many jobs keep coming
+            self._revising += 1  # no further commit begins meanwhile, however many jobs are put
             self._changed.wait_for(lambda: not self._busy)
             self._revising -= 1
             before = len(self._jobs)
@@ -87,7 +87,7 @@ class BatchWriter(Generic[Job]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Commit what is left, with one try, and end the thread. Idempotent."""
+        """Try once to commit the waiting jobs, then end the thread. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -144,7 +144,7 @@ class BatchWriter(Generic[Job]):
             self._changed.notify_all()
 
     def _bound(self) -> None:
-        """While nothing can be written, drop the oldest jobs that are too many; all, once nothing ever will be."""
+        """During a failure drop the oldest jobs beyond `room`; once writing has ended, drop all."""
         while self.error is not None and self._jobs and (self._ended or self._waiting > self._room):
             self._waiting -= self._size(self._jobs.popleft())
             self._done += 1

@@ -1,4 +1,4 @@
-"""A sequence as the database keeps it."""
+"""Converts a sequence to a row of the database and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentspec.types import Labels, Namespace
 
 
 def encode(record: SequenceRecord) -> dict[str, object]:
-    """The values of a row of `schema.sequences`, all but its id."""
+    """The values of the row in `schema.sequences`, except its id."""
     packed = zlib.compress(np.concatenate((record.context, record.tokens)).astype("<i4").tobytes(), level=1)
     return {
         "number": record.sequence,
@@ -35,7 +35,7 @@ def encode(record: SequenceRecord) -> dict[str, object]:
 
 
 def decode(row: sa.Row[Any], database: str) -> SequenceRecord:
-    """The sequence that a row holds. Raises `CacheFormatError`, naming the database, for one that is damaged."""
+    """The sequence that a row holds. Raises `CacheFormatError`, naming the database, for a damaged row."""
     try:
         packed = np.frombuffer(zlib.decompress(row.tokens), dtype="<i4").astype(np.int32)
     except (zlib.error, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Which database an address or a folder means, and the error for one that cannot be opened."""
+"""Opens the database at an address or in a folder, and picks the error to raise when that fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CIRCUMSTANCES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ED
 
 
 def open_database(target: str | Path) -> Database:
-    """The database at an address or in a folder, which is made. Raises as `SequenceStore.open`."""
+    """The database at an address, or in a folder, which is created if missing. Raises as `SequenceStore.open`."""
     try:
         return PostgresDatabase(target) if _is_address(target) else SqliteDatabase(Path(target))
     except OSError as error:
@@ -33,7 +33,7 @@ def _is_address(target: str | Path) -> TypeGuard[str]:
 
 
 def acquire_writer(database: Database, mode: str) -> None:
-    """Become the writer as far as `mode` wants it. Raises `CacheLockedError` where it must be and another is."""
+    """Become the writer unless `mode` is "follower". If another process is, mode "writer" raises `CacheLockedError`."""
     if mode == "follower":
         return
     try:
@@ -44,7 +44,7 @@ def acquire_writer(database: Database, mode: str) -> None:
 
 
 def raise_unusable(name: str, error: BaseException, *, transient: bool) -> NoReturn:
-    """Raise the error for a database that could not be opened, by what its user can do about it."""
+    """Raise the error for a database that could not be opened; its type depends on what the user can do about it."""
     message = f"the cache database {name} cannot be opened: {reason(error)}"
     if transient or isinstance(error, exc.OperationalError) or getattr(error, "errno", None) in _CIRCUMSTANCES:
         raise CacheUnavailableError(message) from error

@@ -1,4 +1,4 @@
-"""The interface of a database to the store; `cache/storage/sqlite.py` and `cache/storage/postgres.py` implement it."""
+"""The database interface of the store; `cache/storage/sqlite.py` and `cache/storage/postgres.py` implement it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Upsert = sqlite.Insert | postgresql.Insert
 
 
 class Database(ABC):
-    """One database, and this process's part in it. Thread-safe.
+    """One database, and whether this process is its writer. Thread-safe.
 
-    `name` is for people to read and holds no password. `folder` is where its files lie, None for a server's.
+    `name` is for messages and holds no password. `folder` is the folder of its files, None on a database server.
     """
 
     name: str
@@ -25,11 +25,11 @@ class Database(ABC):
 
     @abstractmethod
     def acquire_writer(self) -> None:
-        """Become the writer until `close`. Raises `CacheLockedError`, naming the writer that there is."""
+        """Become the writer until `close`. Raises `CacheLockedError`, naming the present writer."""
 
     @abstractmethod
     def connect(self) -> None:
-        """Make sure that there is a database to connect to. Raises `OSError`, `DBAPIError` and `CacheFormatError`."""
+        """Check that the database can be connected to. Raises `OSError`, `DBAPIError` and `CacheFormatError`."""
 
     @property
     @abstractmethod
@@ -38,45 +38,45 @@ class Database(ABC):
 
     @abstractmethod
     def renew_lease(self) -> None:
-        """Called every now and then: stay the writer, or be one again, if this process ever was."""
+        """Called periodically: stay the writer, or become it again if this process was and lost the role."""
 
     @abstractmethod
     def writing(self) -> AbstractContextManager[sa.Connection]:
-        """A transaction that writes. There is one at a time among all processes, and it sees all that came before.
+        """A write transaction. Among all processes one runs at a time, and it sees all earlier ones.
 
-        New rows therefore become visible in the order of their ids: who reads one has read all smaller ones.
+        New rows therefore become visible in the order of their ids: a reader that sees an id can see all smaller ids.
         """
 
     @abstractmethod
     def insert(self, table: sa.Table) -> Upsert:
-        """An insert that can say what to do on conflict."""
+        """An insert statement that supports ON CONFLICT."""
 
     @abstractmethod
     def disk_bytes(self) -> int:
-        """Bytes that the database takes, as far as it is ours."""
+        """Bytes that our tables or files take."""
 
     @abstractmethod
     def shrink(self) -> bool:
-        """Give the room of deleted rows back to the file system; false while another process is in the way."""
+        """Return the space of deleted rows to the file system; false while another process prevents it."""
 
     @abstractmethod
     def secure_erase(self, *, rewrite: bool) -> bool:
-        """Leave no byte of what was deleted, with `rewrite` by writing everything anew; false as `shrink`."""
+        """Erase every byte of deleted rows, with `rewrite` by rewriting the database; false as in `shrink`."""
 
     @abstractmethod
     def problems(self, connection: sa.Connection) -> list[str]:
-        """What is wrong with the structure of the database, as far as it can tell itself."""
+        """Faults in the database's structure, as its own integrity check reports them."""
 
     @abstractmethod
     def is_transient(self, error: BaseException) -> bool:
-        """Whether what failed may work when it is tried again later, with nothing lost in between."""
+        """Whether the failed operation may succeed on a later try, with no committed data lost in between."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections and of being the writer. Idempotent."""
+        """Close the connections and stop being the writer. Idempotent."""
 
 
 def reason(error: BaseException) -> str:
-    """The message of a database, without the statement and the values it was given."""
+    """The database's error message, without the statement and its values."""
     original = error.orig if isinstance(error, exc.DBAPIError) else error
     return " ".join(str(original).split())

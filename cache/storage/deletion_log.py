@@ -1,4 +1,4 @@
-"""Deletions in the database: finding rows, and deleting them with a log entry for other processes."""
+"""Finds rows in the database and deletes them, with a log entry that tells other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Holds = Callable[[sa.Row[Any], Selection], bool]
 
 @dataclass(slots=True)
 class SelectedRows:
-    """Rows that a selection means, and the last row that was looked at."""
+    """The rows that a selection matches, and the last row that was examined."""
 
     ids: list[int] = field(default_factory=list)
     last: int = 0
@@ -41,7 +41,7 @@ def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
 def search(
     connection: sa.Connection, selection: Selection, holds: Holds, found: SelectedRows | None = None
 ) -> SelectedRows:
-    """The rows that a selection means, those that were `found` before included. Keeps nobody from writing."""
+    """The rows that a selection matches, added to those `found` by an earlier search. Does not block writers."""
     found = found or SelectedRows()
     columns: Sequence[Any] = (sequences,) if selection.searched else (sequences.c.id,)
     query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
@@ -63,9 +63,9 @@ def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
 
 
 def delete(connection: sa.Connection, selection: Selection, found: SelectedRows, holds: Holds) -> int:
-    """Delete what was found and what has come since, in the transaction that is open for writing.
+    """Delete the `found` rows and matching rows added since, inside the caller's write transaction.
 
-    What was learned goes with the last sequence of its namespace, and otherwise keeps no token of any text.
+    A learned state is deleted with the last sequence of its namespace; otherwise its end tokens are removed.
     """
     ids = search(connection, selection, holds, found).ids
     namespaces: set[str] = set()
@@ -91,7 +91,10 @@ def delete(connection: sa.Connection, selection: Selection, found: SelectedRows,
 
 
 def _forget_learned(connection: sa.Connection, namespaces: set[str], *, orphans: bool) -> None:
-    """A namespace's tenant is known by its sequences only, so that with a tenant all learned without any must go."""
+    """Delete or strip the learned states of `namespaces`. With `orphans`, delete every state without sequences too.
+
+    A learned state does not say its tenant, so that a deletion by tenant must delete all states without sequences.
+    """
     living = set(connection.execute(sa.select(sequences.c.namespace).distinct()).scalars())
     for row in connection.execute(sa.select(learned)).all():
         mine = learned.c.namespace == row.namespace

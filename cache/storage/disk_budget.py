@@ -1,4 +1,4 @@
-"""Keeping a database within its budgets: a tenant over its share loses only its own, oldest first."""
+"""Keeps a database within its budgets: a tenant over its limit loses only its own sequences, oldest first."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from agentspec.cache.storage.schema import sequences
 from agentspec.cache.storage.segment_folder import SegmentFolder
 
 _ROW = 512  # bytes that a sequence takes besides its tokens, in the table and in its indexes
-_SHARE = 20  # measuring takes at most one part in so many of the time
+_SHARE = 20  # measuring takes at most 1/20 of the time
 
 
 class DiskBudget:
-    """`limit` bounds the bytes of database and segments, `tenant_limit` those of each tenant's sequences."""
+    """`limit` bounds the bytes of database and segments, `tenant_limit` the bytes of each tenant's sequences."""
 
     def __init__(
         self, database: Database, segments: SegmentFolder, limit: int | None, tenant_limit: int | None
@@ -27,7 +27,7 @@ class DiskBudget:
         self._measured_until = 0.0
 
     def enforce(self) -> None:
-        """Delete what is too much, if this process is the writer. Raises `DBAPIError`."""
+        """If this process is the writer, delete sequences until the budgets hold. Raises `DBAPIError`."""
         if not self._database.is_writer:
             return
         if self._tenant_limit is not None and time.monotonic() >= self._measured_until:
@@ -36,7 +36,7 @@ class DiskBudget:
             now = time.monotonic()
             self._measured_until = now + _SHARE * (now - begun)
         if self.limit is not None and self._database.disk_bytes() + self._segments.total_bytes() > self.limit:
-            self._segments.clear()  # they go first: they can be had again
+            self._segments.clear()  # segments go first: the database can restore them
             if self._database.disk_bytes() > self.limit:
                 self._enforce_limit(self.limit)
 
@@ -46,7 +46,7 @@ class DiskBudget:
                 self._delete_oldest(tenant, taken - limit + limit // 16)
 
     def _enforce_limit(self, limit: int) -> None:
-        """From the tenant that takes most, a part at a time, since what a row takes in the file is known roughly."""
+        """Delete from the largest tenant, a part at a time, since a row's size in the file is only an estimate."""
         while self._database.shrink() and (excess := self._database.disk_bytes() - limit) > 0:
             tenants = self._tenants()
             if not tenants:

@@ -1,7 +1,7 @@
-"""Stored sequences outside of their store: as lines of a file, and back, each as often as it was there and no more.
+"""Exports stored sequences to a file and imports them again without adding duplicates.
 
-A file begins with `{"agentspec_export": 1}`; every further line is one sequence, with the namespace that it belongs to
-and the last tokens of the prompt before it. Numbers that only mean something to a running process are not kept.
+A file begins with `{"agentspec_export": 1}`; every further line is one sequence, with its namespace and the last tokens
+of the prompt before it. Sequence numbers, which only mean something to a running process, are not exported.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from agentspec.types import Labels, Namespace
 
 VERSION = 1
 HEADER = {"agentspec_export": VERSION}
-_WAITING = 1 << 20  # tokens handed to the store that it has not written yet
+_WAITING = 1 << 20  # tokens put into the store before `add` waits until they are written
 
 Describe = Callable[[SequenceRecord], str | None]
-"""The text of a sequence, or None where it is not to be written."""
+"""Returns the text to write beside a sequence, or None to write none."""
 
 
 def write(path: Path, rows: Iterable[SequenceRecord], describe: Describe = lambda row: None) -> int:
-    """Write sequences to `path`, for its owner's eyes only, whole or not at all; returns how many.
+    """Write sequences to `path`, readable by its owner only, whole or not at all; returns how many.
 
-    Raises `ConfigurationError` where the file cannot be written, and what `rows` raises.
+    Raises `ConfigurationError` if the file cannot be written, and passes on what `rows` raises.
     """
     written = 0
     with _replacing(path) as file:
@@ -48,7 +48,7 @@ def write(path: Path, rows: Iterable[SequenceRecord], describe: Describe = lambd
 
 
 def parse(line: bytes, place: str) -> SequenceRecord | None:
-    """The sequence on a line, numbered 0; None for the first line of a file. Raises `ConfigurationError`."""
+    """The sequence on a line, with number 0; None for a file's header line. Raises `ConfigurationError`."""
     try:
         record = json.loads(line)
         if "agentspec_export" in record:
@@ -71,11 +71,11 @@ def parse(line: bytes, place: str) -> SequenceRecord | None:
 
 
 def add(store: SequenceStore, rows: Iterable[SequenceRecord]) -> tuple[int, int]:
-    """Store the sequences that are not there yet, and wait until they are durable; returns (added, known).
+    """Store the sequences that the store lacks, and wait until they are durable; returns (added, known).
 
-    What is there already, with the same namespace, labels, tokens and end of the prompt, counts once for each time: a
-    file that is imported again adds nothing, and what a workflow generated twice stays there twice.
-    Raises `CacheError` when they cannot be written.
+    Each stored sequence with the same namespace, labels, tokens and end of the prompt stands for one of `rows`: a file
+    that is imported again adds nothing, and an output that a workflow generated twice stays in the store twice.
+    Raises `CacheError` if the sequences cannot be written.
     """
     there = Counter(map(identity, store.records()))
     numbers = count((int.from_bytes(os.urandom(4)) >> 1) << 32)
@@ -95,7 +95,7 @@ def add(store: SequenceStore, rows: Iterable[SequenceRecord]) -> tuple[int, int]
 
 
 def identity(row: SequenceRecord) -> bytes:
-    """What makes two sequences the same, whenever they were stored."""
+    """A hash over namespace, labels, context and tokens: equal for equal sequences, whenever they were stored."""
     names = json.dumps([row.namespace.key, row.labels.session, row.labels.workflow, row.labels.step])
     digest = hashlib.sha256(names.encode())
     for tokens in (row.context, row.tokens):
@@ -123,7 +123,7 @@ def _check_version(version: Any, place: str) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[str]]:
-    """A new file beside `path` that takes its place at the end, once it is on disk."""
+    """A new file beside `path` that replaces it at the end, once it is on disk."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)  # mode 0600
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Opening a database: created where there is none, brought to the newest schema, or refused with the reason."""
+"""Prepares a database at opening: creates its tables, migrates them to the newest schema, or refuses it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.schema import VERSION, damaged, meta, metadata, revision
 from agentspec.errors import CacheFormatError
 
-_alembic = threading.Lock()  # it keeps the migration in progress in module globals
+_alembic = threading.Lock()  # Alembic keeps the running migration in module globals
 
 
 def prepare(database: Database) -> None:
-    """Bring the database to the newest schema, all of it or nothing, even while other processes open it.
+    """Bring the database to the newest schema in one transaction, even while other processes open it.
 
-    Raises `CacheFormatError` where it is something else, damaged, or of a newer version.
+    Raises `CacheFormatError` if it is another program's database, damaged, or of a newer version.
     """
     with database.engine.connect() as connection:
         if version_of(connection, database.name) == VERSION:  # the usual case, which takes no lock
@@ -31,7 +31,7 @@ def prepare(database: Database) -> None:
 
 
 def version_of(connection: sa.Connection, name: str) -> int:
-    """The version of the tables, 0 where there are none yet. Raises `CacheFormatError` as `prepare`."""
+    """The version of the tables, 0 if there are none yet. Raises `CacheFormatError` as `prepare`."""
     tables = set(sa.inspect(connection).get_table_names())
     if not tables:
         return 0
@@ -48,15 +48,15 @@ def version_of(connection: sa.Connection, name: str) -> int:
 
 
 def _create(connection: sa.Connection) -> None:
-    """The newest tables at once, which the tests hold to be what the migrations arrive at."""
+    """Create the newest tables directly. The tests check that the migrations lead to the same tables."""
     metadata.create_all(connection)
     connection.execute(revision.insert().values(version_num=f"{VERSION:04}"))
-    # What came before the migrations reads the version here, and refuses this one.
+    # Releases from before the migrations read the version here, and refuse this one.
     connection.execute(meta.insert().values(key="version", value=str(VERSION)))
 
 
 def upgrade(connection: sa.Connection) -> None:
-    """Run the migrations that are missing, in the transaction that is open."""
+    """Run the missing migrations inside the caller's transaction."""
     from alembic import command
     from alembic.config import Config
 

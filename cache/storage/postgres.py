@@ -1,4 +1,4 @@
-"""PostgreSQL: a database, or a schema on the search path, that several machines can share."""
+"""PostgreSQL: several machines can share a cache in a database, or in a schema on the search path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEMES = ("postgresql", "postgresql+psycopg")
 
 _log = logging.getLogger(__name__)
 
-# Advisory locks, of this kind and of the schema's name, so that several caches can live in one database.
+# Keys of the advisory locks: the kind and the schema's name, so that one database can hold several caches.
 _WRITER, _ORDER = 0x61675701, 0x61675702
 _KEY = "hashtext(current_schema()::text)"
 
@@ -35,12 +35,12 @@ _NETWORK = {
     "tcp_user_timeout": 15_000,  # milliseconds
 }
 
-# SQLSTATE classes and codes of what may work later: connection, resources, the operator's doing, conflicts, a standby.
+# SQLSTATE classes and codes of transient errors: connection, resources, operator intervention, conflicts, a standby.
 _PASSING = re.compile("08|53|57P|57014|40001|40P01|55P03|25006|25P03|58030")
 
 
 class PostgresDatabase(Database):
-    """Raises `ConfigurationError` for an address that cannot be one. Connects when it is first used."""
+    """A PostgreSQL database. Raises `ConfigurationError` for an invalid address. Connects at first use."""
 
     folder = None
 
@@ -57,7 +57,7 @@ class PostgresDatabase(Database):
         self._wants_lease = False
         self._lock = threading.Lock()
 
-    # The writer holds a session's lock on a connection that does nothing else, and loses it with the connection.
+    # The writer holds a session-level advisory lock on a dedicated connection, and loses it with the connection.
 
     def acquire_writer(self) -> None:
         with self._lock:
@@ -82,9 +82,9 @@ class PostgresDatabase(Database):
 
     def _acquire_lease(self) -> sa.Connection:
         connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        connection.detach()  # it never goes back to the pool, where the lock would outlive its purpose
+        connection.detach()  # a connection back in the pool would keep the lock
         try:
-            # The holder is known by the name of its session: of a process, the server knows its own only.
+            # The session's name tells others who the writer is: the server does not know a client's process id.
             name = f"agentspec writer: process {os.getpid()} on {socket.gethostname()}"[:63]
             connection.execute(sa.text("SELECT set_config('application_name', :name, false)"), {"name": name})
             if connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_WRITER}, {_KEY})").scalar_one():
@@ -118,11 +118,11 @@ class PostgresDatabase(Database):
     @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
         with self.engine.begin() as connection:
-            # Neither wait for a process that hangs, nor hang and keep others waiting.
+            # Do not wait for a process that hangs, and do not keep others waiting if this one hangs.
             connection.exec_driver_sql("SET LOCAL lock_timeout = '30s'")
             connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = '60s'")
-            # Ids are handed out as rows are inserted, and rows are seen once their transaction has committed: without
-            # this lock, which lasts until then, id 7 might appear after a follower has read up to id 8.
+            # A row gets its id at insert and becomes visible at commit. Without this lock, held until the commit,
+            # id 7 might appear after a follower has read up to id 8.
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_ORDER}, {_KEY})")
             yield connection
 
@@ -171,7 +171,7 @@ class PostgresDatabase(Database):
 
 
 def _url(address: str) -> sa.URL:
-    """The address with its password, if any, where SQLAlchemy knows it as one."""
+    """The address as a URL; a password in its query moves to where SQLAlchemy can hide it."""
     scheme = address.partition("://")[0]
     if scheme not in SCHEMES:
         known = " or ".join(f"{scheme}://" for scheme in SCHEMES)

@@ -1,4 +1,4 @@
-"""Tables of the sequence database."""
+"""The tables of the sequence database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ESCAPED = re.compile("\x1a([0-9a-f]{4})")
 
 
 class Name(sa.types.TypeDecorator[str]):
-    """Any Python string. What a database refuses, NUL and lone surrogates, is escaped."""
+    """Any Python string. Escapes the characters that databases refuse: NUL and lone surrogates."""
 
     impl = sa.String
     cache_ok = True
@@ -30,7 +30,7 @@ class Name(sa.types.TypeDecorator[str]):
         return value if value is None else _ESCAPED.sub(lambda found: chr(int(found[1], 16)), value)
 
 
-_Id = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite counts up in a column of exactly this type only
+_Id = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite increments only columns of exactly this type
 
 meta = sa.Table(
     "agentspec_meta",
@@ -40,7 +40,7 @@ meta = sa.Table(
 )
 
 revision = sa.Table(
-    "agentspec_version",  # Alembic's own table, under a name that leaves room for others' beside it
+    "agentspec_version",  # Alembic's table; renamed so that another program's Alembic table can be in the same schema
     metadata,
     sa.Column("version_num", sa.String(32), nullable=False),
     sa.PrimaryKeyConstraint("version_num", name="agentspec_version_pkc"),
@@ -64,7 +64,7 @@ sequences = sa.Table(
     sa.Column("created_at", sa.Float, nullable=False),  # seconds since 1970
     sa.Column("hits", sa.Integer, nullable=False, default=0),
     sa.Column("size", sa.Integer, nullable=False, server_default="0"),  # bytes of `tokens`
-    sa.Index("ix_sequences_tenant", "tenant", "id", "size"),  # answers a tenant's sum of sizes by itself
+    sa.Index("ix_sequences_tenant", "tenant", "id", "size"),  # covers the query for a tenant's sum of sizes
     sqlite_autoincrement=True,
 )
 
@@ -76,12 +76,12 @@ learned = sa.Table(
 )
 
 deletions = sa.Table(
-    "deletions",  # one row per deletion: a Scope, for the processes that have to follow it
+    "deletions",  # one row per deletion: its Scope, for other processes to apply
     metadata,
     sa.Column("id", _Id, primary_key=True),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("salt", sa.String, nullable=False),
-    sa.Column("tenant", sa.String),  # hashes, as session
+    sa.Column("tenant", sa.String),  # tenant and session are salted hashes
     sa.Column("session", sa.String),
     sa.Column("tokenizer", sa.String),
     sa.Column("before", sa.Float),
@@ -89,7 +89,7 @@ deletions = sa.Table(
     sqlite_autoincrement=True,
 )
 
-# The planner's statistics would keep names and tokens that were to be forgotten; tokens are compressed already.
+# The planner's statistics would keep deleted names and tokens. PostgreSQL need not compress tokens a second time.
 for _column in ("tenant", "session", "workflow", "step", "tokens"):
     _keep_none = sa.DDL(f"ALTER TABLE sequences ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
     event.listen(sequences, "after_create", _keep_none.execute_if(dialect="postgresql"))

@@ -1,7 +1,7 @@
-"""A segment: the shared past of one namespace as one file, derived from the database and immutable.
+"""A segment: one file with the cached past outputs of one namespace, derived from the database and immutable.
 
-The file is, in the byte order of this machine: a head of fixed size, a table of what is kept beside each sequence,
-names, zeros up to a multiple of 8 bytes, and the parts of the frozen index. Checksums cover all of it.
+The file holds, in the byte order of this machine: a head of fixed size, a table of each sequence's metadata, names,
+zeros up to a multiple of 8 bytes, and the parts of the frozen index. Checksums cover all of it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ VERSION = 1
 
 _MAGIC = b"AGENTSEG"
 _ORDER = 0x01020304
-_KIND = struct.Struct("=8s2I")  # magic, byte order, version: what has to be right for the rest to be read
+_KIND = struct.Struct("=8s2I")  # magic, byte order, version: checked before anything else is read
 _FIXED = struct.Struct("=4q9Q")  # the four of Coverage, offset of the index, four counts, four checksums
-_SUM = struct.Struct("=Q")  # checksum of all that stands before the index, but for this
+_SUM = struct.Struct("=Q")  # checksum of everything before the index except this number
 _HEAD_BYTES = _KIND.size + _FIXED.size + _SUM.size
 _TABLE = np.dtype([("created_at", "f8"), ("end", "i4"), ("session", "i4")])  # session: bytes of its name, or -1
-_NAMES = struct.Struct("=4I")  # bytes of the names of a namespace
+_NAMES = struct.Struct("=4I")  # lengths in bytes of a namespace's four names
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Which rows of the database a segment stands for: all of its namespace up to `row`, of which there were `rows`."""
+    """The database rows that a segment covers: the `rows` rows of its namespace with ids up to `row`."""
 
     row: int
     rows: int
-    newest: int  # number of the sequence in the last of them, which tells another database from this one
+    newest: int  # number of the sequence in the last row, which tells whether the database is the same
     deletion: int  # deletions up to this number are applied
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """All of a segment but the index. `meta` has one item for each sequence."""
+    """A segment without its index. `meta` has one item for each sequence."""
 
     namespace: Namespace
     coverage: Coverage
@@ -55,11 +55,11 @@ class Segment:
 
     @property
     def index_bytes(self) -> int:
-        """Size of the index in the file: all but a few bytes a sequence."""
+        """Size of the index in the file, which is nearly all of the file."""
         return sum(count * size for count, size in zip(self.counts, ITEM_BYTES, strict=True))
 
     def covers(self, scope: Scope) -> bool:
-        """Whether any sequence lies in a scope."""
+        """Whether any sequence of the segment lies in a scope."""
         return scope.concerns(self.namespace) and any(scope.covers(one.session, one.created_at) for one in self.meta)
 
     def head(self) -> bytes:
@@ -86,15 +86,15 @@ class Segment:
 
 
 def segment_of(namespace: Namespace, coverage: Coverage, frozen: Frozen, known: Mapping[int, SequenceMeta]) -> Segment:
-    """What goes before a frozen index, all of whose sequences are `known`."""
+    """The segment of a frozen index. `known` holds the metadata of all its sequences."""
     meta = [known[number] for number in frozen.numbers.tolist()]
     return Segment(namespace, coverage, meta, frozen.counts, frozen.checksums)
 
 
 def read_segment(file: BinaryIO, key: str) -> Segment:
-    """All but the index of an open segment of the namespace with that key.
+    """Read an open segment file, except its index. It must belong to the namespace with that key.
 
-    Raises `CacheVersionError`, `CacheNamespaceError` and `CacheDamagedError`, and `OSError` where it cannot be read.
+    Raises `CacheVersionError`, `CacheNamespaceError` and `CacheDamagedError`, and `OSError` if it cannot be read.
     """
     size = os.fstat(file.fileno()).st_size
     fixed = file.read(_HEAD_BYTES)
@@ -115,9 +115,9 @@ def read_segment(file: BinaryIO, key: str) -> Segment:
 
 
 def load_index(file: BinaryIO, segment: Segment) -> tuple[SuffixIndex, list[int]]:
-    """The index of an open segment and its sequences, in the order of its `meta`. Raises `CacheDamagedError`.
+    """Map the index of an open segment; also returns its sequence numbers, in the order of its `meta`.
 
-    And `CacheError` where it cannot be mapped.
+    Raises `CacheDamagedError`, and `CacheError` if the index cannot be mapped.
     """
     index = SuffixIndex.load(file.fileno(), segment.offset, segment.counts, segment.checksums)
     file.seek(segment.offset)
@@ -136,7 +136,7 @@ def _require_kind(fixed: bytes) -> None:
 
 
 def _tables(body: bytes, count: int) -> tuple[Namespace, list[SequenceMeta]]:
-    """The namespace and the `meta`. The checksum holds here, so lengths that do not fit were made on purpose."""
+    """The namespace and the `meta`. The checksum was right, so that wrong lengths can only be deliberate forgery."""
     begin = _NAMES.size + count * _TABLE.itemsize
     if len(body) < begin:
         raise CacheDamagedError("tables longer than the file")

@@ -1,4 +1,4 @@
-"""The segment files of one folder: written whole or not at all, set aside when damaged, deleted when not to be kept."""
+"""The segment files of one folder: writes them atomically, renames damaged files and deletes files not to be kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class LocalFiles:
-    """The files of one folder by name, as far as segments need them; tests put a failing one in its place.
+    """The file operations that segments need, by name in one folder. Tests replace this class by one that fails.
 
     Every method may raise `OSError`.
     """
@@ -38,11 +38,11 @@ class LocalFiles:
         return (self._path / name).stat().st_size
 
     def open(self, name: str) -> BinaryIO:
-        """For reading."""
+        """Open a file for reading."""
         return (self._path / name).open("rb", buffering=0)
 
     def create(self, name: str) -> BinaryIO:
-        """For writing, emptied if it is there. Readable by its owner only."""
+        """Open an empty file for writing; truncates an existing file. Only the owner may read it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.fdopen(os.open(self._path / name, flags, 0o600), "wb")
 
@@ -50,12 +50,12 @@ class LocalFiles:
         file.write(data)
 
     def sync(self, file: BinaryIO) -> None:
-        """Return when what was written is on disk."""
+        """Wait until everything written is on disk."""
         file.flush()
         os.fsync(file.fileno())
 
     def rename(self, old: str, new: str) -> None:
-        """In one step, in the place of what has the new name, and on disk."""
+        """Rename a file atomically and durably, replacing any file with the new name."""
         os.replace(self._path / old, self._path / new)
         folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -64,13 +64,13 @@ class LocalFiles:
             os.close(folder)
 
     def unlink(self, name: str) -> None:
-        """No error where it is gone already."""
+        """Delete a file; no error if it does not exist."""
         (self._path / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSegment:
-    """A segment in use: its index, and the sequences in the order of its origins."""
+    """A segment in use: its metadata, its index, and its sequence numbers in the order of `segment.meta`."""
 
     segment: Segment
     index: SuffixIndex
@@ -78,7 +78,7 @@ class LoadedSegment:
 
 
 class SegmentFolder:
-    """One file for each namespace, by its key. Everything in them can be had from the database again."""
+    """The segments of one cache: one file per namespace, named by its key. All can be rebuilt from the database."""
 
     kept = True
 
@@ -88,7 +88,7 @@ class SegmentFolder:
         self._files = files or LocalFiles(folder)
 
     def failed(self, what: str, error: Exception) -> None:
-        """Take note of a failure and log it when it is not the last one's again."""
+        """Record a failure, and log it unless its message repeats the last."""
         message = f"{what}: {error}"
         if message != self.error:
             _log.warning("%s; the cache is rebuilt from its database instead", message)
@@ -96,9 +96,9 @@ class SegmentFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """While this is held no other process or thread writes a segment or deletes what is to be forgotten.
+        """A lock that keeps other processes and threads from writing segments and from deleting sequences.
 
-        Raises `CacheError` where it cannot be had.
+        Raises `CacheError` if it cannot be acquired.
         """
         lock = FileLock(self._folder / "segments.lock", timeout=_PATIENCE, mode=0o600, thread_local=False)
         try:
@@ -123,22 +123,22 @@ class SegmentFolder:
     def total_bytes(self) -> int:
         """Size of all files."""
         total = 0
-        with contextlib.suppress(OSError):  # some may go meanwhile
+        with contextlib.suppress(OSError):  # other processes may delete files meanwhile
             for name in self._named(_SUFFIX, _NEW, _CORRUPT):
                 total += self._files.size(name)
         return total
 
     def size(self, key: str) -> int:
-        """Of the segment of a namespace; 0 where there is none."""
+        """Bytes of a namespace's segment; 0 if there is none."""
         with contextlib.suppress(OSError):
             return self._files.size(key + _SUFFIX)
         return 0
 
     def load(self, key: str, wanted: Callable[[Segment], bool]) -> LoadedSegment | None:
-        """The segment of a namespace, if it can be used and `wanted` says yes to its head.
+        """The segment of a namespace, if it can be used and `wanted(segment)` is true.
 
-        One that is damaged, or another namespace's, is set aside. One of another version stays until the next is saved,
-        for processes of that version.
+        A segment that is damaged, or of another namespace, is renamed. A segment of another version stays until the
+        next is saved, for processes of that version.
         """
         try:
             with self._files.open(key + _SUFFIX) as file:
@@ -154,7 +154,7 @@ class SegmentFolder:
             return None
 
     def save(self, segment: Segment, frozen: Frozen) -> None:
-        """Put a segment in the place of the last one of its namespace, or raise `OSError` and leave that one there."""
+        """Replace the segment of its namespace. Raises `OSError` on failure; the old segment stays then."""
         key = segment.namespace.key
         try:
             with self._files.create(key + _NEW) as file:
@@ -170,7 +170,7 @@ class SegmentFolder:
         self.error = None
 
     def delete(self, key: str) -> None:
-        """Let go of a namespace's segment, which is not used any more."""
+        """Delete a namespace's segment. A failure is only recorded."""
         try:
             self._files.unlink(key + _SUFFIX)
         except OSError as error:
@@ -185,15 +185,15 @@ class SegmentFolder:
             self.failed("segments cannot be deleted", error)
 
     def sweep(self) -> None:
-        """Delete what a writer left that was killed. For a writer."""
-        with contextlib.suppress(OSError):  # they do no harm
+        """Delete unfinished files of a writer that was killed. Only the present writer may call this."""
+        with contextlib.suppress(OSError):  # such files do no harm
             for name in self._named(_NEW):
                 self._files.unlink(name)
 
     def invalidate(self, scope: Scope) -> None:
-        """Delete every segment that has a sequence in scope, or may have. While `writing` is held.
+        """Delete every segment that has a sequence in scope, or may have. The caller holds `writing`.
 
-        Raises `CacheError` where it cannot: then something of it is still there.
+        Raises `CacheError` if a file cannot be deleted; deleted sequences may still be in it then.
         """
         try:
             for name in self._named(_SUFFIX, _NEW, _CORRUPT):
@@ -217,7 +217,7 @@ class SegmentFolder:
 
 
 class NoSegmentFolder(SegmentFolder):
-    """Of a database on a server: there are no files, and the index is rebuilt at each start."""
+    """The segment folder of a database server: there are no files, and each start rebuilds the index."""
 
     kept = False
 

@@ -1,4 +1,4 @@
-"""Sequences in a database: written by a background thread, read on open, and as other processes add to them."""
+"""The sequences in a database: a background thread writes them; they are read at open and as other processes add."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from agentspec.errors import (
 from agentspec.types import Namespace
 
 _REWRITTEN = 512 << 20  # bytes; rewriting a larger database would keep other processes from writing for too long
-_ATTEMPTS = 5  # to write the database anew beside others, each of which waits for them for seconds
-_ROOM = 64 << 20  # bytes of outputs that wait for a database that cannot be written
-_JOB_BYTES = 1024  # bytes of the objects around an output
+_ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
+_ROOM = 64 << 20  # bytes of outputs that may wait while the database cannot be written
+_JOB_BYTES = 1024  # bytes of the Python objects around an output
 _log = logging.getLogger(__name__)
 
 
@@ -63,11 +63,11 @@ class SequenceStore:
             room=_ROOM,
         )
         self._poll_lock = threading.Lock()
-        self.last_id = 0  # rows up to this one were read or looked over
+        self.last_id = 0  # rows up to this id were read, or skipped on purpose
         self._disk_bytes = 0
         self._erase_pending = database.is_writer  # a process killed after a deletion may have left bytes behind
         with database.engine.connect() as connection:
-            self.last_deletion = deletion_log.last(connection)  # the last that this process has applied
+            self.last_deletion = deletion_log.last(connection)  # the last deletion that this process has applied
 
     @classmethod
     def open(
@@ -78,10 +78,10 @@ class SequenceStore:
         mode: Literal["auto", "writer", "follower"],
         tenant_disk_bytes: int | None = None,
     ) -> SequenceStore:
-        """The database at `target`, a folder or an address.
+        """Open the database at `target`, a folder or an address.
 
-        Raises `CacheLockedError`, `CacheFormatError`, `CacheUnavailableError` where it may work at another time or for
-        another user, and `ConfigurationError` for what cannot be a database.
+        Raises `CacheLockedError`, `CacheFormatError`, `CacheUnavailableError` if opening may succeed at another time or
+        for another user, and `ConfigurationError` if `target` cannot be a database.
         """
         database = open_database(target)
         try:
@@ -99,7 +99,7 @@ class SequenceStore:
 
     @property
     def folder(self) -> Path | None:
-        """Where the files are; None for a database server."""
+        """The folder of the database's files; None for a database server."""
         return self._database.folder
 
     @property
@@ -108,45 +108,45 @@ class SequenceStore:
 
     @property
     def error(self) -> str | None:
-        """Why nothing is written now."""
+        """Why sequences cannot be written now; None if they can."""
         return self._writer.error
 
     @property
     def dropped(self) -> int:
-        """Writes given up."""
+        """How many writes were dropped."""
         return self._writer.dropped
 
     @property
     def disk_limit(self) -> int | None:
-        """Bytes that database and segments may take."""
+        """Bytes that database and segments may take together; None: no limit."""
         return self._budget.limit
 
     def put(self, record: SequenceRecord) -> None:
-        """Store a sequence soon; `flush` waits for it."""
+        """Queue a sequence for writing; `flush` waits until it is durable."""
         self._writer.put(record)
 
     def put_usage(self, hits: list[tuple[int, int]], learned: dict[str, bytes]) -> None:
-        """Add hits to sequences; the writer also saves what each namespace (by key) learned."""
+        """Add hits to sequences; the writer process also saves each namespace's (by key) learned state."""
         is_writer = self._database.is_writer
         if hits or (learned and is_writer):
             self._writer.put(_UsageUpdate(hits, learned if is_writer else {}))
 
     def flush(self) -> None:
-        """Return when everything put so far is durable. Raises `CacheError` when it is not."""
+        """Wait until everything put so far is durable. Raises `CacheError` if it cannot be written."""
         self._writer.flush()
 
     def renew_lease(self) -> None:
-        """Stay the writer. Called every now and then."""
+        """Stay the writer. Called periodically."""
         self._database.renew_lease()
 
     def enforce_budget(self) -> None:
-        """Keep the database within its budgets, whichever process wrote to it. Called every now and then."""
+        """Keep the database within its budgets, whichever process wrote to it. Called periodically."""
         self._budget.enforce()
 
     def newest(self, limit: int, beyond: Mapping[str, int] | None = None) -> list[SequenceRecord]:
         """The newest sequences of at most `limit` tokens together, oldest first. Raises `CacheFormatError` for damage.
 
-        Of the namespaces (by key) in `beyond` only rows after the one given.
+        `beyond` maps namespaces (by key) to a row id: of these namespaces only later rows are read.
         """
         found: list[SequenceRecord] = []
         with self._reading() as connection:
@@ -160,7 +160,7 @@ class SequenceStore:
         return found[::-1]
 
     def _newest(self, connection: sa.Connection, beyond: Mapping[str, int]) -> Generator[sa.Row[Any]]:
-        """Rows up to `last_id`, newest first: of each namespace in `beyond`, then of the others."""
+        """Rows up to `last_id`, newest first: each namespace in `beyond`, then all others."""
         id_, namespace = sequences.c.id, sequences.c.namespace
         conditions = [sa.and_(namespace == key, id_ > last) for key, last in beyond.items()]
         others = set(connection.execute(sa.select(namespace).distinct()).scalars()) - beyond.keys()
@@ -185,14 +185,14 @@ class SequenceStore:
         return list(self._readable(rows))
 
     def records(self) -> Iterator[SequenceRecord]:
-        """Every sequence, oldest first, read as they are asked for. Raises `CacheFormatError` for damage."""
+        """Every sequence, oldest first, read lazily. Raises `CacheFormatError` for damage."""
         query = sa.select(sequences).order_by(sequences.c.id).execution_options(yield_per=256)
         with self._reading() as connection, connection.execute(query) as rows:
             for row in rows:
                 yield self._decode(row)
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the database: its structure, then every sequence that cannot be read."""
+        """The problems of the database: faults in its structure, then every sequence that cannot be read."""
         query = sa.select(sequences).execution_options(yield_per=256)
         try:
             with self._reading() as connection:
@@ -226,12 +226,12 @@ class SequenceStore:
     # Deletions.
 
     def forget(self, selection: Selection) -> int:
-        """Delete what a selection means in one transaction, and log it for other processes; returns how many sequences.
+        """Delete a selection in one transaction and log the deletion for other processes; returns how many sequences.
 
-        What other processes have yet to write is refused when they write it. Their memory follows `pending_deletions`.
-        Raises `CacheError` when it cannot be done; then nothing is forgotten.
+        Sequences in its scope that other processes have not written yet are dropped when they write. They delete from
+        their memory by `pending_deletions`. Raises `CacheError` if the deletion fails; then nothing is deleted.
         """
-        with contextlib.suppress(CacheError):  # what cannot be written yet is left to `finish_deletion`
+        with contextlib.suppress(CacheError):  # `finish_deletion` handles sequences that cannot be written yet
             self._writer.flush()
         try:
             with self._database.engine.connect() as connection:
@@ -244,25 +244,28 @@ class SequenceStore:
         return count
 
     def expire(self, selection: Selection) -> int:
-        """`forget`, unless there is nothing to forget."""
+        """`forget`, but only if a sequence matches the selection."""
         with self._reading() as connection:
             found = deletion_log.search(connection, selection, self._holds)
         return self.forget(selection) if found.ids else 0
 
     def deletions_since(self, number: int) -> list[Scope]:
-        """The deletions after one of that number."""
+        """The scopes of the deletions after the deletion with that number."""
         with self._reading() as connection:
             return [scope for _, scope in deletion_log.since(connection, number)]
 
     def pending_deletions(self) -> list[tuple[int, Scope]]:
-        """Deletions that this process has not applied to its memory yet, by number."""
+        """(number, scope) of the deletions that this process has not applied to its memory yet."""
         with self._reading() as connection:
             found = deletion_log.since(connection, self.last_deletion)
         self._erase_pending = self._erase_pending or bool(found)
         return found
 
     def finish_deletion(self, number: int, scope: Scope) -> None:
-        """From now on write again what lies in a deletion's scope: nothing from before it is waiting any more."""
+        """Mark a deletion as applied, after dropping sequences in its scope that still wait to be written.
+
+        From then on the store accepts new sequences in its scope.
+        """
         with contextlib.suppress(CacheError):
             self._writer.flush()
 
@@ -273,12 +276,12 @@ class SequenceStore:
         self._writer.revise(leave)
 
     def numbers(self, namespace: Namespace, *, until: int | None = None) -> set[int]:
-        """The sequences that are stored for a namespace, in rows up to `until`."""
+        """The numbers of a namespace's stored sequences, in rows up to `until` if given."""
         with self._reading() as connection:
             return set(connection.execute(sa.select(sequences.c.number).where(*_rows(namespace, until))).scalars())
 
     def extent(self, namespace: Namespace, *, until: int) -> tuple[int, int]:
-        """How many rows up to `until` a namespace has, and the sequence in the last. Much quicker than `numbers`."""
+        """A namespace's count of rows up to `until`, and the last row's sequence number. Much faster than `numbers`."""
         mine = _rows(namespace, until)
         newest = sa.select(sequences.c.number).where(*mine).order_by(sequences.c.id.desc()).limit(1)
         with self._reading() as connection:
@@ -286,9 +289,9 @@ class SequenceStore:
             return count, connection.execute(newest).scalar() or 0
 
     def secure_erase(self, *, rewrite: bool = False) -> None:
-        """Leave no byte of what was deleted in the database and its journal; `rewrite` them whole if not too large.
+        """Erase every byte of deleted rows from the database and its journal; `rewrite` them whole if not too large.
 
-        Where another process is reading meanwhile, it is for the next call to finish, as where `CacheError` is raised.
+        If another process is reading meanwhile, or `CacheError` is raised, the next call finishes the erasure.
         """
         if not (self._erase_pending or rewrite):
             return
@@ -301,7 +304,7 @@ class SequenceStore:
             ) from error
 
     def compact(self) -> None:
-        """Write what is left, give unused room back, empty the journal. Raises `CacheError` when it cannot be done."""
+        """Flush, return unused space to the file system and empty the journal. Raises `CacheError` on failure."""
         self.flush()
         for _ in range(_ATTEMPTS):
             self.secure_erase(rewrite=True)
@@ -313,22 +316,22 @@ class SequenceStore:
         try:
             record = self._decode(row)
         except CacheFormatError:
-            return True  # it cannot be read to tell, nor used
+            return True  # a damaged row cannot be searched, and is of no use
         return selection.holds(np.concatenate((record.context, record.tokens)))
 
     def learned(self) -> dict[str, bytes]:
-        """What was learned about drafting, by namespace key. Raises `CacheFormatError` for damage."""
+        """The drafters' learned states, by namespace key. Raises `CacheFormatError` for damage."""
         with self._reading() as connection:
             return {row.namespace: row.state for row in connection.execute(sa.select(learned))}
 
     def disk_bytes(self) -> int:
-        """Size of the database with its journal; of one that does not answer, what it was."""
+        """Size of the database with its journal; the last known size if it does not answer."""
         with contextlib.suppress(exc.DBAPIError, OSError):
             self._disk_bytes = self._database.disk_bytes()
         return self._disk_bytes
 
     def close(self) -> None:
-        """Write what is left and release the database. Idempotent."""
+        """Write the waiting sequences and release the database. Idempotent."""
         self._writer.close()
         self._database.close()
 
@@ -338,13 +341,14 @@ class SequenceStore:
     # In the writer's thread.
 
     def _commit(self, jobs: list[_Job]) -> None:
+        # A sequence becomes durable when this transaction commits, at the end of the block.
         with self._database.writing() as connection:
-            # A deletion of another process that this one has not applied yet: what it covers came before it.
+            # Deletions that this process has not applied yet: waiting sequences in their scope must not be written.
             scopes = [scope for _, scope in deletion_log.since(connection, self.last_deletion)]
             allowed = _allowed(jobs, scopes)
             added = [codec.encode(job) for job in allowed if isinstance(job, SequenceRecord)]
             if added:
-                # A commit whose answer was lost is tried again: its rows may be there.
+                # A commit whose confirmation was lost is tried again: its rows may exist already.
                 insert = self._database.insert(sequences).on_conflict_do_nothing(index_elements=["number"])
                 connection.execute(insert, added)
             for job in allowed:
@@ -365,7 +369,7 @@ class SequenceStore:
 
 
 def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:
-    """What may be written after the deletions of these scopes: no sequence that they cover, nothing learned before."""
+    """The jobs that may still be written after deletions of these scopes: no covered sequence, no learned state."""
     if not scopes:
         return list(jobs)
     kept = (job for job in jobs if not (isinstance(job, SequenceRecord) and _covered(job, scopes)))

@@ -1,4 +1,4 @@
-"""SQLite: one file in a folder of its owner's, with a write-ahead log beside it."""
+"""SQLite: one database file in a folder, with a write-ahead log beside it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentspec.cache.storage.database import Database, Upsert
 from agentspec.errors import CacheFormatError, CacheLockedError
 
 DATABASE = "sequences.sqlite3"
-_PATIENCE = 3000  # milliseconds to wait for readers, while writers wait for us
-_PRIMARY = 0xFF  # the part of SQLite's error codes that names the kind
+_PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
+_PRIMARY = 0xFF  # the bits of SQLite's error codes that hold the primary code
 _PASSING = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -30,8 +30,8 @@ _PASSING = {
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_PROTOCOL,
 }
-# Of the failures of files, those after which all that was acknowledged is still there. A failed fsync is not one: the
-# kernel drops the pages that it could not write, and the next fsync succeeds without them.
+# I/O errors after which all committed data are still there. A failed fsync is none of them: the kernel drops the pages
+# that it could not write, and the next fsync succeeds without them.
 _PASSING_IO = {
     sqlite3.SQLITE_IOERR_WRITE,
     sqlite3.SQLITE_IOERR_TRUNCATE,
@@ -46,7 +46,7 @@ _PASSING_IO = {
 
 
 class SqliteDatabase(Database):
-    """The database of a folder, which is made where there is none. Raises `OSError` where it cannot be."""
+    """The database in a folder, which is created if missing. Raises `OSError` if it cannot be created."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder.expanduser().absolute() / DATABASE
@@ -91,7 +91,7 @@ class SqliteDatabase(Database):
         return self._empty_journal("PRAGMA incremental_vacuum;")
 
     def secure_erase(self, *, rewrite: bool) -> bool:
-        # Deleted rows are overwritten as they go; what may be left lies in moved pages and in the journal.
+        # SQLite overwrites rows as it deletes them; remains may lie in moved pages and in the journal.
         return self._empty_journal("VACUUM;" if rewrite else "PRAGMA incremental_vacuum;")
 
     def _empty_journal(self, script: str) -> bool:
@@ -99,7 +99,7 @@ class SqliteDatabase(Database):
         try:
             cursor = connection.cursor()
             cursor.execute(f"PRAGMA busy_timeout = {_PATIENCE}").fetchall()
-            cursor.executescript(script)  # which runs a statement to its end; incremental_vacuum frees one page a step
+            cursor.executescript(script)  # runs every step of the statement; incremental_vacuum frees one page a step
             [(busy, _, _)] = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             return not busy
         except sqlite3.OperationalError as error:
@@ -107,7 +107,7 @@ class SqliteDatabase(Database):
                 raise exc.OperationalError(script, None, error) from error
             return False
         finally:
-            connection.invalidate()  # with its impatience
+            connection.invalidate()  # do not return it to the pool with its short busy_timeout
             connection.close()
 
     def problems(self, connection: sa.Connection) -> list[str]:
@@ -126,9 +126,9 @@ class SqliteDatabase(Database):
 
 
 class WriterLock:
-    """Which process is a folder's writer. The system holds it, so that a killed process never blocks the next.
+    """The lock of a folder's writer. The operating system releases it when the process ends, even if killed.
 
-    Taken on construction. Raises `CacheLockedError`, naming the holder's process id, where another has it."""
+    Acquired on construction. Raises `CacheLockedError`, with the holder's process id, if another process holds it."""
 
     def __init__(self, folder: Path) -> None:
         self._pid_file = folder / "writer.pid"
@@ -156,5 +156,5 @@ def _configure(connection: Any, _: ConnectionPoolEntry) -> None:
     cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
     cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = FULL")
-    cursor.execute("PRAGMA secure_delete = ON")  # what is deleted or moved is overwritten
+    cursor.execute("PRAGMA secure_delete = ON")  # overwrite deleted and moved data
     cursor.close()

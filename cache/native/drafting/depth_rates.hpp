@@ -1,9 +1,9 @@
 // Correction of a level's hit rate for how deep in a draft it is used.
 //
-// Rates are learned over all tokens, but a draft begins where the last one failed, which is a hard place, and its deep
-// nodes are reached only after all above were right, which is an easy one. A second stage of running averages, by depth
-// and by the rate itself, takes that out (adaptive probability maps: Mahoney, "Adaptive weighing of context models for
-// lossless data compression", 2005).
+// Rates are learned over all tokens. But a draft begins where the last draft failed, where tokens are hard to predict,
+// and its deep nodes matter only if all nodes above were right, where tokens are easy. A second stage of running
+// averages, by depth and by the rate itself, corrects this (adaptive probability maps: Mahoney, "Adaptive weighing of
+// context models for lossless data compression", 2005).
 #pragma once
 
 #include <cstddef>

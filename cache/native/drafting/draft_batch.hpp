@@ -18,7 +18,7 @@ struct DraftJob {
     bool chain = false;
 };
 
-/// The tree of each job, as `Drafter::draft` would give it. Throws what that throws, for the first job found wrong.
+/// The tree of each job, as `Drafter::draft` returns it. Throws as `Drafter::draft`, for the first job found invalid.
 std::vector<DraftTree> draft_batch(std::span<const DraftJob> jobs, const Deadline& until = {});
 
 }  // namespace agentspec

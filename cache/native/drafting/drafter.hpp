@@ -17,27 +17,26 @@ struct DraftTree {
     std::vector<std::uint8_t> sources;
 };
 
-/// Holds what was learned about the levels' confidence; safe to use from several threads at once.
+/// Makes drafts, and learns how reliable each kind of level is. Safe to use from several threads at once.
 class Drafter {
 public:
     explicit Drafter(std::uint32_t scan_limit) : scan_limit_(scan_limit) {}
 
-    /// A tree of at most `max_tokens` nodes continuing `context`, none with a path probability below `min_probability`.
-    /// At equal match lengths an earlier index goes before a later one. As a `chain` each node has one child, the
-    /// likeliest. An index that cannot be read before the deadline is left out. Throws std::invalid_argument for an
-    /// index given twice or an unknown source.
+    /// A tree of at most `max_tokens` nodes that continues `context`; no path probability is below `min_probability`.
+    /// At equal match length an earlier index goes first. In a `chain` each node has at most one child, the likeliest.
+    /// An index that cannot be read before the deadline is left out. Throws std::invalid_argument for an index given
+    /// twice or an unknown source.
     DraftTree draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
                     double min_probability, bool chain = false, const Deadline& until = {}) const;
 
-    /// Learn from `tokens`, which turned out to follow `context`; call before adding them to any index. Best called
-    /// with what was committed after one draft, which tells what is hard where a draft begins from what is easy further
-    /// on.
+    /// Learn that `tokens` followed `context`; call before adding them to any index. Best called with the tokens
+    /// committed after one draft: their depths then tell the hard tokens at a draft's start from easier later ones.
     void observe(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::span<const Token> tokens);
 
     /// Learn that an output ended with `token`.
     void observe_end(Token token);
 
-    /// What was learned, as plain numbers for `restore`, which throws std::invalid_argument for impossible ones.
+    /// The learned state, as plain numbers for `restore`, which throws std::invalid_argument for impossible numbers.
     std::vector<double> state() const;
     void restore(std::span<const double> state);
 

@@ -1,7 +1,7 @@
 // Learned confidence: how often the next token is among the symbols that a level of the drafter offers.
 //
 // Secondary escape estimation (Bloom, "Solving the problems of context modeling", 1998): running hit rates keyed by
-// what is visible of a level, instead of a formula on its counts.
+// a level's visible properties, instead of a formula on its counts.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ inline constexpr int kLengthCount = 15;
 /// Index in kLengths of the greatest length that is at most `shared` (>= 1).
 int length_index(int shared);
 
-/// What is known of a level before looking at the next token.
+/// The properties of a level that are known before the next token is.
 struct LevelKey {
     int source;        // < kSources
     int length;        // index in kLengths
@@ -32,7 +32,8 @@ class HitRates {
 public:
     HitRates();
     double rate(const LevelKey& key) const;
-    /// No level of `source`, at most kLengths[length] long and behind `excluded` or more symbols, has a higher rate.
+    /// Upper bound of the rates of all levels of `source` that are at most kLengths[length] long and come after levels
+    /// that offered `excluded` or more symbols.
     double bound(int source, int length, int excluded) const;
     void record(const LevelKey& key, bool hit);
 
@@ -48,29 +49,29 @@ private:
     void bind(int source);
 
     std::vector<double> cells_;
-    std::vector<double> highest_;  // rate of any cell of a source, length and exclusion
-    std::vector<double> bounds_;  // the same with all that is shorter or behind more
+    std::vector<double> highest_;  // highest rate of a cell of each source, length and exclusion
+    std::vector<double> bounds_;  // the highest of these over shorter lengths and larger exclusions too
 };
 
-/// How likely an output goes on after a token: what follows an end-of-turn token in a transcript is never generated.
+/// How likely an output goes on after a token. Tokens after an end-of-turn token in a transcript are never generated.
 class EndRates {
 public:
     /// 1 for tokens that never ended an output.
     double goes_on(std::int32_t token) const;
-    /// A token of an output; taken to go on until `record_end` says otherwise.
+    /// Record a token of an output. It counts as going on until `record_end` says otherwise.
     void record(std::int32_t token);
     void record_end(std::int32_t token);
 
     /// (token, ends, times gone on) of every token that ended an output.
     std::vector<double> state() const;
-    /// Throws std::invalid_argument for what is no such state.
+    /// Throws std::invalid_argument for an invalid state.
     void restore(std::span<const double> state);
 
 private:
     struct Count {
         double ends = 0.0, goes_on = 0.0;
     };
-    std::map<std::int32_t, Count> counts_;  // of few tokens: those that ended the fewest outputs go
+    std::map<std::int32_t, Count> counts_;  // of few tokens: the token that ended the fewest outputs is dropped
 };
 
 }  // namespace agentspec

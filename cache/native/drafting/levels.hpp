@@ -1,5 +1,5 @@
-// What the indexes offer after one context: levels of ever shorter matches, each with the symbols no longer level
-// offered.
+// The next tokens that the indexes offer after one context, in levels of ever shorter matches. Each level holds the
+// symbols that no level before it offered.
 #pragma once
 
 #include <cstdint>
@@ -20,21 +20,21 @@ struct Symbol {
     Position newest;  // in its level's index
 };
 
-/// Symbols first offered at this level, and what its confidence is keyed by.
+/// The symbols first offered at this level, and the key of its hit rate.
 struct Level {
     LevelKey key;
     int view;                 // place of the index among those searched
     Position newest;          // newest occurrence of any of the symbols
     std::vector<Symbol> symbols;
 
-    /// Probability inside the level is shared by count, with a bonus for the most recent.
+    /// A symbol's count, with a bonus for the most recent. Symbols share the level's probability by weight.
     double weight(const Symbol& symbol) const { return symbol.count + (symbol.newest == newest ? kRecencyBonus : 0.0); }
     double weights() const { return key.total + kRecencyBonus; }
-    /// The symbol of the greatest weight, and of these the one with the lowest id.
+    /// The symbol of the greatest weight; of equals the symbol with the lowest id.
     const Symbol& leader() const;
 };
 
-/// An index and the Draft.source value its tokens go by.
+/// An index, and the Draft.source value of its tokens.
 struct SourcedIndex {
     const SuffixIndex* index;
     int source;
@@ -45,7 +45,7 @@ class TokenSlots {
 public:
     TokenSlots() : entries_(64) {}
     void clear();
-    /// The slot of `token`, inserted with `fresh` where it was missing.
+    /// The slot of `token`, inserted with the value `fresh` if it was missing.
     int& find_or_add(Token token, int fresh);
     std::size_t size() const { return size_; }
 
@@ -63,7 +63,7 @@ private:
     std::size_t size_ = 0;
 };
 
-/// The indexes of one call; a walk needs every view's lock held.
+/// The indexes of one call. The caller must hold every view's lock during a walk.
 struct SearchedIndexes {
     std::vector<IndexView> views;
     std::vector<int> sources;   // of the view at the same place
@@ -75,13 +75,13 @@ struct SearchedIndexes {
 class LevelWalk {
 public:
     void start(const SearchedIndexes& searched, std::span<const Token> context);
-    /// Begin at the context of `before` and the token behind it. A match is one token longer than it was there, which
-    /// tells most searches to be of no use yet.
+    /// Begin at the context of `before` extended by `token`. Matches are one token longer than they were there, so that
+    /// most searches can wait.
     void follow(const LevelWalk& before, Token token);
 
     /// The next level that offers anything new, or nullptr. Valid until the next call.
     const Level* next();
-    /// The same, and nullptr for now where the levels left are not `worth(the highest hit rate that any can have)`.
+    /// Like `next`, but returns nullptr for now if `worth(rate)` is false for the highest hit rate of the levels left.
     template <class Worth>
     const Level* next(const HitRates& rates, Worth&& worth) {
         while (length_ > 0 && worth(bound(rates))) {
@@ -90,7 +90,7 @@ public:
         }
         return nullptr;
     }
-    /// No level that is left has a higher hit rate; 0 where none is left.
+    /// Upper bound of the hit rates of the levels left; 0 if none is left.
     double bound(const HitRates& rates) const;
 
 private:

@@ -11,19 +11,21 @@
 
 namespace agentspec {
 
-/// Matches of a query, longest first. A match is one of the query before, a token shorter, that went on with the same
-/// token: where that had few, they are known, and the run is searched only once shorter ones are needed.
+/// The matches of a query, longest first. Every match extends a match of the query before, which is a token shorter, by
+/// the new token. If the query before had few matches, they are known, and the run is searched only when shorter
+/// matches are needed.
 class RunMatches {
 public:
     /// `most`: the query's length.
     RunMatches(const Token* log, const Run& run, const RunTable& table, const Token* query_end, int most)
         : log_(log), run_(&run), table_(&table), query_end_(query_end), longest_(most), unknown_(most), next_(most) {}
-    /// In the same run, for the query that goes on from that of `before`. Not for one that a piece may begin behind.
+    /// For the query that extends the query of `before` by a token, in the same run. Not for a query after whose last
+    /// tokens a piece may begin.
     RunMatches(const RunMatches& before, const Token* query_end, int most);
 
-    /// The longest shared context, or more before the first search.
+    /// The longest shared context; before the first search an upper bound.
     int longest() const { return longest_; }
-    /// The same among the positions not yet taken in; 0 when none shares a token.
+    /// The same for the positions not yet taken in; 0 when none of them shares a token.
     int next() const { return cursor_ ? cursor_->next() : next_; }
 
     /// As RunCursor::widen.
@@ -76,7 +78,7 @@ private:
     const RunTable* table_;
     const Token* query_end_;
     int longest_;
-    int unknown_;  // no match that is not known is longer
+    int unknown_;  // upper bound of the lengths of matches that are not known
     int next_;
     int taken_ = kDepth + 1;  // known matches as long as this are taken in
     Few known_;

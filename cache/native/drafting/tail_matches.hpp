@@ -8,18 +8,18 @@
 
 namespace agentspec {
 
-/// Matches of a query, longest first, searched when they are first needed. Reusable: `start` resets.
+/// The matches of a query, longest first. The search runs when they are first needed. Reusable: `start` resets.
 class TailMatches {
 public:
-    /// `most`: no position but the oldest shares more tokens.
+    /// `most`: only the oldest position may share more tokens.
     void start(const Token* log, std::span<const Position> tail, const Token* query_end, int most);
 
-    /// The longest shared context, or more before the first search.
+    /// The longest shared context; before the first search an upper bound.
     int longest() const { return longest_; }
-    /// The same among the positions not yet taken in; 0 when none shares a token.
+    /// The same for the positions not yet taken in; 0 when none of them shares a token.
     int next() const { return next_; }
 
-    /// Take in every position sharing at least `length` (>= 1) tokens. Calls `visit(token, position)` for the new ones.
+    /// Take in every position sharing at least `length` (>= 1) tokens; calls `visit(token, position)` for each new one.
     template <class Visit>
     void widen(int length, Visit&& visit) {
         if (!searched_) search();

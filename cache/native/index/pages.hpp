@@ -1,5 +1,5 @@
-// Memory of large arrays, taken from the system and given back to it: what an index lets go of does not stay behind in
-// the heap of the process, where merges would leave up to as much again as the index takes.
+// Memory of large arrays, taken from the system and returned to it: freed arrays do not stay in the process's heap,
+// where merges would otherwise leave up to as much unused memory as the index takes.
 #pragma once
 
 #include <sys/mman.h>

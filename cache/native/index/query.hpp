@@ -13,9 +13,9 @@ public:
     explicit Query(std::span<const Token> context = {}) { assign(context); }
     const Token* end() const { return buffer_ + kPadding; }
     int length() const { return length_; }
-    /// Replace by the last tokens of `context`.
+    /// Make this the query for the last tokens of `context`.
     void assign(std::span<const Token> context);
-    /// Replace by another query and the token behind it.
+    /// Make this the query `before` followed by `token`.
     void follow(const Query& before, Token token);
 
 private:

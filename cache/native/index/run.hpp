@@ -35,7 +35,7 @@ public:
     /// The lowest and the highest position of a run that is not empty.
     Position oldest() const { return oldest_; }
     Position newest() const { return newest_; }
-    /// Bytes taken, those of mapped pages included.
+    /// Bytes taken, mapped pages included.
     std::size_t bytes() const { return bytes_; }
     std::size_t mapped_bytes() const { return mapped_ ? bytes_ : 0; }
 

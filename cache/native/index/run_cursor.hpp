@@ -8,7 +8,8 @@
 
 namespace agentspec {
 
-/// The positions of one run whose context shares at least some number of tokens with a query; widens as that drops.
+/// The positions of one run whose context shares at least some number of tokens with a query. `widen` and `take` lower
+/// that number and so take in more positions.
 class RunCursor {
 public:
     RunCursor(const Token* log, std::span<const Position> run, const RunTable& table, const Token* query_end);
@@ -18,9 +19,9 @@ public:
 
     std::span<const Position> taken() const { return {run_ + taken_.low, taken_.size()}; }
 
-    /// Take in every position sharing at least `length` (>= 1) tokens. Calls `visit(token, position, weight)` for the
-    /// tokens of the new ones. Of more than `limit` new ones an even sample of about `limit`, with weights that keep
-    /// their number; where the table has a sample of all, that one, old positions included.
+    /// Take in every position sharing at least `length` (>= 1) tokens, and call `visit(token, position, weight)` for
+    /// each new position. Of more than `limit` new positions only an even sample of about `limit` is visited, with
+    /// weights that sum to their number; if the table holds a sample of all positions, old ones included, that sample.
     template <class Visit>
     void widen(int length, std::uint32_t limit, Visit&& visit) {
         const Places old = taken_;
@@ -35,7 +36,7 @@ public:
         take(length);
         visit_new(old, limit, visit);
     }
-    /// The same without a call.
+    /// The same without calls of `visit`.
     void take(int length) {
         if (left_ >= length) widen_left(length);
         if (right_ >= length) widen_right(length);

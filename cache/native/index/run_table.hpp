@@ -1,4 +1,4 @@
-// Small tables over one sorted run: where a search may begin, and what follows the commonest tokens.
+// Small tables over one sorted run: they narrow a search, and hold samples of what follows the commonest tokens.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Places {
     bool operator==(const Places&) const = default;
 };
 
-/// A token that followed another, by an even sample of all that did.
+/// A token that followed another, in an even sample of all its followers.
 struct Follower {
     Token token;
     std::uint32_t count;  // in the sample
@@ -24,8 +24,8 @@ struct Follower {
     bool operator==(const Follower&) const = default;
 };
 
-/// Takes half a byte for a place of the run, an eighth in very long ones, and about as much again for the commonest
-/// tokens. Building looks at few places, so that it is quick over a mapped run. Empty for a short run.
+/// A table over one run. Takes half a byte per place of the run, an eighth in very long runs, and about as much again
+/// for the commonest tokens. Building it reads few places, so it is quick over a mapped run. Empty for a short run.
 class RunTable {
 public:
     static constexpr std::uint32_t kSample = 64;  // places looked at for the followers of a token
@@ -34,13 +34,13 @@ public:
     RunTable(const Token* log, std::span<const Position> run);
 
     bool empty() const { return keys_.empty(); }
-    /// Bounds of the first place whose context's nearest pair is `key` (of `order_key`) or more: at least low, at most
+    /// Bounds of the first place whose context's nearest pair is `key` (an `order_key`) or more: at least low, at most
     /// high.
     Places around(std::uint64_t key) const;
-    /// The same for the place behind all with that key, by way of `first`, where they begin.
+    /// An upper bound of the place after all places with that key; `first` are the bounds of where they begin.
     std::uint32_t after(std::uint64_t key, const Places& first) const;
 
-    /// A token that precedes many places: which, and the sample of what follows.
+    /// A token that precedes many places: the token, these places, and the sample of its followers.
     struct Wide {
         Token last;
         Places places;

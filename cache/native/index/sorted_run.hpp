@@ -1,6 +1,6 @@
 // Contexts, their order, and sorted runs of them.
 //
-// A *position* is the place of a token in the log; its *context* is what stands before it, read backwards. Contexts are
+// A *position* is the place of a token in the log; its *context* is the tokens before it, read backwards. Contexts are
 // ordered by their nearest token first, so all positions that follow the same last p tokens stand together, for every p
 // at once. Unlike forward suffixes, a context never changes when more tokens are appended.
 #pragma once
@@ -25,15 +25,15 @@ inline constexpr Token kBoundary = -1;  // stands before each piece of the log
 inline constexpr Token kNoContext = -2;  // pads queries: equals nothing in the log
 inline constexpr int kPadding = kDepth + 2;
 
-/// The two tokens before `end`, the nearest in the high half: comparing two of these compares two tokens at once.
+/// The two tokens before `end`, the nearest in the high half: comparing two pairs compares two tokens at once.
 inline std::uint64_t pair_before(const Token* end) {
     std::uint64_t pair;
     std::memcpy(&pair, end - 2, sizeof pair);  // one read, where compilers make two of shifts
     return std::endian::native == std::endian::little ? pair : std::rotl(pair, 32);
 }
 
-/// The pair before `end` as a number that grows in the order of contexts: boundaries sort below tokens. Where the
-/// nearest is a boundary, the other is foreign and the order of such numbers means nothing.
+/// The pair before `end` as a number that grows in the order of contexts: boundaries sort below tokens. If the nearest
+/// token is a boundary, the other token belongs to another piece, and the order of such keys means nothing.
 inline std::uint64_t order_key(const Token* end) { return pair_before(end) ^ 0x8000000080000000; }
 
 /// The least order_key of a context that ends with `last`.
@@ -57,8 +57,8 @@ int compare_contexts(const Token* a, const Token* b, int known = 0);
 /// Sort positions by context, equal contexts by position.
 Positions sort_positions(const Token* log, std::span<const Position> positions);
 
-/// Merge two sorted runs into one; all positions of `older` are below those of `newer`. Where one is much the smaller,
-/// the other is copied in stretches.
+/// Merge two sorted runs into one; all positions of `older` are below all of `newer`. If one run is much smaller, the
+/// other is copied in stretches.
 Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer);
 
 }  // namespace agentspec

@@ -1,4 +1,4 @@
-// The suffix index: which tokens followed a context, over many sequences. No Python in here.
+// The suffix index finds the tokens that followed a context in many sequences. It does not use Python.
 //
 // All tokens lie in one log, piece by piece. Positions of the log are indexed by their context: the newest few in an
 // unsorted tail, the others in a handful of sorted runs that merge as they grow (the logarithmic method of Bentley and
@@ -52,7 +52,7 @@ struct PieceRecord {
 };
 static_assert(sizeof(SequenceRecord) == 32 && sizeof(PieceRecord) == 12);
 
-/// An index at rest: pieces one behind the other, each led by a boundary and its context, and one sorted run.
+/// A read-only copy of an index: its pieces in a row, each after a boundary and its context, and one sorted run.
 struct Frozen {
     std::vector<SequenceRecord> sequences;  // by their first piece
     std::vector<PieceRecord> pieces;        // by begin
@@ -60,7 +60,7 @@ struct Frozen {
     TokenLog log{0};
 };
 
-/// Where the four parts of a frozen index lie in a file: one behind the other from byte `offset` to the file's end.
+/// Where the four parts of a frozen index lie in a file: in a row from byte `offset` to the file's end.
 struct FrozenLayout {
     std::uint64_t offset;
     std::array<std::uint64_t, 4> counts, checksums;  // of sequences, pieces, run and log
@@ -69,22 +69,22 @@ struct FrozenLayout {
 class SuffixIndex {
 public:
     /// At most `tail` positions are matched one by one; a sorted run is at least `ratio` times as large as the next.
-    /// Drafts do not depend on either. Throws std::invalid_argument unless tail >= 1 and ratio >= 1.
+    /// Drafts depend on neither. Throws std::invalid_argument unless tail >= 1 and ratio >= 1.
     explicit SuffixIndex(std::size_t tail = 128, std::size_t ratio = 8);
 
-    /// Add tokens at the end of a sequence, which is opened where it does not exist. `context` (new sequences only) is
-    /// what stood before: it is matched but never counted. Throws std::invalid_argument for a closed sequence or a
-    /// negative token, std::length_error when 2^32 positions are used up.
+    /// Add tokens at the end of a sequence, a new or an open one. `context` (new sequences only) holds the tokens
+    /// before it, which are matched but never counted. Throws std::invalid_argument for a closed sequence or a negative
+    /// token, std::length_error when 2^32 positions are used up.
     void append(SequenceId sequence, std::span<const Token> tokens, std::span<const Token> context = {});
-    /// Refuse further tokens for a sequence. Throws std::out_of_range where there is no such sequence, as all below.
+    /// Refuse further tokens for a sequence. Like all methods below, throws std::out_of_range for an unknown sequence.
     void close(SequenceId sequence);
-    /// Forget all tokens from `length` on.
+    /// Delete all tokens of a sequence from `length` on.
     void truncate(SequenceId sequence, std::size_t length);
-    /// Forget sequences altogether, all in one pass over the index; unknown ones are ignored.
+    /// Delete sequences in one pass over the index; unknown sequences are ignored.
     void remove(std::span<const SequenceId> sequences);
 
     std::vector<Token> tokens(SequenceId sequence) const;
-    /// What stood before a sequence, as far as it is matched.
+    /// The context before a sequence, as far as it is matched.
     std::vector<Token> prefix(SequenceId sequence) const;
     std::size_t length(SequenceId sequence) const;
     /// Number of leading tokens that a sequence shares with `tokens`.
@@ -98,16 +98,16 @@ public:
     std::size_t token_count() const;
     std::size_t run_count() const;
     Usage usage() const;
-    /// Bytes held by the index, by capacity of its parts, those of a mapped file included. Constant time.
+    /// Bytes held by the index, by the capacity of its parts, a mapped file included. Constant time.
     std::size_t memory_bytes() const;
-    /// Bytes of them that are still those of a mapped file, but for pages written to since.
+    /// Bytes of the index in pages of a mapped file, except pages written to since.
     std::size_t mapped_bytes() const;
 
-    /// Those of the sequences `kept` that exist. Others append meanwhile, but for the time it takes to copy the log.
+    /// Freeze those of the sequences `kept` that exist. Other threads can append, except while the log is copied.
     Frozen freeze(std::span<const SequenceId> kept) const;
-    /// Use a frozen index where it lies in a file, which must not change any more. Whatever the file holds, either the
-    /// index is safe to use and drafts tokens of its pieces only, or std::invalid_argument says what is wrong. The
-    /// order of the run is taken on trust: a wrong one costs matches.
+    /// Map a frozen index in a file, which must not change any more. Whatever the file holds, either the index is safe
+    /// to use and drafts tokens of its pieces only, or std::invalid_argument names the fault. The order of the run is
+    /// not checked: a wrong order only costs matches.
     static std::unique_ptr<SuffixIndex> load(int file, const FrozenLayout& layout);
 
     /// Throws std::runtime_error with a description when an invariant does not hold. Linear in the index.
@@ -158,9 +158,9 @@ private:
 
     const std::size_t tail_limit_, ratio_;
     mutable std::mutex writing_;  // held by the one writer, first; merging needs no other lock
-    mutable std::shared_timed_mutex mutex_;  // held to read, and exclusively for as long as what is read changes
+    mutable std::shared_timed_mutex mutex_;  // held shared to read the index, exclusively to change it
     mutable std::atomic<std::int64_t> clock_{0};
-    TokenLog log_;  // behind the tokens of a span stands a boundary, or nothing
+    TokenLog log_;  // after the tokens of a span there is a boundary, or the log ends
     std::vector<Piece> pieces_;  // by begin
     mutable std::unordered_map<SequenceId, Sequence> sequences_;
     std::vector<Run> runs_;  // largest first; every position below those of the tail
@@ -174,7 +174,7 @@ private:
 class IndexView {
 public:
     explicit IndexView(const SuffixIndex& index) : index_(&index) {}
-    /// Nothing is locked where the deadline passed first: evicting and compacting keep readers out for long.
+    /// The lock is not held if the deadline passed first: evicting and compacting keep readers out for long.
     ReadLock lock(const Deadline& until) const {
         return until ? ReadLock(index_->mutex_, *until) : ReadLock(index_->mutex_);
     }
@@ -183,7 +183,8 @@ public:
     const std::vector<Run>& runs() const { return index_->runs_; }
     const std::vector<RunTable>& tables() const { return index_->tables_; }
     const Positions& tail() const { return index_->tail_; }
-    /// Whether a piece may begin behind these two tokens: all other positions follow one that shares a token less.
+    /// Whether a piece may begin after these two tokens. Matches at all other positions extend a match of the query one
+    /// token shorter.
     bool may_start(std::uint64_t pair) const { return index_->starts_.contains(pair); }
     /// Count a hit for the sequence that holds `position`.
     void record_hit(Position position) const { index_->record_hit(position); }

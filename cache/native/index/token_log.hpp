@@ -16,12 +16,12 @@ namespace agentspec {
 
 class TokenLog {
 public:
-    /// An empty log of its own memory.
+    /// An empty log in memory of its own.
     explicit TokenLog(std::size_t capacity)
         : tokens_(PageAllocator<Token>().allocate(capacity), Release{capacity}),
           data_(tokens_.get()),
           capacity_(capacity) {}
-    /// `size` tokens at byte `offset` of a mapped file, behind which nothing else may lie.
+    /// The `size` tokens at byte `offset` of a mapped file. Nothing else may lie after them.
     TokenLog(std::shared_ptr<const Mapping> file, std::size_t offset, std::size_t size)
         : file_(std::move(file)),
           data_(reinterpret_cast<Token*>(file_->data() + offset)),
@@ -39,7 +39,7 @@ public:
     std::size_t bytes() const { return (file_ ? size_ : capacity_) * sizeof(Token); }
     std::size_t mapped_bytes() const { return std::min(mapped_, size_) * sizeof(Token); }
 
-    /// Within the capacity.
+    /// Append tokens, which must fit into the capacity.
     void append(std::span<const Token> tokens) {
         assert(size_ + tokens.size() <= capacity_);
         std::copy(tokens.begin(), tokens.end(), data_ + size_);

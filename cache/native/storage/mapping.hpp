@@ -1,4 +1,4 @@
-// A file in memory, copied page by page as it is written to, with zeroed room behind it. POSIX.
+// A file mapped into memory, copy-on-write page by page, with zeroed room after its end. POSIX.
 #pragma once
 
 #include <cstddef>
@@ -7,15 +7,15 @@ namespace agentspec {
 
 class Mapping {
 public:
-    /// Map the first `bytes` of an open file, which must have as many, and at least `room` more. Untouched pages are
-    /// those of the file, shared by all processes; room takes none until it is written. Throws std::bad_alloc.
+    /// Map the first `bytes` bytes of an open file, which must be that long, and at least `room` bytes after them. All
+    /// processes share the pages not written to; room takes no memory until it is written. Throws std::bad_alloc.
     Mapping(int file, std::size_t bytes, std::size_t room);
     ~Mapping();
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
 
     std::byte* data() const { return data_; }
-    /// Bytes of file and room together.
+    /// Bytes of file and room together, as mapped.
     std::size_t size() const { return size_; }
 
 private:

@@ -1,4 +1,4 @@
-"""Alembic's environment: the connection is given, its transaction is the caller's."""
+"""Alembic's environment: the caller provides the connection and its transaction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables as they were before there were migrations: what such a database has stays as it is."""
+"""Creates the tables of the time before migrations. Tables that exist already stay unchanged."""
 
 from __future__ import annotations
 
