@@ -13,7 +13,7 @@ __all__ = ["KnnBackend", "KnnSettings"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: settings can be read without numpy."""
+    """Import `KnnBackend` on first use, so that the settings can be read without numpy."""
     if name != "KnnBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from agentspec.reasoning.retrieval.knn.backend import KnnBackend
