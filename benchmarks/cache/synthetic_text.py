@@ -1,4 +1,4 @@
-"""Token sequences of any length that repeat themselves as agents do: spans copied from before, and new tokens."""
+"""Token sequences of any length that repeat themselves as agents' texts do: copied spans between new tokens."""
 
 from __future__ import annotations
 
