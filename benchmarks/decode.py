@@ -180,7 +180,7 @@ def require_distinct(runs: Sequence[Run]) -> None:
 
 
 def distinct_ngrams(tokens: Sequence[int], n: int = 4) -> float:
-    """The share of distinct n-grams among those of `tokens`: 1.0 if no n-gram repeats."""
+    """The share of the n-grams of `tokens` that are distinct: 1.0 if no n-gram repeats."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 

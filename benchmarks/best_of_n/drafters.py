@@ -1,4 +1,4 @@
-"""The drafters that best-of-N replays compare: our suffix cache, STAND's n-grams, Token Recycling, and mixtures.
+"""The drafters in best-of-N replays: agentspec's suffix cache, STAND's n-grams, Token Recycling, and mixtures.
 
 STAND and Token Recycling are prototypes in plain Python: their drafts are exact, their times are upper bounds.
 """

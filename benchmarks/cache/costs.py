@@ -1,4 +1,4 @@
-"""What the cache costs: seconds per draft, per token recorded and per prompt token, bytes per token, seconds to open.
+"""Costs of the cache: seconds per draft, per recorded token, per prompt token and to open it, and bytes per token.
 
 All text is synthetic, so that no data is needed and the work never varies. Calls are made from Python, as users do.
 """

@@ -15,7 +15,7 @@ from agentspec.reasoning.event_sink import EventSink
 from agentspec.reasoning.settings import DelegationSettings
 from agentspec.types import GenerateRequest, SamplingParams
 
-RESERVED = 4  # one in RESERVED parts of a model's context is left for the answer
+RESERVED = 4  # a quarter of a model's context is left for the answer
 _DEFAULTS = SamplingParams()
 
 

@@ -38,7 +38,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The answer was cut to `position` tokens and continues with `document`; `rounds` of `tokens` were dropped."""
+    """The answer was cut to `position` tokens; it goes on with `document`. Dropped: `rounds`, with `tokens` in all."""
 
     position: int
     document: str | None

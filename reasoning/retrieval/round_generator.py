@@ -84,7 +84,7 @@ class RoundGenerator:
         return await answer.extended(await _generate(self.backend, request), self.tokenization, self.limit, self.stops)
 
     def _sampling(self, position: int, tokens: int) -> SamplingParams:
-        """The sampling of a round. Each round has its own seed, as some backends draw the same in each request."""
+        """The sampling of a round. Each round has its own seed: some backends restart from the seed at each request."""
         seed = None if self.seed is None else _mixed(self.seed, position)
         return replace(self.request.sampling, max_tokens=tokens, seed=seed)
 

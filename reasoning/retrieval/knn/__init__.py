@@ -1,4 +1,4 @@
-"""KNN-LM: a local model whose next-token distribution is mixed with that of its nearest hidden states in a corpus."""
+"""KNN-LM: mixes a local model's next-token distribution with the tokens after similar hidden states in a corpus."""
 
 from __future__ import annotations
 
