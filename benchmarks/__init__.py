@@ -1,1 +1,1 @@
-"""Measurements behind `agentspec bench`; imported as `agentspec.benchmarks`."""
+"""The benchmarks that `agentspec bench` runs; imported as `agentspec.benchmarks`."""

@@ -1,10 +1,10 @@
 """Whole sessions of a coding agent, end to end: transformers, agentspec off, on, and on after other sessions.
 
-The prompt of each turn is the one before with an answer and the tools' output: it grows from about 400 to about 3900
-tokens. transformers reads it afresh each time, as `generate` does; agentspec keeps the session's key/value rows.
-Each session is run under all variants in an order that rotates. All see the same prompts, since the history is the
-script's (`agent_workflows`). Answers are greedy, a pair is one session under two variants, and time is wall time from
-prompt to last token, reading prompts included.
+Each turn's prompt is the previous prompt, an answer and the tools' output: it grows from about 400 to about 3900
+tokens. transformers computes the whole prompt each time, as `generate` does; agentspec keeps the session's KV slots.
+Each session is run under all variants in an order that rotates. All variants see the same prompts, since a script
+supplies the history (`agent_workflows`). Answers are greedy, a pair is one session under two variants, and time is wall
+time from prompt to last token, prefill included.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from agentspec.types import Labels, SamplingParams
 TURNS = 8
 MAX_TOKENS = 128
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-WARM_TOGETHER = 4  # other sessions that run at once while the cache is warmed
+WARM_TOGETHER = 4  # sessions that run at once while the cache is warmed
 
 KEPT = "transformers, keeping its rows"
-WARM = "on, warm"  # the tenant that has other sessions behind it
+WARM = "on, warm"  # the tenant whose cache holds other sessions
 
 Answerer = Callable[[Sequence[int], str], Awaitable[Run]]
-"""From a prompt's token ids and the name of its session to an answer."""
+"""Answers a prompt, given its token ids and the name of its session."""
 
 PromptTokens = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """The runs, `TURNS` in a row for each session, and how many tokens each session's prompts had.
+    """The runs, `TURNS` in a row for each session, and the numbers of tokens in each session's prompts.
 
-    `warm` is the variant that had other sessions behind it.
+    `warm` is the variant whose cache held other sessions.
     """
 
     table: RunTable
@@ -80,7 +80,7 @@ class AgentReport:
 
 
 def run_agent(model: str, *, warm: int, progress: Progress, **extras: bool) -> AgentReport:
-    """Measure every variant, the warm one after `warm` other sessions; `extras` as `AgentBench.variants` has them.
+    """Measure every variant, the warm one after `warm` other sessions; `extras` go to `AgentBench.variants`.
 
     Raises what the backend raises.
     """
@@ -94,7 +94,7 @@ def run_agent(model: str, *, warm: int, progress: Progress, **extras: bool) -> A
 
 
 class AgentBench(EngineBench):
-    """Runs sessions on the model and on its transformers twin."""
+    """Runs sessions on the model, and on the same model under transformers."""
 
     def warm(self, workflows: Sequence[Workflow]) -> None:
         """Fill the warm variant's cache with these sessions, some of them at once."""
@@ -112,9 +112,9 @@ class AgentBench(EngineBench):
         await asyncio.gather(*(answer(number, workflow) for number, workflow in enumerate(workflows, 1)))
 
     def variants(self, warm: int, *, off: bool = False, kept: bool = False) -> dict[str, Answerer]:
-        """What is compared; on request also agentspec without drafts, and transformers with rows kept between turns.
+        """The variants to compare; `off` adds agentspec without drafts, `kept` transformers that keeps its KV cache.
 
-        Every measured session is new to its cold tenant. The warm one remembers measured sessions too.
+        The cold variant has a new tenant for each session. The warm variant's tenant also caches measured sessions.
         """
         optional: dict[str, Answerer] = {}
         if off:
@@ -130,7 +130,7 @@ class AgentBench(EngineBench):
 
     def measure(self, workflows: Sequence[Workflow], variants: Mapping[str, Answerer]) -> tuple[RunTable, PromptTokens]:
         table = RunTable("agent sessions", turns=len(workflows[0].turns))
-        self.transformers(self._prompt(workflows[0], 0), 1)  # the first call also pays for one-time setup
+        self.transformers(self._prompt(workflows[0], 0), 1)  # the first call includes one-time setup
         for index, workflow in enumerate(workflows):
             for label, answerer in rotated(variants, index):
                 self.progress(f"session {index + 1} of {len(workflows)}: {label}")

@@ -1,9 +1,9 @@
 """Scripted sessions of a coding agent: step by step it edits small files, and reads them again before each step.
 
-The code is that of the prompt sets. What the agent is shown depends on the script alone and never on what a model
-answers: files and earlier answers are as if each step had been done correctly, so that every variant of a benchmark
-sees the same. A small model's own answers are no useful history: it soon repeats them word for word, which would
-flatter every drafter.
+The files hold code of the prompt sets. Prompts depend on the script alone, never on a model's answers: files and
+earlier answers look as if each step had been done correctly, so that every variant of a benchmark gets the same
+prompts. A small model's own answers would be a poor history: it soon repeats them word for word, which would flatter
+every drafter.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from agentspec.recordings.prompt_sets import load_codes
 from agentspec.types import Message
 
-MEASURED, MOST_OTHERS = 7, 22  # sessions that the shipped code is enough for, none of it used twice
-CODES_OF_OTHER = 4  # as many make a file of about the size of a measured one
+MEASURED, MOST_OTHERS = 7, 22  # the shipped code suffices for so many sessions without using any code twice
+CODES_OF_OTHER = 4  # codes in one file, which is then about as large as a measured session's
 
 SYSTEM = "You are a coding agent. After each step you are shown what the tools say, and the next step."
-EXCERPT_CHARACTERS = 260  # a step is about neighbouring functions of about as many, or about a hundred tokens
+EXCERPT_CHARACTERS = 260  # size of the neighbouring functions that a step is about: some hundred tokens
 PREFIXES = ("current", "given", "chosen", "actual")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -29,7 +29,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class WorkflowTurn:
-    """What the agent is asked, and the answer that later turns have as their history."""
+    """The request to the agent, and the scripted answer that later turns contain as history."""
 
     asked: str
     answer: str
@@ -37,13 +37,13 @@ class WorkflowTurn:
 
 @dataclass(frozen=True, slots=True)
 class Workflow:
-    """One session."""
+    """One scripted session."""
 
     name: str
     turns: tuple[WorkflowTurn, ...]
 
     def messages(self, turn: int) -> list[Message]:
-        """The conversation up to what turn `turn` (from 0) asks, ready for its answer."""
+        """The messages up to the request of turn `turn`, counted from 0."""
         messages = [("system", SYSTEM)]
         for earlier in self.turns[:turn]:
             messages += [("user", earlier.asked), ("assistant", earlier.answer)]
@@ -52,7 +52,7 @@ class Workflow:
 
 
 def measured_workflows(turns: int) -> list[Workflow]:
-    """`MEASURED` sessions over the measured prompt sets' code."""
+    """`MEASURED` sessions over code of the prompt sets."""
     large, small = load_codes("edit"), load_codes("edit_short")
     firsts = [f"{code}\n\n\n{added}" for code, added in zip(large[:MEASURED], small[:MEASURED], strict=True)]
     files = zip(firsts, large[MEASURED:], strict=True)
@@ -60,14 +60,14 @@ def measured_workflows(turns: int) -> list[Workflow]:
 
 
 def other_workflows(count: int, turns: int) -> list[Workflow]:
-    """Sessions over code that no measured one holds, `MOST_OTHERS` of them at most."""
+    """At most `MOST_OTHERS` sessions over code that no measured session contains."""
     codes = load_codes("edit_warm")
     files = ["\n\n\n".join(codes[at : at + CODES_OF_OTHER]) for at in range(0, count * CODES_OF_OTHER, CODES_OF_OTHER)]
     return [workflow([file], turns, seed=index) for index, file in enumerate(files)]
 
 
 def workflow(files: Sequence[str], turns: int, *, seed: int) -> Workflow:
-    """A session over files of this code, which documents neighbouring functions, renames in them, and copies them."""
+    """A session over files with this code. Its steps document, rename and copy neighbouring functions."""
     rng = random.Random(seed)
     codes = list(files)
     targets = [(number, names) for number, code in enumerate(codes) for names in _groups(code)]
@@ -84,7 +84,7 @@ def workflow(files: Sequence[str], turns: int, *, seed: int) -> Workflow:
 
 
 def _step(code: str, names: Sequence[str], kind: int, rng: random.Random) -> tuple[str, str]:
-    """What the agent is to do next, and the file once it is done."""
+    """The next request to the agent, and the file after that step."""
     variables = _variables(code, names)
     match kind % 3:
         case 0:
@@ -103,7 +103,7 @@ def _tools(name: str, codes: Sequence[str], rng: random.Random) -> str:
 
 
 def functions(code: str) -> list[Function]:
-    """Functions and methods that are not inside of functions, special methods left out, in order."""
+    """Functions and methods in order, without nested functions and special methods."""
     return [node for node in _outermost(ast.parse(code)) if not node.name.startswith("__")]
 
 
@@ -115,7 +115,7 @@ def _outermost(tree: ast.Module) -> Iterator[Function]:
 
 
 def documented(code: str, names: Sequence[str]) -> str:
-    """`code` with a docstring in each of the functions that had none."""
+    """`code` with a docstring added to each of the named functions that has none."""
     lines = code.splitlines()
     for node in reversed(functions(code)):
         if node.name in names and ast.get_docstring(node) is None:
@@ -125,7 +125,7 @@ def documented(code: str, names: Sequence[str]) -> str:
 
 
 def renamed(code: str, old: str, new: str) -> str:
-    """`code` with a variable or function renamed; attributes of that name stay."""
+    """`code` with a variable or function renamed; attributes with the same name stay."""
     return re.sub(rf"(?<![.\w]){re.escape(old)}\b", new, code)
 
 
@@ -135,7 +135,7 @@ def _module_name(code: str) -> str:
 
 
 def _groups(code: str) -> list[list[str]]:
-    """The names of neighbouring functions, `EXCERPT_CHARACTERS` or somewhat more of code together."""
+    """Groups of neighbouring functions, by name; each group has about `EXCERPT_CHARACTERS` of code."""
     groups: list[list[str]] = []
     size = EXCERPT_CHARACTERS
     for node in functions(code):
@@ -148,14 +148,14 @@ def _groups(code: str) -> list[list[str]]:
 
 
 def _excerpt(code: str, names: Sequence[str]) -> str:
-    """The functions named, from the first to the last of them, in a fence."""
+    """The code from the first to the last of the named functions, as a fenced block."""
     nodes = [node for node in functions(code) if node.name in names]
     lines = code.splitlines()[nodes[0].lineno - 1 : nodes[-1].end_lineno]
     return "\n".join(["```python", *lines, "```"])
 
 
 def _variables(code: str, names: Sequence[str]) -> list[str]:
-    """Arguments and local variables of the functions named, `self` left out."""
+    """Arguments and local variables of the named functions, without `self`."""
     nodes = [inner for node in functions(code) if node.name in names for inner in ast.walk(node)]
     arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
     assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -1,8 +1,8 @@
-"""Total speed of requests that run at once against the same requests one after another, speculation off and on.
+"""Total speed of concurrent requests against the same requests one after another, speculation off and on.
 
-Each round takes prompts of its own and asks them under all four variants in an order that rotates, so that a busy
-machine affects all of them alike; a pair is one round under two variants. Answers are greedy, time is wall time
-including the reading of prompts, and each round drafts from an empty cache.
+Each round has its own prompts and runs them under all four variants in an order that rotates, so that a busy machine
+affects all variants alike; a pair is one round under two variants. Answers are greedy, time is wall time including
+prefill, and each round drafts from an empty cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GOALS = (RatioGoal(OFF_AT_ONCE, OFF_ALONE, 1.8), RatioGoal(ON_AT_ONCE, ON_ALONE,
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyReport:
-    """One run for each round and variant, with the tokens of all its answers."""
+    """One run for each round and variant; a run holds the tokens of all answers of its round."""
 
     runs: RunTable
 

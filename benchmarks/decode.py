@@ -1,10 +1,10 @@
-"""Decoding speed of one request at a time: transformers, agentspec off, agentspec on with colder and warmer caches.
+"""Decoding speed of one request at a time: transformers, agentspec off, and agentspec on with cold to warm caches.
 
-Every variant answers the same token ids to the natural end of the text, one after another for each prompt and in an
-order that rotates from prompt to prompt, so that a busy machine affects all of them alike. A pair is one prompt under
-two variants; time is wall time including prefill. Each cache state of each table is a tenant of its own and no sequence
-is added while it is measured, though acceptance rates are learned throughout, as in use; key/value
-rows are never kept between calls.
+All variants answer the same token ids until the model ends the text, one variant after another for each prompt, in an
+order that rotates from prompt to prompt, so that a busy machine affects all variants alike. A pair is one prompt under
+two variants; time is wall time including prefill. Each cache state of each table has its own tenant. No sequence is
+added to a cache while it is measured, but acceptance rates are learned throughout, as in use. KV slots are never kept
+between calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 CONTROL_TOKENS = 128
-CONTROL_ROUNDS = 4  # the same questions with other seeds: a difference of two per cent needs many pairs
+CONTROL_ROUNDS = 4  # with other seeds in each: many pairs are needed to find a difference of two per cent
 CONTROL_DISTINCT = 0.95
 WARM_COUNTS = (10, 100)
 LOOKUP_TOKENS = 10
@@ -48,7 +48,7 @@ Variant = Callable[[Sequence[int], int], Run]
 
 
 def other_drafters(*, ngram: bool, draft_model: str | None) -> dict[str, dict[str, Any]]:
-    """The variants in which another drafter works alone, with the settings that make it so."""
+    """The variants with one other drafter as the only drafter, each with its settings."""
     found: dict[str, dict[str, Any]] = {"on, ngram alone": {"drafters": ("ngram",)}} if ngram else {}
     if draft_model is not None:
         found[f"on, {draft_model} alone"] = {"drafters": ("model",), "draft_model": draft_model}
@@ -75,7 +75,7 @@ def run_decode(
     bench = DecodeBench.load(model, progress, prefix_bytes=PREFIX_BYTES_OFF)
     try:
         bench.load_others(model, other_drafters(ngram=ngram, draft_model=draft_model))
-        bench.warm(WARM_COUNTS if sets else WARM_COUNTS[:1])  # drafters then reach the control already trusted
+        bench.warm(WARM_COUNTS if sets else WARM_COUNTS[:1])  # so that the control starts with learned acceptance rates
         tables = [bench.measure(name, load_prompts(name)[:limit]) for name in sets]
         return DecodeReport([*tables, bench.control(load_prompts("control")[:limit])])
     finally:
@@ -84,12 +84,12 @@ def run_decode(
 
 @dataclass(slots=True)
 class DecodeBench(EngineBench):
-    """The model and its transformers twin, with warmed caches, and the same model with other drafters."""
+    """The model with warmed caches, the same model under transformers, and the same model with other drafters."""
 
     others: dict[str, TorchBackend] = field(default_factory=dict)
 
     def load_others(self, model: str, variants: Mapping[str, dict[str, Any]]) -> None:
-        """Further variants by name, each with settings that differ from the default ones."""
+        """Load further variants by name, each with the given settings instead of the defaults."""
         from agentspec.backends.torch import TorchBackend
 
         for name, settings in variants.items():
@@ -106,7 +106,7 @@ class DecodeBench(EngineBench):
         table = RunTable(name)
         encoded = [self.encode(prompt) for prompt in prompts]
         self.record(second_tenant(name), encoded)
-        self.transformers(encoded[0], MAX_TOKENS)  # the first call also pays for one-time setup
+        self.transformers(encoded[0], MAX_TOKENS)  # the first call includes one-time setup
         variants = self.variants(name)
         for index, prompt in enumerate(encoded):
             self.progress(f"{name}: prompt {index + 1} of {len(encoded)}")
@@ -115,9 +115,9 @@ class DecodeBench(EngineBench):
         return table
 
     def control(self, prompts: Sequence[str]) -> RunTable:
-        """Sampled answers that do not repeat, speculation off and on; raises ValueError where they do repeat.
+        """Measure sampled answers, speculation off and on. Raises ValueError if the answers' text repeats itself.
 
-        Each question is asked in ABBA order (off, on, on, off): what drifts meanwhile affects both alike.
+        Each question is asked in ABBA order (off, on, on, off), so that drift of the machine affects both alike.
         """
         table = RunTable("control", turns=2)
         for index, prompt in enumerate([*prompts] * CONTROL_ROUNDS):
@@ -132,13 +132,13 @@ class DecodeBench(EngineBench):
         return table
 
     def warm(self, counts: Sequence[int]) -> None:
-        """Fill the tenants that stand for caches warmed by other prompts of the kind."""
+        """Fill the caches of the warm tenants with answers to other prompts of the same kind."""
         others = [self.encode(text) for text in load_prompts("edit_warm")[: max(counts)]]
         for count in counts:
             self.record(warm_name(count), others[:count])
 
     def record(self, tenant: str, prompts: Sequence[Sequence[int]]) -> None:
-        """Answer `prompts` for `tenant`, whose cache remembers the answers."""
+        """Answer `prompts` for `tenant`, whose cache stores the answers."""
         for index, prompt in enumerate(prompts):
             self.progress(f"warming {tenant!r}: {index + 1} of {len(prompts)}")
             self.loop.run_until_complete(ask(self.backend, prompt, GREEDY, tenant, labels=Labels(f"warm-{index}")))
@@ -166,12 +166,12 @@ class DecodeBench(EngineBench):
         return variant
 
     def _cold(self, table: str, sampling: SamplingParams) -> Variant:
-        """A tenant of its own for each answer, whose cache is empty."""
+        """A variant that uses a new tenant with an empty cache for each answer."""
         return lambda prompt, index: self._agentspec(f"{table}: {COLD} {index}", sampling)(prompt, index)
 
 
 def require_distinct(runs: Sequence[Run]) -> None:
-    """The control is one only if its text does not repeat: judged over all answers together."""
+    """Raises ValueError if the control's text repeats itself, judged over all answers together."""
     share = sum(distinct_ngrams(run.tokens) for run in runs) / len(runs)
     if share < CONTROL_DISTINCT:
         raise ValueError(
@@ -180,7 +180,7 @@ def require_distinct(runs: Sequence[Run]) -> None:
 
 
 def distinct_ngrams(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of the n-grams of `tokens` that are distinct: 1.0 where nothing repeats."""
+    """The share of the n-grams of `tokens` that are distinct: 1.0 if no n-gram repeats."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -198,7 +198,7 @@ class DecodeReport:
         return {"tables": [_data(table) for table in self.tables]}
 
     def plot(self, path: Path) -> None:
-        """Bars of the speed ratios with their intervals, one panel a prompt set."""
+        """Plot the speed ratios as bars with their intervals, one panel per prompt set."""
         with report.plot(path, panels=len(self.tables), size=(5 * len(self.tables), 4)) as panels:
             for axes, table in zip(panels, self.tables, strict=True):
                 _draw(axes, table)

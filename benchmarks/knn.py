@@ -1,7 +1,7 @@
-"""KNN-LM with speculation off and on: the same prompts, interleaved, answers compared, and how far it could go.
+"""KNN-LM with speculation off and on, on the same prompts: speed, equal answers, and the possible speed-up.
 
-Each prompt is answered under all variants in an order that rotates. `off` asks the datastore for every token; `on` is
-the default; `every token asked` verifies all its guesses, without the bound on decided tokens.
+Each prompt is answered under all variants in an order that rotates. `off` searches the datastore for every token; `on`
+is the default; `every token asked` verifies every guess, without the bound that skips decided tokens.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 COLUMNS = ("variant", "tok/s", "vs off", "same", "gamma", "decided", "batches saved", "model", "guess", "search")
 REQUIRED, AIM = 1.2, 1.6
-TRACED = 24  # searches of the stride trace that are shown
+TRACED = 24  # searches of the stride trace to show
 
 
 @dataclass(frozen=True, slots=True)
 class KnnRun:
-    """One answer: its tokens, wall-clock seconds with the reading of the prompt, and what it took."""
+    """One answer: its tokens, seconds of wall time including prefill, and its speculation counts."""
 
     tokens: tuple[int, ...]
     seconds: float
@@ -52,7 +52,7 @@ class KnnRun:
 
 @dataclass(slots=True)
 class KnnReport:
-    """Runs by variant, one a prompt in the same order, over a datastore of `entries`."""
+    """Runs by variant, one per prompt in the same order, with a datastore of `entries` entries."""
 
     entries: int
     runs: dict[str, list[KnnRun]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
@@ -62,12 +62,12 @@ class KnnReport:
         return paired_ratio(off, on)
 
     def bound(self) -> float:
-        """What answers without any search would be: all of the time that searches took, saved."""
+        """The speed-up if searches took no time."""
         seconds = sum(run.seconds for run in self.runs[OFF])
         return seconds / (seconds - sum(run.took.search_seconds for run in self.runs[OFF]))
 
     def gamma(self, variant: str) -> float:
-        """Share of verified guesses that were right; a search stops at the first that is not."""
+        """The share of right guesses among verified ones; verification stops at the first wrong guess."""
         right = sum(run.took.accepted for run in self.runs[variant])
         wrong = sum(run.took.wrong for run in self.runs[variant])
         return right / max(1, right + wrong)
@@ -77,7 +77,7 @@ class KnnReport:
         return sum(one.tokens == other.tokens for one, other in pairs)
 
     def show(self) -> Iterator[RenderableType]:
-        """Speed, where the time went, how good the guesses were, the bound, and one answer's strides."""
+        """The speed, shares of time and hit rate of each variant, the bound, and one answer's strides."""
         tokens = sum(len(run.tokens) for run in self.runs[OFF])
         title = f"KNN-LM, {self.entries} entries: {len(self.runs[OFF])} prompts, {tokens} tokens"
         yield report.table(title, COLUMNS, map(self._row, VARIANTS))
@@ -115,7 +115,7 @@ class KnnReport:
 
 
 def read_prompts(file: Path, limit: int) -> list[str]:
-    """The `prompt`, `question`, `problem` or `text` of each line. Raises `ConfigurationError` for a line with none."""
+    """The `prompt`, `question`, `problem` or `text` of each line. Raises `ConfigurationError` for a line without."""
     with open_lines(file) as lines:
         records = [json.loads(line) for line in islice(lines, limit)]
     names = ("prompt", "question", "problem", "text")
@@ -133,7 +133,7 @@ def run_knn(
     settings: KnnSettings,
     progress: Progress,
 ) -> KnnReport:
-    """One run for each prompt and variant. Raises what the backend raises."""
+    """Measure every variant on every prompt. Raises what the backend raises."""
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
 
@@ -160,7 +160,7 @@ async def _measure(
     progress("reading the datastore")
     base = await KnnBackend.open(backend, folder, settings, model=backend.model_name)
     table = KnnReport(base.entries)
-    await _timed(base, prompts[0], sampling, speculation=True)  # the first answer also pays for one-time setup
+    await _timed(base, prompts[0], sampling, speculation=True)  # the first answer includes one-time setup
     for index, prompt in enumerate(prompts):
         progress(f"prompt {index + 1} of {len(prompts)}")
         for name, change in rotated(VARIANTS, index):

@@ -1,4 +1,4 @@
-"""What delegating steps costs and brings: the machinery alone, pipelining, the judge's call, and a prediction."""
+"""Costs and gains of delegating steps: agentspec's own overhead, pipelining, the judge's call, and a prediction."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ STEP_SECONDS = 0.1
 JUDGE_SHARE = 0.25
 QUESTION = [{"role": "user", "content": "A farmer has 15 sheep and buys 7 more. How many sheep are there?"}]
 PUBLISHED = (1.4, 3.0)
-"""Speed-ups that the paper reports (arXiv 2504.07891), at 38 to 80 % of steps by the small model."""
+"""Speed-ups that the paper reports (arXiv 2504.07891) if the small model writes 38 to 80 % of the steps."""
 
 
 class TimedBackend:
-    """A backend whose own time is added up: that between being asked for a delta and giving it."""
+    """A backend that sums its own time: the seconds between the request for a delta and the delta."""
 
     def __init__(self, inner: FakeBackend) -> None:
         self._inner = inner
@@ -64,7 +64,7 @@ class TimedBackend:
 
 
 def run_reasoning(model: str | None, progress: Progress) -> ReasoningReport:
-    """Measure the machinery, pipelining and, on the local model if one is named, the judge's call."""
+    """Measure overhead and pipelining and, if a local model is named, the judge's call on that model."""
     progress("the machinery")
     figures = [overhead()]
     for acceptance in (0.8, 1.0):
@@ -80,7 +80,7 @@ def run_reasoning(model: str | None, progress: Progress) -> ReasoningReport:
 
 
 def overhead(rounds: int = 15) -> Figure:
-    """Median over rounds of the milliseconds a step takes beyond the calls of its models, one after another."""
+    """Median over rounds of the milliseconds per step outside of model calls; the calls run one after another."""
     return Figure("machinery per step", statistics.median(_overhead() for _ in range(rounds)), "ms", 3.0)
 
 
@@ -92,7 +92,7 @@ def _overhead() -> float:
 
 
 def pipelining(acceptance: float, rounds: int = 3) -> Figure:
-    """How many times faster the pipelined form is, on models that sleep: a judge of a quarter of a step."""
+    """The speed-up by pipelining, on models that sleep; a score takes `JUDGE_SHARE` of the time of a step."""
     ratios = []
     for _ in range(rounds):
         plain, pipelined = (_asleep(acceptance, pipelined=pipelined) for pipelined in (False, True))
@@ -122,7 +122,7 @@ def _model(word: str, seconds: float = 0.0, **options: Any) -> ThinkingModel:
 
 
 async def _think(backend: DelegationBackend) -> tuple[int, float]:
-    """Run the thinking alone: its steps and seconds."""
+    """Run the thinking without an answer; returns the number of steps and the seconds."""
     request = GenerateRequest("fast", messages=QUESTION, sampling=SamplingParams(temperature=0.0))
     thinking, began = Thinking(request, backend.settings, backend.roles), time.perf_counter()
     async with aclosing(backend.think(thinking)) as events:
@@ -132,7 +132,7 @@ async def _think(backend: DelegationBackend) -> tuple[int, float]:
 
 
 def score_cost(backend: TorchBackend, rounds: int = 9) -> Figure:
-    """A score with the thinking cached, against the engine's own time for a prompt that is longer by as many tokens."""
+    """The time of a score over cached thinking, relative to the engine's time for a prompt with as many new tokens."""
     ratios = asyncio.run(_score_cost(backend, rounds))
     return Figure("score, over the engine's own time", statistics.median(ratios), "x", 1.2)
 
@@ -148,7 +148,7 @@ async def _score_cost(backend: TorchBackend, rounds: int) -> list[float]:
     for number in range(rounds + 1):
         await context.extend(f"Step {number}: the sum of 15 and 7 is 22, since 15 + 5 is 20 and 2 more make 22.\n\n")
         question = SCORE_QUESTION.format(step=f"Step {number}: the sum is 22")
-        await _seconds(judge, context.request(SamplingParams(temperature=0.0, max_tokens=1)))  # its rows are cached
+        await _seconds(judge, context.request(SamplingParams(temperature=0.0, max_tokens=1)))  # its KV slots are cached
         began = time.perf_counter()
         await judge.ask(context, question, SCORE_PREFILL, 60.0, lambda tokens: None)
         scored = time.perf_counter() - began
@@ -174,7 +174,7 @@ async def _seconds(judge: Any, request: GenerateRequest) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Tokens per second of the two models, and seconds of one score: a short prefill and one base-model token."""
+    """Tokens per second of both models, and seconds of one score, which is a short prefill and one base-model token."""
 
     base: float
     small: float
@@ -183,7 +183,7 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Times faster than the base model alone, at an acceptance."""
+    """Predicted speed-ups over the base model alone, at one acceptance rate."""
 
     acceptance: float
     plain: float
@@ -191,10 +191,10 @@ class Prediction:
 
 
 def predict(steps: Sequence[int], speeds: Speeds, acceptances: Iterable[float]) -> list[Prediction]:
-    """What a thinking of `steps` (tokens each) would gain, rejections spread evenly. A model, not a measurement.
+    """Predict the speed-up of a thinking with `steps` (tokens each) and evenly spread rejections.
 
-    Plain: every step is drafted and scored, a rejected one written by the base model. Pipelined: a draft behind an
-    accepted step began when that step was done, so that the longer of score and draft counts.
+    Plain: every step is drafted and scored, and the base model writes rejected steps. Pipelined: the draft after an
+    accepted step is written while that step is scored, so that only the longer of score and draft counts.
     """
     alone = sum(steps) / speeds.base
     found = []
@@ -233,7 +233,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(slots=True)
 class ReasoningReport:
-    """Everything that was measured or predicted."""
+    """All measurements and predictions."""
 
     figures: list[Figure] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
@@ -259,7 +259,7 @@ class ReasoningReport:
         return {"figures": figures, "predictions": list(map(asdict, self.predictions))}
 
     def plot(self, path: Path) -> None:
-        """The prediction, with the published range behind it."""
+        """Plot the prediction over the published range."""
         with report.plot(path) as (axes,):
             axes.axhspan(*PUBLISHED, alpha=0.15, label="published, measured")
             at = [prediction.acceptance for prediction in self.predictions]

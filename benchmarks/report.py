@@ -1,4 +1,4 @@
-"""What all benchmarks share: figures with goals, ratios of paired measurements, tables, JSON, plots, conditions."""
+"""Shared parts of all benchmarks: figures with goals, paired ratios, tables, JSON, plots and conditions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BenchmarkReport(Protocol):
         ...
 
     def data(self) -> dict[str, Any]:
-        """All that --json writes besides the conditions: enough to redo each figure."""
+        """The data that --json writes besides the conditions, from which each figure can be computed again."""
         ...
 
 
@@ -48,7 +48,7 @@ def write_json(report: BenchmarkReport, path: Path, environment: Mapping[str, An
 
 
 def conditions(*packages: str, **subject: str) -> dict[str, Any]:
-    """What a figure depends on: what was measured, the machine and how busy it is, the versions of the packages."""
+    """The conditions of a figure: the measured subject, the machine and its load, and the versions of the packages."""
     return {
         **subject,
         "cpus": os.cpu_count(),
@@ -60,7 +60,7 @@ def conditions(*packages: str, **subject: str) -> dict[str, Any]:
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table whose numbers are aligned to the right, and the columns in `NAMES` to the left."""
+    """A table with the columns in `NAMES` aligned left and all others right."""
     built = Table(title=title, title_justify="left")
     for column in columns:
         built.add_column(column, justify="left" if column in NAMES else "right")
@@ -81,7 +81,7 @@ def plot(path: Path, *, panels: int = 1, size: tuple[float, float] = (6, 4)) -> 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measurement, None where it was not made, with the bound it must keep and the one it should, all in `unit`.
+    """One measurement, or None if it was not made, with the bound it must keep and the bound it should keep, in `unit`.
 
     `note` says what limits the comparison.
     """
@@ -117,7 +117,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The median of paired ratios with the bounds of its 95 % interval, over `pairs` pairs."""
+    """The median of `pairs` paired ratios, with the bounds of its 95 % interval."""
 
     median: float
     low: float
@@ -125,7 +125,7 @@ class Ratio:
     pairs: int
 
     def verdict(self, least: float) -> str:
-        """met: the whole interval lies at or above the goal; missed: all of it below; else undecided."""
+        """Returns "met" if the whole interval lies at or above `least`, "missed" if below it, else "undecided"."""
         if self.low >= least:
             return "met"
         return "missed" if self.high < least else "undecided"
@@ -136,7 +136,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class RatioGoal:
-    """What the ratio of a variant to its baseline must reach, judged by the interval's lower bound, and should."""
+    """The ratio to a baseline that a variant must reach (`required`, by its lower bound) or should (`aim`)."""
 
     variant: str
     baseline: str
@@ -151,7 +151,7 @@ class RatioGoal:
 def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Ratio:
     """Median of `values[i] / baseline[i]`, with a percentile bootstrap over the pairs (Efron 1979).
 
-    Raises ValueError for sequences of different length or of fewer than seven pairs, which prove nothing.
+    Raises ValueError for sequences of different length or with fewer than seven pairs.
     """
     if len(values) != len(baseline) or len(values) < MIN_PAIRS:
         raise ValueError(f"need two equally long sequences of at least {MIN_PAIRS}: {len(values)}, {len(baseline)}")
@@ -162,7 +162,7 @@ def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: in
 
 
 def rotated(items: Mapping[str, T], by: int) -> list[tuple[str, T]]:
-    """The items in an order that begins with another one each time, so that none is always first."""
+    """The items, rotated by `by` places, so that no item is always first."""
     listed = list(items.items())
     start = by % len(listed)
     return listed[start:] + listed[:start]

@@ -1,4 +1,4 @@
-"""Timed answers of the local engine and of transformers, and the comparison of variants over the same prompts."""
+"""Times answers of the local engine and of transformers, and compares variants on the same prompts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TRANSFORMERS, OFF, COLD = "transformers", "off", "on, cold"
 
 
 def warm_name(count: int) -> str:
-    """The variant and tenant whose cache holds the answers to `count` other prompts."""
+    """The name of the variant and tenant whose cache holds the answers to `count` other prompts."""
     return f"on, after {count} others"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One answer: its token ids, seconds from request to last token, and what speculation did."""
+    """One answer: its token ids, the seconds from request to last token, and its speculation counts."""
 
     tokens: tuple[int, ...]
     seconds: float
@@ -36,7 +36,7 @@ class Run:
 
 @dataclass(slots=True)
 class RunTable:
-    """Runs of one prompt set: each prompt was answered `turns` times in a row by each variant."""
+    """Runs of one prompt set. Each variant answered each prompt `turns` times in a row."""
 
     name: str
     runs: dict[str, list[Run]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class RunTable:
         self.runs.setdefault(variant, []).append(run)
 
     def speeds(self, variant: str) -> list[float]:
-        """Tokens a second of each prompt."""
+        """Tokens per second for each prompt."""
         runs = self.runs[variant]
         turns = [runs[start : start + self.turns] for start in range(0, len(runs), self.turns)]
         return [sum(len(run.tokens) for run in group) / sum(run.seconds for run in group) for group in turns]
@@ -55,7 +55,7 @@ class RunTable:
         return self.tokens(variant) / sum(run.seconds for run in self.runs[variant])
 
     def tokens(self, variant: str) -> int:
-        """Tokens of all answers together."""
+        """The number of tokens in all answers together."""
         return sum(len(run.tokens) for run in self.runs[variant])
 
     def tokens_per_step(self, variant: str) -> float | None:
@@ -107,9 +107,9 @@ async def ask(
     labels: Labels = NO_LABELS,
     **options: bool,
 ) -> Run:
-    """One answer with the time it took, from handing the request over to the last token.
+    """Request one answer and measure the time to its last token.
 
-    `options` of the request: `speculation` and `store`.
+    `options` sets the request's `speculation` and `store`.
     """
     request = GenerateRequest(
         backend.model_name,

@@ -1,7 +1,7 @@
-"""transformers' `generate` as its users run it: in a process of its own, with all cores and no engine beside it.
+"""Runs transformers' `generate` as its users do: in its own process, with all cores and without an engine.
 
-Two models in one process would each compute on a thread of their own, and their pools of workers would slow each other
-down even while one of them rests.
+Two models in one process would compute on two threads, whose worker pools slow each other down even while one model is
+idle.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import numpy as np
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
 
-_model: Any = None  # in the peer's process only
-_kept: tuple[list[int], Any] = ([], None)  # likewise: the latest text that was continued, and its key/value rows
+_model: Any = None  # set only in the peer's process
+_kept: tuple[list[int], Any] = ([], None)  # also: the tokens and the KV cache of the latest answer
 
 
 class TransformersPeer:
-    """The same weights, device and arithmetic under transformers alone. `close` ends its process."""
+    """A model with the same weights, device and arithmetic under plain transformers. `close` ends its process."""
 
     def __init__(self, folder: Path, *, device: str, dtype: str) -> None:
         self._process = ProcessPoolExecutor(1, get_context("spawn"), _load, (folder, device, dtype))
 
     @classmethod
     def beside(cls, backend: TorchBackend, model: str) -> TransformersPeer:
-        """A twin of `backend`, which runs `model`."""
+        """Start transformers with `model`, on the device and with the arithmetic of `backend`."""
         from agentspec.backends.model_store import resolve
 
         engine = backend.stats()
         return cls(resolve(model).folder, device=engine.device, dtype=engine.dtype)
 
     def generate(self, prompt: Sequence[int], max_tokens: int, **options: int) -> tuple[tuple[int, ...], float]:
-        """Greedy answer to `prompt` and the seconds it took, prefill included; `options` go to `generate`."""
+        """A greedy answer to `prompt`, and the seconds it took, prefill included. `options` go to `generate`."""
         return self._process.submit(_generate, list(prompt), max_tokens, options).result()
 
     def continue_from(self, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], float]:
-        """As `generate`, but with the rows of the call before where `prompt` begins with the same tokens."""
+        """Like `generate`, but reuses the previous call's KV cache for the prefix that it shares with `prompt`."""
         return self._process.submit(_continue, list(prompt), max_tokens).result()
 
     def close(self) -> None:

@@ -1,1 +1,5 @@
-"""Speculation above the token: strategies that delegate steps of thinking (docs/reasoning.md)."""
+"""Strategies that speculate on more than tokens.
+
+`delegation` lets a small model write steps of thinking (docs/reasoning.md); `retrieval` guesses the documents or
+neighbours that a search will return (docs/retrieval.md).
+"""

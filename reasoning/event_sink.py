@@ -1,4 +1,4 @@
-"""From a coroutine that emits events to an iterator of them, one at a time."""
+"""Turns a coroutine that emits events into an iterator over these events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class EventSink(Generic[T]):
-    """Where a coroutine emits its events. It goes on once the next one is asked for: a slow reader slows it down."""
+    """Takes a coroutine's events. `emit` returns once the reader asks for the next event, at the reader's pace."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[T | None] = asyncio.Queue()
@@ -22,7 +22,7 @@ class EventSink(Generic[T]):
         await self._events.join()
 
     async def stream(self, run: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[T]:
-        """Run `run` and yield what it emits; closing the iterator cancels it. Raises what it raises."""
+        """Call `run` and yield the events it emits. Closing the iterator cancels `run`. Raises what `run` raises."""
         task = asyncio.create_task(self._run(run))
         try:
             while (event := await self._events.get()) is not None:

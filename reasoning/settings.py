@@ -1,6 +1,6 @@
 """Settings of the strategies, composed into the application's settings: `[models.NAME]` tables with a `strategy`.
 
-A new strategy is a class here, listed in `STRATEGIES`, and a file with what it does, which the class names.
+To add a strategy, write a settings class here, list it in `STRATEGIES`, and let it name the module that implements it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 
 class StrategySettings(BaseModel):
-    """What all strategies share. A `lossy` one's answer may differ from what its models would give without it."""
+    """Settings of every strategy. If `lossy`, answers may differ from those the models give without the strategy."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     lossy: ClassVar[bool] = True
     implementation: ClassVar[str]
-    """`module:class` of its `Strategy`, imported when a model is opened with it."""
+    """`module:class` of the `Strategy` class, imported when a model with this strategy is opened."""
     if TYPE_CHECKING:
         strategy: Any  # its name: a `Literal` in each class
 
@@ -25,7 +25,7 @@ class StrategySettings(BaseModel):
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        """The settings that the answer depends on, as every answer names them."""
+        """The settings that the answer depends on; every answer reports them."""
         return {}
 
     @property
@@ -36,22 +36,22 @@ class StrategySettings(BaseModel):
 
     @property
     def models(self) -> dict[str, str]:
-        """The models that it names, by role."""
+        """The models that these settings name, by role."""
         named = {role: getattr(self, role, None) for role in ("base", "small", "judge")}
         return {role: name for role, name in named.items() if name is not None}
 
     @property
     def knowledge_bases(self) -> dict[str, str]:
-        """The [knowledge.NAME] tables that it names, by the key that does."""
+        """The [knowledge.NAME] tables that these settings name, by the setting that names them."""
         return {}
 
 
 class DelegationSettings(StrategySettings):
-    """What the strategies that delegate steps of thinking share. They trade quality for speed."""
+    """Settings of all strategies that delegate steps of thinking. These strategies trade quality for speed."""
 
     implementation = "agentspec.reasoning.delegation.backend:DelegationBackend"
     algorithm: ClassVar[str]
-    """The module whose `ALGORITHM` thinks."""
+    """The module whose `ALGORITHM` runs the thinking."""
 
     small: str = Field(description="The small model, likewise")
     base_template: str | None = Field(
@@ -138,7 +138,7 @@ class LookaheadSettings(DelegationSettings):
 
 
 class RetrievalSettings(BaseModel):
-    """The first four determine the answer. All others only change how fast it comes."""
+    """The first four settings determine the answer. All others only change how fast the answer comes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -156,7 +156,7 @@ class RetrievalSettings(BaseModel):
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        """What the answer depends on."""
+        """The settings that the answer depends on."""
         return {name: getattr(self, name) for name in ("round_tokens", "query_tokens", "document_tokens")}
 
 
@@ -177,7 +177,7 @@ class RaLMSpecSettings(RetrievalSettings, StrategySettings):
 
 
 class KnnSettings(BaseModel):
-    """`weight`, `temperature` and `neighbours` determine what is generated; the others only how fast."""
+    """`weight`, `temperature` and `neighbours` determine the answer; the other settings only change its speed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -207,7 +207,7 @@ class KnnLmSettings(KnnSettings, StrategySettings):
 
 
 class TraceSettings(BaseModel):
-    """`[traces]`: what strategies decided, answer by answer."""
+    """`[traces]`: where the decisions of strategies are recorded, one trace for each answer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

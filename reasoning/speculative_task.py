@@ -1,4 +1,4 @@
-"""Work begun before it is known to be needed, and cancelled when it is not."""
+"""Tasks that start before their results are known to be needed, and are cancelled if they are not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class SpeculativeTask(Generic[T]):
-    """At most one piece of work under way. Leaving the block cancels it, so that a client's going away does too."""
+    """Holds at most one running task. Leaving the block cancels the task, also when the client disconnects."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[T] | None = None
@@ -25,7 +25,7 @@ class SpeculativeTask(Generic[T]):
         self._task = asyncio.create_task(work)
 
     async def result(self) -> T:
-        """Wait for what is under way. Raises what it raises."""
+        """Wait for the task and return its result. Raises what the task raises."""
         assert self._task is not None
         try:
             return await task_result(self._task)
@@ -33,7 +33,7 @@ class SpeculativeTask(Generic[T]):
             await self.cancel()
 
     async def cancel(self) -> None:
-        """Cancel what is under way and wait until it has ended. Idempotent."""
+        """Cancel the task and wait until it has ended. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             await cancel_tasks(task)
@@ -46,16 +46,16 @@ class SpeculativeTask(Generic[T]):
 
 
 async def task_result(task: asyncio.Task[T]) -> T:
-    """What `task` gives or raises. Being cancelled while waiting leaves the task running: `cancel_tasks` ends it."""
+    """Wait for `task`, then return its result or raise its error. Cancelling the waiting does not cancel `task`."""
     await asyncio.wait([task])
     return task.result()
 
 
 async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait for their end, whatever that is.
+    """Cancel `tasks` and wait until all have ended; their results and errors are discarded.
 
-    Each is cancelled once, also where the waiting itself is cancelled, as by a gateway whose client has left, which
-    does so at every await: a second time would break off how a task closes its connections.
+    Each task is cancelled only once, even if the caller is cancelled at every await, as a gateway does after its client
+    has disconnected: a second cancellation would interrupt a task that is closing its connections.
     """
     for task in tasks:
         task.cancel()
@@ -64,4 +64,4 @@ async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
             await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # retrieved, or asyncio logs it as never retrieved
+            task.exception()  # otherwise asyncio logs an exception that was never retrieved

@@ -1,4 +1,4 @@
-"""What a strategy is: a model made of other models, opened from its `[models.NAME]` table."""
+"""The interface of strategies. A strategy is a model made of other models and opened from a `[models.NAME]` table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """What a name in a strategy's settings means: a backend, and the model's name there."""
+    """The model that a name in a strategy's settings refers to: a backend, and the model's name at that backend."""
 
     backend: Backend
     model: str
@@ -33,7 +33,7 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What strategies are made of: `find` looks up the models they name, `find_knowledge` the knowledge bases."""
+    """What a strategy is opened with: `find` looks up models by name, `find_knowledge` looks up knowledge bases."""
 
     find: Callable[[str], ModelRef]
     find_knowledge: Callable[[str], KnowledgeBase]
@@ -41,7 +41,7 @@ class Dependencies:
 
 
 class Strategy(ABC, Generic[AnySettings]):
-    """A `Backend` that answers with the models of other backends, which stay their owners' to close."""
+    """A `Backend` that answers with the models of other backends. It never closes these backends: their owners do."""
 
     name: str
     settings: AnySettings
@@ -49,7 +49,7 @@ class Strategy(ABC, Generic[AnySettings]):
     @classmethod
     @abstractmethod
     def open(cls, name: str, settings: Any, dependencies: Dependencies) -> Self:
-        """The strategy of `[models.name]`. Raises `ConfigurationError`, and what opening a knowledge base raises."""
+        """Open the strategy of `[models.name]`. Raises `ConfigurationError` and errors of opening a knowledge base."""
 
     @property
     @abstractmethod
@@ -58,43 +58,44 @@ class Strategy(ABC, Generic[AnySettings]):
     @property
     @abstractmethod
     def roles(self) -> Mapping[str, Any]:
-        """The models by their roles, each with its `backend`; one may have several."""
+        """The models by role, each with its `backend`. One model may play several roles."""
 
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]: ...
 
     @abstractmethod
     async def prepare(self) -> list[str]:
-        """Find out what the models can do. Gives the roles whose models do not answer now: those are left for the
-        first request. Raises `ConfigurationError` for a model that cannot play its role.
+        """Find out what the models can do. Returns the roles whose models do not answer now; the first request will
+        ask these models again. Raises `ConfigurationError` for a model that cannot play its role.
         """
 
     async def inspect(self) -> list[str]:
-        """As `prepare`, where models that would run here may be stand-ins without weights."""
+        """Like `prepare`, but local models may be stand-ins without weights."""
         return await self.prepare()
 
     @abstractmethod
     def describe(self, role: str) -> str:
-        """How the model in `role` is used, in words. For after `inspect`."""
+        """Describe in words how the model in `role` is used. Call `inspect` first."""
 
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
-        """Those that show a client that a strategy answers, and whether that may change the answer."""
+        """Headers that tell the client which strategy answers, and whether the strategy may change the answer."""
         return strategy_headers(self.settings.summary, lossy=self.settings.lossy, speculation=request.speculation)
 
     async def aclose(self) -> None:
-        """The models behind are closed by who built them."""
+        """Does nothing: whoever built the models' backends closes them."""
 
 
 def open_strategy(name: str, settings: StrategySettings, dependencies: Dependencies) -> Strategy[Any]:
-    """The strategy of `[models.name]`. Raises as `Strategy.open` does."""
+    """Open the strategy of `[models.name]`. Raises as `Strategy.open` does."""
     module, _, kind = settings.implementation.partition(":")
     strategy: type[Strategy[Any]] = getattr(importlib.import_module(module), kind)
     return strategy.open(name, settings, dependencies)
 
 
 async def prepare(strategy: Strategy[Any]) -> list[str]:
-    """`Strategy.prepare` on a loop of its own: connections opened on it are closed. Models that do not answer are
-    logged.
+    """Run `Strategy.prepare` on an event loop of its own, then close the connections that it opened on that loop.
+
+    Logs the models that do not answer, and returns their roles.
     """
     try:
         silent = await strategy.prepare()
@@ -112,6 +113,6 @@ async def prepare(strategy: Strategy[Any]) -> list[str]:
 
 
 async def answers(backend: Backend) -> bool:
-    """Whether the model answers; an endpoint's capabilities are found out on the way."""
+    """Whether the backend answers a probe, which also finds out the capabilities of an endpoint."""
     probe: Any = getattr(backend, "probe", None)
     return probe is None or bool((await probe(PROBE_SECONDS)).answers)

@@ -1,1 +1,1 @@
-"""Choosing a strategy's threshold on problems with known answers: what `agentspec reasoning calibrate` runs."""
+"""Measures a strategy's thresholds on problems with known answers, for `agentspec reasoning calibrate`."""

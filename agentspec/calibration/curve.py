@@ -1,4 +1,4 @@
-"""Accuracy and latency of a SpecReason model at each threshold: what was measured, its table, its plot, its file."""
+"""Accuracy and latency of a SpecReason model at each threshold, with the table, plot and file of the results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.table import Table
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.settings import SpecReasonSettings
 
-EVERY = 1 << 31  # first steps by the base model: it thinks alone, with everything else that makes it fast
+EVERY = 1 << 31  # `first_steps` that makes the base model write every step; the other settings stay the same
 
 
 @dataclass(frozen=True, slots=True)
 class SolvedProblem:
-    """One problem at one threshold. Tokens are those of the thinking; `seconds` is explained at `CurvePlan.reuse`."""
+    """One problem at one threshold. Only tokens of the thinking are counted; `CurvePlan` explains `seconds`."""
 
     correct: bool
     seconds: float
@@ -32,7 +32,7 @@ class SolvedProblem:
 
 @dataclass(slots=True)
 class CurvePoint:
-    """All problems at one threshold; None is the base model alone, without drafts."""
+    """The results of all problems at one threshold; threshold None is the base model alone, without drafts."""
 
     threshold: float | None
     solved: list[SolvedProblem] = field(default_factory=list)
@@ -47,7 +47,7 @@ class CurvePoint:
 
     @property
     def seconds(self) -> float:
-        """Mean per problem."""
+        """Mean seconds per problem."""
         return self._total(lambda one: one.seconds) / len(self.solved)
 
     @property
@@ -66,11 +66,11 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class CurvePlan:
-    """What to try: `[models.model]` at each threshold, with `changes` made to its other settings.
+    """A measurement to make: `[models.model]` at each threshold, with `changes` to its other settings.
 
-    With `reuse` a model is asked only once for the same request, since the thinking at several thresholds begins alike.
-    Seconds are then those of the calls when they were made, one after another, also where the model is `pipelined`.
-    Without it every call is made and measured by the wall clock. Sampled answers are never reused.
+    With `reuse`, repeated requests are answered from memory, since the thinking at several thresholds begins alike. The
+    seconds of a problem are then the sum of its calls' seconds when they were made, and `pipelined` is turned off.
+    Without `reuse` every call is made and measured by the wall clock. Sampled answers are never reused.
     """
 
     model: str
@@ -93,7 +93,7 @@ class CurvePlan:
 
 @dataclass(slots=True)
 class ThresholdCurve:
-    """What was measured so far: all points have the same problems behind them."""
+    """The results so far; all points cover the same problems."""
 
     plan: CurvePlan
     points: list[CurvePoint]
@@ -116,7 +116,7 @@ class ThresholdCurve:
 
     @classmethod
     def read(cls, path: Path, plan: CurvePlan) -> ThresholdCurve:
-        """The beginning of the same measurement. Raises `InvalidRequestError` if `path` holds another one's."""
+        """Read an unfinished measurement of `plan`. Raises `InvalidRequestError` if `path` holds anything else."""
         try:
             kept = json.loads(path.read_text())
             same = kept["plan"] == json.loads(json.dumps(asdict(plan)))
@@ -130,7 +130,7 @@ class ThresholdCurve:
 
 
 def print_curve(curve: ThresholdCurve, console: Console) -> None:
-    """Print the table, how its seconds were found, and which threshold to choose."""
+    """Print the table, how its seconds were measured, and the threshold to choose."""
     points = curve.points
     alone = points[0].seconds
     table = Table(title=f"{curve.problems} problems")

@@ -1,4 +1,4 @@
-"""Solving problems with known answers at every threshold of a curve."""
+"""Solves problems with known answers at every threshold of a curve."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Problem:
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """Problems of a file of JSON lines, plain or gzip. Raises `InvalidRequestError` naming a line that is none."""
+    """Read problems from JSON lines, plain or gzip. Raises `InvalidRequestError` that names an invalid line."""
     found = []
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
@@ -56,10 +56,10 @@ async def measure_curve(
     save: Callable[[ThresholdCurve], None] = lambda curve: None,
     **given: Any,
 ) -> None:
-    """Solve the problems that `curve` does not have yet at every threshold; `save` is called after each problem.
+    """Solve the problems that `curve` still lacks at every threshold, and call `save` after each problem.
 
-    The thresholds alternate, so that a busy minute affects all alike. `given` goes to the `Runtime`. Raises
-    `ConfigurationError` if the plan's model has no threshold.
+    Each problem is solved at all thresholds in turn, so that load on the machine affects all of them alike. `given` is
+    passed to the `Runtime`. Raises `ConfigurationError` if the plan's model has no threshold.
     """
     plan = curve.plan
     strategy = settings.models.get(plan.model)
@@ -109,7 +109,7 @@ async def _solve(backend: DelegationBackend, problem: Problem, plan: CurvePlan, 
 
 
 def is_correct(text: str, answer: str) -> bool:
-    """Whether the last boxed expression of `text`, or else its last number, is the answer."""
+    """Whether the last boxed expression of `text`, or its last number if nothing is boxed, equals `answer`."""
     boxed = re.findall(r"boxed\{([^{}]*)\}", text)
     numbers = boxed[-1:] or _NUMBER.findall(text)[-1:]
     return bool(numbers) and _canonical(numbers[0]) == _canonical(answer)

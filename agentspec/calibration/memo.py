@@ -1,4 +1,4 @@
-"""Model calls made once: a greedy model's answer to the same request comes from memory, with the time it took."""
+"""Memoizes model calls: a repeated greedy request is answered from memory, with the time that the first call took."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentspec.types import Delta, GenerateRequest
 
 @dataclass(slots=True)
 class MemoizedCall:
-    """What a model answered until the caller stopped reading, and the seconds that took."""
+    """The deltas that a model sent until the caller stopped reading, and the seconds they took."""
 
     deltas: list[Delta] = field(default_factory=list)
     seconds: float = 0.0
@@ -22,9 +22,9 @@ class MemoizedCall:
 
 @dataclass(slots=True)
 class CallMemo:
-    """Calls by backend and exact request. `seconds` adds up the time of all calls, those from memory included.
+    """Calls by backend and exact request. `seconds` sums the time of all calls, including calls answered from memory.
 
-    For deterministic answers only: temperature 0, and calls one after another. A call that fails is not remembered.
+    Only for deterministic answers: temperature 0, and one call at a time. Failed calls are not memoized.
     """
 
     calls: dict[tuple[int, str], MemoizedCall] = field(default_factory=dict)
@@ -33,13 +33,13 @@ class CallMemo:
     remembered: int = 0
 
     def roles(self, roles: Mapping[str, ModelRole]) -> dict[str, ModelRole]:
-        """The same roles over memoizing backends; one model in two roles stays one."""
+        """The same roles with memoizing backends; a model in two roles remains one model."""
         copies = {id(m): replace(m, backend=MemoizingBackend(m.backend, self)) for m in roles.values()}
         return {name: copies[id(model)] for name, model in roles.items()}
 
 
 class MemoizingBackend:
-    """A backend whose calls go into a memo. It does not own the backend behind it."""
+    """A backend that memoizes the calls of another backend, which it does not own."""
 
     def __init__(self, inner: Backend, memo: CallMemo) -> None:
         self._inner = inner
@@ -54,7 +54,7 @@ class MemoizingBackend:
         return tokenization_of(self._inner)
 
     async def aclose(self) -> None:
-        """Leaves the backend behind open: whoever built it closes it."""
+        """Does nothing: whoever built the other backend closes it."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         key = (id(self._inner), repr(request))
@@ -82,7 +82,7 @@ class MemoizingBackend:
                         call.seconds += time.perf_counter() - began
                     yield call.deltas[-1]
         except GeneratorExit:
-            self._keep(key, call)  # the step ended before the answer did
+            self._keep(key, call)  # the caller has its step and stopped reading
             raise
         finally:
             self._memo.seconds += call.seconds

@@ -1,1 +1,1 @@
-"""`agentspec bench best-of-n`: which drafter serves several sampled answers to one question best."""
+"""`agentspec bench best-of-n`: compares drafters on several sampled answers to one question."""

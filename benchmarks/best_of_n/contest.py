@@ -1,7 +1,7 @@
-"""Which drafter serves best-of-N best: the suffix cache, STAND's n-grams, Token Recycling, or two of them together.
+"""Compares drafters for best-of-N: the suffix cache, STAND's n-grams, Token Recycling, and mixtures of two.
 
-Shapes of fixed trees are learned on questions of their own. Each figure is a pass from nothing over all questions, in
-which what was learned of one question stays for the next, as in a server.
+The shapes of fixed trees are learned on separate questions. For each figure a drafter starts empty and passes over all
+questions; it keeps what it has learned from one question to the next, as in a server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLAT = {1: 1.0, 2: 1.1, 32: 1.1, 33: 1.13}  # a device that computes 32 tokens i
 BASELINE = "suffix"
 SIDE_BY_SIDE, IN_TURN = "side by side", "in turn"
 HERE = "this machine"
-MIDDLE = 16  # budget of the figures that are shown for one budget alone
+MIDDLE = 16  # the budget of figures that are shown for one budget only
 SIZES = (1, 8, 16, 32)
 FIGURES = ("tokens_per_step", "nodes_per_step", "acceptance", "draft_microseconds", "learn_microseconds")
 ORDERS: tuple[Order, ...] = ("sampled", "likely", "coupled")
@@ -43,7 +43,7 @@ ORDERS: tuple[Order, ...] = ("sampled", "likely", "coupled")
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """How to make a drafter, and whether it needs the likeliest tokens of every row that is verified."""
+    """Makes a drafter. `ranks`: the drafter needs the likeliest tokens of every verified row of logits."""
 
     make: Callable[[], Contender]
     ranks: bool = True
@@ -51,7 +51,7 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What forwards of so many tokens cost, and what ranking as many rows of logits adds, in forwards of one token."""
+    """The cost of a forward, and of ranking its logits, by number of tokens, in forwards of one token."""
 
     forward: Cost
     ranking: Cost
@@ -65,9 +65,9 @@ Entrants = Mapping[str, Entrant]
 
 @dataclass(frozen=True, slots=True)
 class ContestPlan:
-    """What is recorded: answers of at most `max_tokens` to so many of the problems in a file, evenly spread over it.
+    """What to record: `choices` answers of at most `max_tokens` to `questions` problems, spread evenly over a file.
 
-    The shapes of fixed trees are learned on `shape_questions` further ones.
+    The shapes of fixed trees are learned on `shape_questions` other problems.
     """
 
     model: str
@@ -82,7 +82,7 @@ class ContestPlan:
 
 @dataclass(slots=True)
 class Standing:
-    """One drafter in one order: its outcome at each budget, and by the name of each cost with the governor's cuts."""
+    """One drafter in one order: its outcome at each budget, and, with the governor's cuts, for each machine by name."""
 
     name: str
     order: str
@@ -92,7 +92,7 @@ class Standing:
 
 @dataclass(slots=True)
 class Contest:
-    """All drafters on one set of questions of one temperature."""
+    """The results of all drafters on one set of questions at one temperature."""
 
     temperature: float
     questions: int
@@ -105,7 +105,7 @@ class Contest:
 
 
 def entrants(shapes: Mapping[str, TreeShape]) -> Entrants:
-    """Every drafter by its name; `shapes` by the name of what was ranked for them."""
+    """All drafters by name. `shapes` holds the fixed trees by drafting order, and Token Recycling's."""
     fixed = {order: partial(StandContender, order, shapes[order]) for order in ORDERS}
     recycling = partial(RecyclingContender, shapes["recycling"])
     return {
@@ -123,7 +123,7 @@ def entrants(shapes: Mapping[str, TreeShape]) -> Entrants:
 
 
 def shapes_of(questions: Sequence[SampledQuestion]) -> dict[str, TreeShape]:
-    """The fixed trees that would have served these questions best."""
+    """The fixed trees that would have been accepted most often on these questions."""
     most = max(BUDGETS)
     shapes: dict[str, TreeShape] = {order: learn_shape(questions, StandContender(order), most) for order in ORDERS}
     return shapes | {"recycling": learn_shape(questions, RecyclingContender(), most)}
@@ -144,7 +144,7 @@ def run_contest(contest: Contest, questions: Sequence[SampledQuestion], running:
 
 
 def run_best_of_n(plan: ContestPlan, progress: Progress) -> BestOfNReport:
-    """Record answers at each temperature, and let the drafters replay them."""
+    """Record answers at each temperature, and replay them with every drafter."""
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
     from agentspec.benchmarks.best_of_n.record import AnswerRecorder, measured
@@ -169,9 +169,9 @@ def tokens_of(questions: Sequence[SampledQuestion]) -> int:
 
 
 def spread(texts: Sequence[str], counts: Sequence[int]) -> list[list[str]]:
-    """For each count so many texts, spread over all of them, none twice.
+    """For each count a list of so many texts, spread evenly over all texts; no text is used twice.
 
-    Raises `InvalidRequestError` where there are too few.
+    Raises `InvalidRequestError` if there are too few texts.
     """
     total = sum(counts)
     if len(texts) < total:

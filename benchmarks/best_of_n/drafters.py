@@ -1,6 +1,6 @@
-"""The drafters that best-of-N replays compare: our suffix cache, STAND's n-grams, Token Recycling, and mixtures.
+"""The drafters in best-of-N replays: agentspec's suffix cache, STAND's n-grams, Token Recycling, and mixtures.
 
-The last two are prototypes in plain Python: what they propose is exact, what they take in time is an upper bound.
+STAND and Token Recycling are prototypes in plain Python: their drafts are exact, their times are upper bounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentspec.cache.index import DEPTH, SuffixIndex
 from agentspec.cache.tokens import EMPTY
 from agentspec.types import Draft, Source
 
-STAND, RECYCLING = 6, 7  # sources, which the governor learns about one by one
+STAND, RECYCLING = 6, 7  # draft sources: the governor learns acceptance for each
 LONGEST = 4  # tokens of an n-gram
 KEPT = 10  # continuations of an n-gram
 DEEPEST = 8  # tokens of a path in a fixed tree
@@ -34,13 +34,13 @@ NOTHING = make_draft((), (), (), (), ())
 Order = Literal["likely", "sampled", "coupled"]
 Candidates = Sequence[tuple[int, float]]
 Expand = Callable[[Sequence[int]], Candidates]
-"""The candidates, best first, behind a path of drafted tokens, each with its chance there."""
+"""The candidates after a path of drafted tokens, best first, each with its probability there."""
 Ranks = tuple[int, ...]
-"""A node of a fixed tree: the ranks of the candidates on the way to it."""
+"""A node of a fixed tree: the ranks of the candidates on the path to the node."""
 
 
 class SuffixContender(Contender):
-    """The token cache as the engine uses it: finished answers are shared, running ones only where `live`."""
+    """The token cache as the engine uses it: answers share finished answers and, if `live`, running answers too."""
 
     def __init__(self, least: float = MIN_PROBABILITY, *, live: bool = False) -> None:
         self._cache = SuffixCache.open()
@@ -74,7 +74,7 @@ class SuffixContender(Contender):
 
 
 class NgramTable:
-    """The averaged distributions seen behind the last 1 to `LONGEST` tokens (STAND, Song et al. 2025)."""
+    """The averaged distributions seen after each n-gram of 1 to `LONGEST` tokens (STAND, Song et al. 2025)."""
 
     def __init__(self) -> None:
         self._rows: dict[Ranks, tuple[int, dict[int, float]]] = {}
@@ -83,7 +83,7 @@ class NgramTable:
         return len(self._rows)
 
     def learn(self, context: Sequence[int], seen: dict[int, float]) -> None:
-        """The model gave `seen` (probabilities by token) behind `context`."""
+        """Record that the model gave `seen`, probabilities by token, after `context`."""
         for length in range(1, min(LONGEST, len(context)) + 1):
             key = tuple(context[-length:])
             times, known = self._rows.get(key, (0, {}))
@@ -94,7 +94,7 @@ class NgramTable:
             self._rows[key] = times + 1, dict(best)
 
     def behind(self, context: Sequence[int]) -> dict[int, float]:
-        """What follows the longest known n-gram at the end of `context`; empty where none is known."""
+        """The distribution after the longest known n-gram at the end of `context`; empty if none is known."""
         for length in range(min(LONGEST, len(context)), 0, -1):
             if found := self._rows.get(tuple(context[-length:])):
                 return found[1]
@@ -102,10 +102,10 @@ class NgramTable:
 
 
 class TableContender(Contender):
-    """What STAND and Token Recycling have in common: contexts, learning row by row, and trees that they grow.
+    """The base of STAND and Token Recycling, which both learn from rows of logits and draft trees.
 
-    Without a `shape` trees grow best-first by the chances of the candidates; `prompts` says whether it learns from the
-    rows of prompts too.
+    Without a `shape` trees grow best-first by the candidates' probabilities. `prompts` says whether the drafter also
+    learns from the rows of prompts.
     """
 
     source: int
@@ -149,7 +149,7 @@ class TableContender(Contender):
 
 
 class StandContender(TableContender):
-    """STAND: candidates drawn without replacement (`sampled`), by probability, or with the request's own noise."""
+    """STAND: candidates `sampled` without replacement, `likely` by probability, or `coupled` to the sampler's noise."""
 
     source = STAND
 
@@ -186,7 +186,7 @@ class StandContender(TableContender):
         return self._own_noise(tokens, position, choice) if self.order == "coupled" else np.zeros(len(tokens))
 
     def _own_noise(self, tokens: Sequence[int], position: int, choice: int) -> np.ndarray:
-        """What the sampler will add to the scores of `tokens` at `position`; computed once for each."""
+        """The noise that the sampler will add to the scores of `tokens` at `position`; computed once for each."""
         known = self._drawn.setdefault((choice, position), {})
         if fresh := [token for token in tokens if token not in known]:
             key = position_key(self.question.seed, choice, position)
@@ -195,7 +195,7 @@ class StandContender(TableContender):
 
 
 class RecyclingContender(TableContender):
-    """Token Recycling (Luo et al. 2024): for each token the candidates that the model last had behind it."""
+    """Token Recycling (Luo et al. 2024): keeps for each token the model's latest candidates after that token."""
 
     source = RECYCLING
 
@@ -211,7 +211,7 @@ class RecyclingContender(TableContender):
 
 
 class MixedContender(Contender):
-    """The trees of several laid over each other, as the engine does it; the replay keeps the likeliest nodes."""
+    """Merges the trees of several drafters, as the engine does; the replay keeps the likeliest nodes."""
 
     def __init__(self, *parts: Contender) -> None:
         self._parts = parts
@@ -235,14 +235,14 @@ class MixedContender(Contender):
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A fixed tree: its nodes by the ranks on the way to them, parents first, and how often each was accepted."""
+    """A fixed tree: its nodes, parents first, each given by the ranks on its path, and how often each was accepted."""
 
     paths: Sequence[Ranks]
     rates: Sequence[float]
 
 
 def learn_shape(questions: Sequence[SampledQuestion], contender: TableContender, most: int) -> TreeShape:
-    """The `most` nodes that were accepted most often when all candidates were drafted, eight deep, as STAND does."""
+    """The `most` nodes that were accepted most often while all candidates were drafted, eight deep (as in STAND)."""
     paths = [path for question in questions for path in _accepted(question, contender)]
     counts = Counter(path[:end] for path in paths for end in range(1, len(path) + 1))
     ranked = sorted(counts.items(), key=lambda pair: (-pair[1], len(pair[0]), pair[0]))[:most]
@@ -250,7 +250,7 @@ def learn_shape(questions: Sequence[SampledQuestion], contender: TableContender,
 
 
 def _accepted(question: SampledQuestion, contender: TableContender) -> Iterator[Ranks]:
-    """For each step through the answers, one after another, the path that was accepted."""
+    """Decode the answers one after another, and yield the accepted path of each step."""
     contender.open(question)
     for choice, answer in enumerate(question.answers):
         at = 0
@@ -263,7 +263,7 @@ def _accepted(question: SampledQuestion, contender: TableContender) -> Iterator[
 
 
 def _followed(expand: Expand, actual: Sequence[int]) -> Ranks:
-    """The ranks at which `actual` would be accepted."""
+    """The ranks of the candidates that are accepted if `actual` follows."""
     ranks: list[int] = []
     for depth, token in enumerate(actual):
         tokens = [candidate for candidate, _ in expand(actual[:depth])]
@@ -274,7 +274,7 @@ def _followed(expand: Expand, actual: Sequence[int]) -> Ranks:
 
 
 def fixed_tree(expand: Expand, shape: TreeShape, budget: int, source: int) -> Draft:
-    """The first `budget` nodes of `shape` as far as there are candidates for them."""
+    """The first `budget` nodes of `shape` for which there are candidates."""
     texts: dict[Ranks, tuple[int, ...]] = {(): ()}
     places: dict[Ranks, int] = {(): -1}
     found: dict[Ranks, Candidates] = {}
@@ -293,7 +293,7 @@ def fixed_tree(expand: Expand, shape: TreeShape, budget: int, source: int) -> Dr
 
 
 def best_first(expand: Expand, budget: int, source: int) -> Draft:
-    """The `budget` likeliest paths, by the product of the candidates' chances."""
+    """The tree of the `budget` likeliest paths, by the product of the candidates' probabilities."""
     rows: list[tuple[int, int, float]] = []
     heap: list[tuple[float, int, int, tuple[int, ...]]] = []
 

@@ -1,4 +1,4 @@
-"""Records what best-of-N replays need: sampled answers, and the model's distribution at every token of theirs."""
+"""Records the data of best-of-N replays: sampled answers, and the model's distribution at every token."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from agentspec.backends.torch.model.target import TargetModel
 
 TOP = 16  # tokens of each distribution that are kept
-RANKED = 10  # of them a drafter asks for: the most that either method keeps
+RANKED = 10  # tokens of each distribution that a drafter asks for: the most that either method keeps
 ROWS = (1, 8, 16, 32)
 PASSES = 5
 
 
 @dataclass(slots=True)
 class AnswerInProgress:
-    """One answer while it is drawn. `logits` [vocab] are those that its next token is drawn from."""
+    """An unfinished answer. Its next token will be drawn from `logits` [vocab]."""
 
     rows: SequenceCache
     sampler: Sampler
@@ -58,7 +58,7 @@ class AnswerInProgress:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRecorder:
-    """Asks a backend's model at one temperature; every question has a seed of its own."""
+    """Records a backend's answers at one temperature; every question has its own seed."""
 
     backend: TorchBackend
     temperature: float
@@ -84,7 +84,7 @@ def record(
     ends: frozenset[int],
     choices: int,
 ) -> SampledQuestion:
-    """`choices` answers to `prompt`, computed in one forward a token, as the engine draws them under the seed given."""
+    """Record `choices` answers to `prompt`, one forward per token, drawn as the engine draws them with this seed."""
     assert sampling.seed is not None and sampling.max_tokens is not None, "a replay draws with the same noise again"
     length = sampling.max_tokens
     rows = target.new_cache(len(prompt) + length)
@@ -124,7 +124,7 @@ def likeliest(logits: Tensor) -> TopTokens:
 
 @torch.inference_mode()
 def measured(target: TargetModel) -> tuple[Cost, Cost]:
-    """What forwards of so many tokens cost here and what ranking as many rows does, in forwards of one token."""
+    """Measure the cost of a forward and of ranking its rows, by number of tokens, in forwards of one token."""
     model = CostModel()
     model.calibrate(measure_costs(target, limit_seconds=30.0))
     one = model.seconds(1)
@@ -133,7 +133,7 @@ def measured(target: TargetModel) -> tuple[Cost, Cost]:
 
 
 def _ranked(target: TargetModel, count: int) -> float:
-    """Seconds to find the `RANKED` likeliest tokens of so many rows, and their probabilities."""
+    """Seconds to find the `RANKED` likeliest tokens of `count` rows, with their probabilities."""
     logits = torch.randn(count, target.vocab_size, device=target.device)
     started = perf_counter()
     best = logits.topk(RANKED)

@@ -1,8 +1,8 @@
-"""Teacher-forced replay of several sampled answers to each question: which drafter serves best-of-N best?
+"""Teacher-forced replay of several recorded answers to each question, with one drafter after another.
 
-The answers of a question are decoded side by side, one verification each in every round, or one after another. Draws
-are coupled by position, so that a drafted token is accepted exactly where it equals the recorded one: the replay of the
-steps is exact. What a drafter is fed of the model's distributions are the recorded rows of the tokens drawn.
+The answers of a question are decoded side by side, with one verification each in every round, or one after another.
+The noise of a draw depends on its position, so that a drafted token is accepted exactly if it equals the recorded
+token: the replayed steps are exact. Drafters learn from the recorded distributions of the drawn tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentspec.types import Draft
 
 Floats = NDArray[np.float64]
 Cost = Callable[[NDArray[np.int64]], Floats]
-"""What forwards of so many tokens cost, in forwards of one."""
+"""The cost of a forward by its number of tokens, in forwards of one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """What was drawn, and for every token the distribution that it was drawn from."""
+    """The drawn tokens, and for each the distribution that it was drawn from."""
 
     tokens: Tokens
     rows: TopTokens
@@ -59,26 +59,26 @@ class SampledQuestion:
 
 
 class Contender(Protocol):
-    """A drafter for the answers of one question at a time; what it learns may outlive the question."""
+    """A drafter for the answers to one question at a time. It may keep what it learns for later questions."""
 
     def open(self, question: SampledQuestion) -> None: ...
 
     def draft(self, choice: int, budget: int) -> Draft:
-        """What may follow as much of an answer as was committed."""
+        """Draft tokens that may follow the committed part of answer `choice`."""
         ...
 
     def commit(self, choice: int, start: int, end: int) -> None:
-        """Tokens `start` to `end` of an answer are verified, and the model's rows for them are known."""
+        """Learn that tokens `start` to `end` of answer `choice` are verified, with the model's rows for them."""
         ...
 
     def close(self, choice: int) -> None:
-        """An answer is complete."""
+        """Learn that answer `choice` is complete."""
         ...
 
 
 @dataclass(slots=True)
 class VerifySteps:
-    """The verification steps of one question: in each the nodes verified, and the tokens emitted."""
+    """The verification steps of one question: the verified nodes and the emitted tokens of each step."""
 
     nodes: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
@@ -97,7 +97,7 @@ class VerifySteps:
 
 @dataclass(slots=True)
 class Outcome:
-    """One pass over all questions, at what forwards cost. Seconds are wall time spent proposing and learning."""
+    """One pass over all questions. `cost` is the cost of forwards; seconds are wall time of drafting and learning."""
 
     cost: Cost | None = None
     questions: list[VerifySteps] = field(default_factory=list)
@@ -123,23 +123,23 @@ class Outcome:
 
     @property
     def draft_microseconds(self) -> float:
-        """Spent proposing, a step."""
+        """Microseconds of drafting per step."""
         return 1e6 * self.draft_seconds / self.steps
 
     @property
     def learn_microseconds(self) -> float:
-        """Spent learning, a token."""
+        """Microseconds of learning per token."""
         return 1e6 * self.learn_seconds / sum(one.tokens for one in self.questions)
 
     @property
     def forwards(self) -> Floats:
-        """What the steps of each question cost, in forwards of one token."""
+        """The cost of the steps of each question, in forwards of one token."""
         assert self.cost is not None, "replayed without a cost"
         return np.array([one.cost(self.cost) for one in self.questions])
 
     @property
     def speed(self) -> float:
-        """Tokens a second against decoding without drafts, were drafting free."""
+        """Speed relative to decoding without drafts, if drafting took no time."""
         return sum(one.tokens for one in self.questions) / float(self.forwards.sum())
 
 
@@ -153,7 +153,7 @@ def replay(
 ) -> Outcome:
     """Decode every question's answers `beside` each other or one after another, with trees of at most `budget` nodes.
 
-    With `cost` the governor cuts each tree to what pays at that cost, as in the engine.
+    With `cost` the governor cuts each tree to the nodes that pay off at that cost, as in the engine.
     """
     outcome, governor = Outcome(cost), Governor()
     for question in questions:
@@ -168,7 +168,7 @@ def replay(
 
 @dataclass(slots=True)
 class DraftCutter:
-    """Cuts drafts as the engine's governor does, where there is a cost, and reports to it what was accepted."""
+    """Cuts drafts with the engine's governor, if there is a cost, and reports accepted tokens to the governor."""
 
     governor: Governor
     budget: int
@@ -217,7 +217,7 @@ def _decode(
     steps: VerifySteps,
     outcome: Outcome,
 ) -> None:
-    """Decode the answers in `group` in rounds: all draft, then all learn what was verified."""
+    """Decode the answers in `group` in rounds: first all answers draft, then all commit their verified tokens."""
     at = dict.fromkeys(group, 0)
     while at:
         drafts = {choice: _timed_draft(contender, choice, budget, outcome) for choice in at}
@@ -245,7 +245,7 @@ def _timed_draft(contender: Contender, choice: int, budget: int, outcome: Outcom
 
 
 def speed_ratio(outcome: Outcome, baseline: Outcome, *, resamples: int = 10_000) -> tuple[float, float, float]:
-    """How much faster than `baseline` were drafting free, with a 95 % bootstrap interval over the questions."""
+    """Speed relative to `baseline` if drafting took no time, with a 95 % bootstrap interval over the questions."""
     ours, theirs = outcome.forwards, baseline.forwards
     picks = np.random.default_rng(0).integers(0, len(ours), size=(resamples, len(ours)))
     low, high = np.percentile(theirs[picks].sum(axis=1) / ours[picks].sum(axis=1), [2.5, 97.5])
@@ -253,7 +253,7 @@ def speed_ratio(outcome: Outcome, baseline: Outcome, *, resamples: int = 10_000)
 
 
 def curve(points: dict[int, float]) -> Cost:
-    """A cost that is linear between measured sizes (tokens: seconds) extrapolated beyond the last."""
+    """A cost that is linear between measured sizes (tokens: seconds), and extrapolated beyond the last size."""
     sizes, seconds = np.array(sorted(points), dtype=np.float64), np.array([points[size] for size in sorted(points)])
     rise = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
 

@@ -1,6 +1,6 @@
-"""What the cache costs: seconds per draft, per token recorded and per prompt token, bytes per token, seconds to open.
+"""Costs of the cache: seconds per draft, per recorded token, per prompt token and to open it, and bytes per token.
 
-All over synthetic text, so that anyone gets the same work without data. Everything is called from Python, as users do.
+All text is synthetic, so that no data is needed and the work never varies. Calls are made from Python, as users do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BYTES_PER_TOKEN = 40  # at most, while runs merge and are saved
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds of one draft over `drafts` of them, and the mean size of their trees."""
+    """Seconds per draft, over `drafts` drafts, and the mean size of the drafted trees."""
 
     cached_tokens: int
     drafts: int
@@ -61,13 +61,13 @@ class Costs:
 
     draft: Latency
     draft_while_inserting: Latency
-    insert: float  # an output joining the shared past, merges included
-    record: float  # all that an output token causes: learning, session, shared past
+    insert: float  # adding an output to the cached past outputs, merges included
+    record: float  # all work for an output token: learning, session, cached past outputs
     request_start: float
-    memory_bytes: float  # per token of the shared past
+    memory_bytes: float  # per token of the cached past outputs
     disk_bytes: float  # per token in the database
     opened_tokens: int
-    open_seconds: float  # a cache on disk until its first draft
+    open_seconds: float  # from opening a cache on disk to its first draft
     gains: Gains  # of several threads
     large: Latency | None = None
     segment_bytes: float | None = None  # per token in a segment
@@ -85,7 +85,7 @@ class Opening:
 def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, large: bool = False) -> Costs:
     """Measure everything with `cached` tokens in memory and `opened` tokens on disk.
 
-    `large` adds drafting over LARGE tokens; raises `ConfigurationError` where memory is too small for them.
+    `large` adds drafting over LARGE tokens; raises `ConfigurationError` if memory is too small for so many.
     """
     if large:
         _require_memory(LARGE)
@@ -122,7 +122,7 @@ def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED, larg
 
 
 def insert_cost(text: Tokens) -> tuple[float, float]:
-    """(seconds, bytes) per token of an index that takes `text` in output by output."""
+    """(seconds, bytes) per token of adding `text` to an index, one output at a time."""
     index = SuffixIndex()
     seconds = 0.0
     for number, output in enumerate(_outputs(text)):
@@ -144,7 +144,7 @@ def record_cost(cache: SuffixCache, text: Tokens) -> float:
 
 
 def request_start_cost() -> float:
-    """Median seconds per prompt token of a request whose int32 prompt extends the session's last one."""
+    """Median seconds per prompt token of a request whose int32 prompt extends the session's last prompt."""
     text = synthetic_tokens(_PROMPT + 50 * _TURN, seed=1)
     seconds = []
     with SuffixCache.open(memory_bytes=_MEMORY) as cache:
@@ -154,11 +154,11 @@ def request_start_cost() -> float:
             request = cache.request(prompt, session="long")
             seconds.append((time.perf_counter() - start) / end)
             request.abandon()
-    return median(seconds[1:])  # the first has no session to extend
+    return median(seconds[1:])  # the first request has no session to extend
 
 
 def draft_latency(cache: SuffixCache, *, beside: Callable[[], None] | None = None) -> Latency:
-    """Drafts of a request that continues as the cached text would, with `beside` repeated in another thread."""
+    """Latency of drafts for a request that continues the cached text, while another thread repeats `beside`."""
     cached = cache.stats().tokens
     text = _continuation(cached, 2000 + _STEP * (_MEASURED + _WARMUP))
     request = cache.request(text[:2000], store=False)
@@ -167,7 +167,7 @@ def draft_latency(cache: SuffixCache, *, beside: Callable[[], None] | None = Non
 
 
 def large_latency(tokens: int, progress: Progress) -> Latency:
-    """Drafts over a shared past of `tokens` tokens in a mapped file, with a drafter that has learned nothing yet."""
+    """Latency of drafts over `tokens` cached tokens in a mapped file, with a drafter that has learned nothing yet."""
     progress(f"inserting {tokens:,} tokens")
     text = synthetic_tokens(tokens)
     shared, session, drafter = SuffixIndex(), SuffixIndex(), IndexDrafter()
@@ -192,7 +192,7 @@ def large_latency(tokens: int, progress: Progress) -> Latency:
 
 
 def _mapped(index: SuffixIndex) -> SuffixIndex:
-    """The same index in a file, mapped as a segment is."""
+    """The same index in a file, which is mapped like a segment."""
     frozen = index.freeze(index.usage().sequences)
     with tempfile.TemporaryFile(prefix="agentspec-bench-") as file:
         for part in frozen.parts:
@@ -202,7 +202,7 @@ def _mapped(index: SuffixIndex) -> SuffixIndex:
 
 
 def open_cost(folder: Path, tokens: int) -> Opening:
-    """What it takes to open a cache of `tokens` tokens that a process closed before; its files are still in memory."""
+    """The cost of opening a cache of `tokens` tokens that was closed before; the page cache still holds its files."""
     text = synthetic_tokens(tokens)
     with SuffixCache.open(folder, memory_bytes=_MEMORY) as cache:
         for number, output in enumerate(_outputs(text)):
@@ -224,7 +224,7 @@ def _outputs(text: Tokens) -> Iterator[Tokens]:
 
 
 def _continuation(cached: int, count: int) -> Tokens:
-    """Unseen text that copies from the cached text as that copies from itself."""
+    """New text that repeats spans of the cached text, as the cached text repeats its own."""
     rng = np.random.default_rng(2)
     known = synthetic_tokens(cached)
     text = synthetic_tokens(count, seed=3)

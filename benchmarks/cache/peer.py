@@ -1,4 +1,4 @@
-"""What the cache is compared with: Arctic Inference's suffix decoding, run where installed, else figures once measured.
+"""The peer that the cache is compared with: Arctic Inference's suffix decoding, or earlier figures if not installed.
 
 Snowflake's arctic-inference (Apache-2.0) is the suffix decoding of vLLM. It is not a dependency.
 """
@@ -23,10 +23,10 @@ from agentspec.recordings.traces import EncodedCall
 PEER = "arctic_inference.suffix_decoding"
 DEPTH = 64
 BEST_TREE = {"max_spec_factor": 64.0, "max_spec_offset": 0.0, "min_token_prob": 0.02, "use_tree_spec": True}
-"""The tree mode that drafted best of those tried, with depth `DEPTH`."""
+"""The peer's tree mode that drafted best among the modes tried, with depth `DEPTH`."""
 
 CALLS = 600
-"""The measured figures are over so many calls of a file, or all it has, with the SmolLM2 tokenizer."""
+"""The figures cover at most so many calls of each file, with the SmolLM2 tokenizer."""
 MEASURED_BUDGETS = (8, 32)
 MEASURED_SOURCE = "constants: arctic-inference 0.3, best tree, first 600 calls, SmolLM2 tokenizer"
 MEASURED: dict[str, tuple[float, float]] = {
@@ -41,7 +41,7 @@ MEASURED: dict[str, tuple[float, float]] = {
 
 
 def installed_version() -> str | None:
-    """The installed version of the peer; None where there is none that loads."""
+    """The installed version of the peer; None if it cannot be imported."""
     try:
         import_module(PEER)
         return version("arctic-inference")
@@ -50,14 +50,14 @@ def installed_version() -> str | None:
 
 
 def measured(name: str, budget: int, calls: int) -> float | None:
-    """Tokens per step as once measured; None where that was another setting."""
+    """Tokens per step as measured earlier; None if that measurement had other settings."""
     if name not in MEASURED or budget not in MEASURED_BUDGETS or calls != CALLS:
         return None
     return MEASURED[name][MEASURED_BUDGETS.index(budget)]
 
 
 def replay_peer(calls: Sequence[EncodedCall], budget: int) -> Replay:
-    """The same replay with the installed peer's best tree."""
+    """Replay `calls` with the installed peer's best tree mode."""
     cache: Any = import_module(PEER).SuffixDecodingCache(max_tree_depth=DEPTH)
     numbers = count()
 

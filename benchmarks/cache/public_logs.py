@@ -1,4 +1,4 @@
-"""Published agent logs as traces for the cache benchmark: one record a model call, as `traces` reads them.
+"""Converts published agent logs to traces for the cache benchmark: one record for each model call.
 
 docs/benchmarks.md names the repositories, their commits and licences.
 """
@@ -29,7 +29,7 @@ class LogSource(StrEnum):
 def convert(source: LogSource, files: Sequence[Path], out: Path) -> int:
     """Write the model calls that `files` record to `out`, gzip-compressed JSON lines; returns how many.
 
-    Raises `ConfigurationError` for a file that is no log of that source; then `out` is left as it was.
+    Raises `ConfigurationError` for a file that is no log of that source, and then leaves `out` unchanged.
     """
     partial = out.with_name(out.name + ".partial")
     count = 0
@@ -60,7 +60,7 @@ def _tau_bench(file: Path) -> Iterator[Record]:
 
 
 def _tau2_bench(file: Path) -> Iterator[Record]:
-    """The agent's own view: what the simulated user does with tools is left out. The prompt is the recorded policy."""
+    """The agent's view, without the simulated user's tool calls. The recorded policy is the system prompt."""
     log = json.loads(file.read_text("utf-8"))
     policy = {"role": "system", "content": log["info"]["environment_info"]["policy"]}
     for run in log["simulations"]:
@@ -75,13 +75,13 @@ def _in_agents_view(message: Mapping[str, Any]) -> bool:
 
 
 def _mini_swe_agent(file: Path) -> Iterator[Record]:
-    """A run of mini-swe-agent 1 or 2; two runs of an instance differ by their folders."""
+    """A run of mini-swe-agent 1 or 2; the folder tells two runs of an instance apart."""
     instance = file.name.removesuffix(".json").removesuffix(".traj")
     yield from calls(f"{instance}@{file.parent.parent.name}", json.loads(file.read_text("utf-8"))["messages"])
 
 
 def _intercode(file: Path) -> Iterator[Record]:
-    """Question, commands and what the database answered; the game's own instructions are not in the log."""
+    """The question, the commands and the database's answers; the log does not contain the game's instructions."""
     for number, game in json.loads(file.read_text("utf-8")).items():
         turns, messages = game["turn_history"], [{"role": "user", "content": game["query"]}]
         for action, seen in zip(turns["actions"], turns["observations"], strict=True):
@@ -90,7 +90,7 @@ def _intercode(file: Path) -> Iterator[Record]:
 
 
 def _aider(file: Path) -> Iterator[Record]:
-    """A chat history in Markdown: quotes are aider's, headings of level four the user's, the rest is the model's."""
+    """A chat history in Markdown: aider writes quotes, the user level-four headings, and the model everything else."""
     for started, chat in _chats(file.read_text("utf-8")):
         messages: list[Record] = []
         asked, answered = list[str](), list[str]()
@@ -127,9 +127,9 @@ _READERS: dict[LogSource, Callable[[Path], Iterator[Record]]] = {
 
 
 def calls(session: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Record]:
-    """A record for each assistant message that answers a user: what was new before it, and its text.
+    """A record for each assistant message that answers a user: the new messages before it, and its text.
 
-    A greeting before the user's first message was not the model's; it counts as prompt.
+    A greeting before the user's first message is not the model's output; it counts as prompt.
     """
     added: list[Record] = []
     step, asked = 0, False
@@ -144,7 +144,7 @@ def calls(session: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Recor
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """The text of a message, then its tool calls as one line of JSON each."""
+    """The text of a message, followed by one line of JSON for each tool call."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)

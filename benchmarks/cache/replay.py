@@ -1,4 +1,4 @@
-"""The cache benchmark: recorded calls replayed at several budgets, compared with the peer, and what it all costs."""
+"""The cache benchmark: replays recorded calls at several budgets, compares the peer, and measures costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentspec.recordings.replay import replay_cache
 from agentspec.recordings.traces import Encode, EncodedCall, read_calls
 
 CURVE = (1, 2, 4, 8, 16, 32, 64)
-"""Budgets of the plot, besides those asked for."""
+"""Further budgets, for the plot."""
 
 
 def run_cache(

@@ -1,4 +1,4 @@
-"""What the cache benchmark found: its goals, tables, JSON and plot."""
+"""The results of the cache benchmark, with its goals, tables, JSON and plot."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _CALIBRATED = 32  # budget at which calibration is judged
 
 @dataclass(slots=True)
 class FileResult:
-    """One trace file: its replays and the peer's tokens per step, both by budget."""
+    """The results of one trace file: replays and the peer's tokens per step, both by budget."""
 
     name: str
     replays: dict[int, Replay] = field(default_factory=dict)
     peer: dict[int, float] = field(default_factory=dict)
 
     def ratio(self, budget: int) -> float | None:
-        """Tokens per step over the peer's; None where the peer has no figure."""
+        """Tokens per step divided by the peer's; None if the peer has no figure."""
         known = self.peer.get(budget)
         return self.replays[budget].tokens_per_step / known if known else None
 
@@ -44,16 +44,16 @@ class CacheReport:
     costs: Costs | None
 
     def ratios(self, budget: int) -> list[float]:
-        """Tokens per step over the peer's, of the files that have a figure to compare with."""
+        """Tokens per step divided by the peer's, for each file with a figure of the peer."""
         return [ratio for file in self.files if (ratio := file.ratio(budget)) is not None]
 
     def mean_ratio(self, budget: int) -> float | None:
-        """Geometric mean over those files; None where there are none."""
+        """The geometric mean of `ratios`; None if there are none."""
         ratios = self.ratios(budget)
         return geometric_mean(ratios) if ratios else None
 
     def goals(self) -> list[Figure]:
-        """Every goal, those without a measurement included."""
+        """Every goal, including goals without a measurement."""
         return [*_drafting_goals(self), *_cost_goals(self.costs)]
 
     def show(self) -> Iterator[RenderableType]:
@@ -67,7 +67,7 @@ class CacheReport:
         )
 
     def data(self) -> dict[str, Any]:
-        """Everything that the tables show, and the counts of every call."""
+        """All figures of the tables, and the counts of every call."""
         return {
             "peer": self.peer_source,
             "files": [_file_data(file) for file in self.files],
@@ -135,7 +135,7 @@ def _latency_goals(
 
 
 def _open_goal(costs: Costs | None) -> Figure:
-    """Fewer tokens than the goal's can miss it, but not meet it."""
+    """The goal for opening a cache. A smaller cache than the goal names can miss it but not meet it."""
     name = "open a cache of 10 M tokens until the first draft"
     if costs is None:
         return Figure(name, None, "s", 1.0, 0.1)
@@ -194,7 +194,7 @@ def _timing_table(found: CacheReport) -> RenderableType:
 
 
 def _times(replay: Replay) -> dict[str, float]:
-    """Seconds: per draft, per output token, per prompt token."""
+    """Seconds per draft, per output token and per prompt token."""
     tokens = sum(replay.tokens)
     return {
         "draft_median": float(np.median(replay.draft_seconds)),

@@ -1,4 +1,4 @@
-"""Token sequences of any length that repeat themselves as agents do: spans copied from before, and new tokens."""
+"""Token sequences of any length that repeat themselves as agents' texts do: copied spans between new tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GAP = 20.0  # mean number of new tokens between two copies
 
 
 def synthetic_tokens(count: int, *, seed: int = 0) -> Tokens:
-    """`count` tokens, the same for the same seed. About five in six are copied; new ones are skewed to few ids."""
+    """`count` tokens that depend only on `seed`. About five in six are copied; new tokens are skewed to few ids."""
     rng = np.random.default_rng(seed)
     text = (VOCABULARY * rng.random(count) ** 4).astype(np.int32)
     spans = 2 + int(count / (_GAP + sum(_SPAN) / 2) * 1.2)

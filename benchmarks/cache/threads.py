@@ -1,4 +1,4 @@
-"""What several threads gain when they draft from one cache, and what this machine gives two threads at all."""
+"""Measures how much threads gain by drafting from one cache at once, and how much two threads can gain at best."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _BUFFER = bytes(1 << 20)  # hashed 40 times, which takes about as long
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """Throughputs over those of one thread: medians of rounds that measure all three, one after the other."""
+    """Throughputs relative to one thread: medians over rounds, each of which measures all three in turn."""
 
-    two_threads: float  # a request each
-    batch: float  # 16 requests through `draft_batch` over one by one
-    two_cores: float  # plain hashing: what the first can be at best, 2 on an idle machine
-    load: float  # processes that ran or waited meanwhile, these included: a one-minute average
+    two_threads: float  # each thread drafts for one request
+    batch: float  # 16 requests through `draft_batch`, relative to one by one
+    two_cores: float  # plain hashing: the upper limit of `two_threads`, 2 on an idle machine
+    load: float  # one-minute load average, this benchmark included
 
 
 def measure_gains(cache: SuffixCache, text: Tokens, tree: int) -> Gains:
@@ -64,7 +64,7 @@ def _hash() -> None:
 
 
 def _two_threads(*actions: Action) -> float:
-    """Actions a second of two threads over those of one."""
+    """Actions per second of two threads, relative to one thread."""
     pair = (actions[0], actions[-1])
     return sum(_together([action]) for action in pair) / _together(pair)
 
@@ -81,7 +81,7 @@ def _batch(cache: SuffixCache, requests: Sequence[CacheRequest], tree: int) -> f
 
 
 def _together(actions: Sequence[Action]) -> float:
-    """Seconds until every action, each in a thread of its own, is done."""
+    """Seconds until all actions are done, each in its own thread."""
     ready = threading.Barrier(len(actions) + 1)
 
     def run(action: Action) -> None:

@@ -1,8 +1,8 @@
-"""What a GPU makes of the local engine, in minutes and without any model's files: random weights of a real shape.
+"""Checks and times the local engine on a GPU within minutes and without model files: random weights of a real shape.
 
-Checks first (answers of small models with speculation off, on and side by side, on this device), then the time of a
-verification by its size, of a one-token step against what memory allows, and of recorded answers forced as targets.
-What the time did not suffice for is listed, never filled in.
+First the checks: small models must give the same answers with speculation off, on and side by side. Then the timings:
+a verification by its size, a one-token step against the limit that memory bandwidth sets, and recorded answers forced
+as targets. Sections that did not fit into the time are listed as left out.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from agentspec.types import SamplingParams
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (512, 4096)
 PASSES, WARM_PASSES = 9, 2
-CHECK_SPREAD = 0.3  # weights of the small models: wide enough that their answers are no near-ties throughout
+CHECK_SPREAD = 0.3  # deviation of the small models' weights: large enough that most of their scores are no near-ties
 CHECK_TOKENS = 32
-TIE = 0.1  # in types of fewer bits answers may part where the two best scores are closer,
-TIE_SHARE = 0.01  # in at most this share of them
-JUDGED = "8b"  # the shape that the goals are for
+TIE = 0.1  # in types with fewer bits than float32 answers may differ where the two best scores are closer than this,
+TIE_SHARE = 0.01  # in at most this share of the answers
+JUDGED = "8b"  # the shape that the goals apply to
 GOALS = {"airline": 2.5, "sql": 3.3}
 VERIFY_GOAL, STEP_GOAL = 1.25, 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """What to measure, where, and for how many seconds at most; `tokenizer` is the folder that `traces` need."""
+    """What to measure, on which device, and the most seconds to spend; `traces` need a `tokenizer` folder."""
 
     shape: str = "8b"
     device: str = "auto"
@@ -65,7 +65,7 @@ class GpuPlan:
 
 @dataclass(slots=True)
 class GpuReport:
-    """What was found. `steps` are seconds by (context, tokens of the forward); `checks` by what must hold."""
+    """The results. `steps` maps (context, tokens of the forward) to seconds; `checks` maps requirements to outcomes."""
 
     shape: str
     device: str
@@ -84,7 +84,7 @@ class GpuReport:
 
     @property
     def judged(self) -> bool:
-        """Whether the goals apply: they are for one shape, on a GPU."""
+        """Whether the goals apply, which hold for one shape on a GPU."""
         return self.device != "CPU" and self.shape == JUDGED
 
     def show(self) -> Iterator[RenderableType]:
@@ -137,12 +137,12 @@ def _recorded(table: RunTable) -> RenderableType:
 
 
 def run_gpu(plan: GpuPlan, progress: Progress = lambda message: None) -> GpuReport:
-    """Build, check and time. Raises `ConfigurationError` for a device, type or file that cannot be used."""
+    """Run the plan. Raises `ConfigurationError` for a device, type or file that cannot be used."""
     return GpuBench(plan, progress).run()
 
 
 class GpuBench:
-    """One run of a plan: sections in order, each only while there is time."""
+    """Runs a plan section by section; sections that would start too late are left out."""
 
     def __init__(self, plan: GpuPlan, progress: Progress) -> None:
         self._plan, self._progress = plan, progress
@@ -170,7 +170,7 @@ class GpuBench:
         work()
 
     def _check(self) -> None:
-        """Every answer equal in float32; in the type of the model, if it is another, equal but for near-ties."""
+        """Check that all answers are equal in float32 and, except at near-ties, in the model's own type."""
         for dtype in dict.fromkeys((torch.float32, self._dtype)):
             for together in (2, 8):
                 name = f"{str(dtype).removeprefix('torch.')}, off = on = {together} at once"
@@ -206,7 +206,7 @@ class GpuBench:
         self._report.figures.append(Figure("device memory, high-water", high, "GiB"))
 
     def _record(self, target: TargetModel) -> None:
-        """All that follows is timed with recorded forwards, where the device has them."""
+        """Record forwards as CUDA graphs, on a CUDA device; later sections use these graphs."""
         if self._device.type != "cuda":
             return
         launched = step_seconds(target, CONTEXTS[0], 1)
@@ -228,7 +228,7 @@ class GpuBench:
             )
 
     def _against_memory(self, target: TargetModel) -> None:
-        """The time of a one-token step over that of reading the weights once at the speed of a copy."""
+        """Compare a one-token step with the time to read the weights once at copy bandwidth; count host waits."""
         bandwidth = copy_bandwidth(self._device)
         least = read_bytes(target) / bandwidth
         step = self._report.steps.get((CONTEXTS[0], 1)) or step_seconds(target, CONTEXTS[0], 1)
@@ -253,7 +253,7 @@ class GpuBench:
             forced.close()
 
     def _replay(self, forced: ForcedEngine, path: Path, calls: Sequence[Any], files: int) -> None:
-        """One file in its share of the time that is left."""
+        """Replay one file within its share of the remaining time."""
         now = time.perf_counter()
         deadline = now + max(0.0, self._started + self._plan.seconds - now) / files
         forced.outside = dict.fromkeys(forced.outside, 0.0)
@@ -283,7 +283,7 @@ async def _verified(backend: TorchBackend, asked: Sequence[ExactnessCase]) -> An
 
 
 def questions(count: int) -> list[ExactnessCase]:
-    """Random prompts of bytes, every other one answered greedily, the others sampled with a seed."""
+    """Random byte prompts. Every other prompt is answered greedily, the others are sampled with a seed."""
     rng, greedy = np.random.default_rng(0), SamplingParams(temperature=0.0, max_tokens=CHECK_TOKENS)
     samplings = [replace(greedy, temperature=0.8 * (number % 2), seed=number) for number in range(count)]
     return [
@@ -293,7 +293,7 @@ def questions(count: int) -> list[ExactnessCase]:
 
 @torch.inference_mode()
 def step_seconds(target: TargetModel, context: int, size: int) -> float:
-    """Median seconds of a forward of `size` tokens, a chain drafted behind one, over `context` rows, draws included."""
+    """Median seconds of a forward over `context` KV slots, with a chain of `size` - 1 drafted tokens and argmax."""
     rows = target.new_cache(context + size)
     assert isinstance(rows, SequenceCache)
     target.forward(rows, [0])
@@ -310,7 +310,7 @@ def _clocked(target: TargetModel, rows: SequenceCache, size: int) -> float:
 
 @torch.inference_mode()
 def waits(target: TargetModel, sampling: SamplingParams) -> int | None:
-    """How often the host waits for the device in a step that draws 8 tokens; None where that is not known."""
+    """How often the host waits for the device in a step that draws 8 tokens; None if the device is no GPU."""
     if target.device.type != "cuda":
         return None
 
@@ -320,13 +320,13 @@ def waits(target: TargetModel, sampling: SamplingParams) -> int | None:
         for row in range(8):
             sampler.observe(sampler.choose(row))
 
-    step()  # what is set up in the first call is no wait of a step
+    step()  # the first call includes one-time setup
     return count_host_syncs(step)
 
 
 @torch.inference_mode()
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by copies from device memory to device memory, the best of a few."""
+    """Bytes read and written per second by a copy within device memory, the best of a few copies."""
     source = torch.empty(copied_bytes(device), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = []

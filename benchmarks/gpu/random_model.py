@@ -1,7 +1,6 @@
-"""Models of random weights, made on the device they run on, and engines that answer with recorded tokens.
+"""Models with random weights, created on their device, and engines that answer with recorded tokens.
 
-Forced targets measure speed, never answers: the forwards are real, and recorded tokens stand in for what the model
-would say.
+Forced targets measure speed, not answers: the forwards are real, but recorded tokens replace the model's choices.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 128_256,
     },
 }
-"""Llama 3's, by size (`config.json` of meta-llama/Llama-3.2-1B and Llama-3.1-8B), and one for tests."""
+"""Shapes of Llama 3 by size (`config.json` of meta-llama/Llama-3.2-1B and Llama-3.1-8B), and one for tests."""
 
 
 def build(shape: str, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, spread: float = 0.02) -> LoadedModel:
-    """A Llama of random weights with standard deviation `spread`, ready for the engine, float32 head included.
+    """A Llama with random weights of standard deviation `spread`, ready for the engine, with its float32 head.
 
-    Raises like `prepare`, which also checks that chains and trees are computed rightly.
+    Raises like `prepare`, which also checks the forwards of chains and trees.
     """
     sizes: dict[str, Any] = SHAPES[shape] | {"vocab_size": max(SHAPES[shape]["vocab_size"], len(tokenizer))}
     config = LlamaConfig(
@@ -88,7 +87,7 @@ def build(shape: str, tokenizer: Any, device: torch.device, dtype: torch.dtype, 
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte."""
+    """A tokenizer with one token for each byte."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -97,7 +96,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def read_bytes(target: TargetModel) -> int:
-    """Bytes of weights that a forward reads: all but the table of embeddings, of which it reads a row a token."""
+    """Bytes of weights that a forward reads: all except the embedding table, of which it reads one row per token."""
     module = target.module
     table = module.get_input_embeddings().weight
     held = {id(tensor): tensor for part in module.modules() for tensor in vars(part).values() if _is_weight(tensor)}
@@ -106,7 +105,7 @@ def read_bytes(target: TargetModel) -> int:
 
 
 def _is_weight(value: object) -> bool:
-    """Weights that agentspec's layers hold as plain attributes, copies in float32 or packed."""
+    """Whether an attribute is a tensor: agentspec's layers hold float32 copies and packed weights as attributes."""
     return isinstance(value, torch.Tensor)
 
 
@@ -115,9 +114,9 @@ def copied_bytes(device: torch.device) -> int:
 
 
 class ForcedModel(TargetModel):
-    """A target whose best token at absolute position p is `script[p]`, whatever it computed; for one text at a time.
+    """A target whose best token at absolute position p is `script[p]`, whatever its logits; for one text at a time.
 
-    `seconds` is the time spent in forwards, the waiting for the device included.
+    `seconds` sums the time of forwards, including the wait for the device.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -133,7 +132,7 @@ class ForcedModel(TargetModel):
         return outputs
 
     def _forced(self, item: BatchItem, logits: Tensor) -> Tensor:
-        """One-hot rows [outputs, vocab], of token 0 beyond the script's end and before it is set."""
+        """One-hot rows [outputs, vocab] of the script's tokens; token 0 after the script's end or without a script."""
         depths = tree_layout(len(item.tokens), item.draft_parents).depths[len(item) - len(logits) :]
         places = (item.kv_cache.length + depth + 1 for depth in depths.tolist())
         tokens = [self.script[place] if place < len(self.script) else 0 for place in places]
@@ -143,10 +142,10 @@ class ForcedModel(TargetModel):
 
 
 class ForcedEngine:
-    """An engine whose answers are those of recorded calls, asked one after another with speculation off and on.
+    """An engine that gives the recorded answers of calls, one call after another, with speculation off and on.
 
-    Each way is a tenant of its own, which keeps key/value rows between the calls of a session and, on, drafts from the
-    file's earlier calls, as it would in use.
+    Off and on are two tenants. Both keep KV slots between the calls of a session; with speculation on, the engine
+    drafts from the file's earlier calls, as in use.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -163,14 +162,14 @@ class ForcedEngine:
         )
         self._cache = SuffixCache.open()
         self._backend = TorchBackend(forced, TorchSettings(), cache=self._cache)
-        self.outside = {OFF: 0.0, ON: 0.0}  # seconds not spent in forwards: drafting, drawing, committing
+        self.outside = {OFF: 0.0, ON: 0.0}  # seconds outside of forwards: drafting, drawing, committing
 
     def close(self) -> None:
         asyncio.run(self._backend.aclose())
         self._cache.close()
 
     def replay(self, name: str, calls: Sequence[EncodedCall], until: Callable[[], bool]) -> RunTable:
-        """Runs with speculation off and on of the calls that fit the model, until `until` is true."""
+        """Run the calls that fit the model's context, speculation off and on, until `until` returns True."""
         table, ways = RunTable(name), {OFF: False, ON: True}
         for number, call in enumerate(call for call in calls if self._fits(call)):
             if until():

@@ -1,4 +1,4 @@
-"""The knowledge bases of the retrieval benchmark: a corpus indexed in several ways, one of them behind HTTP."""
+"""The knowledge bases of the retrieval benchmark: one corpus in several indexes, and one index served over HTTP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ START_SECONDS = 120.0
 NOISE = 0.5  # length of the noise around a corpus vector of length 1
 PART = 50_000
 CORES = 2
-SLOW = 0.05  # seconds of delay where only answers are compared
+SLOW = 0.05  # seconds of delay when only answers are compared
 KINDS: tuple[folder.Kind, ...] = ("dense", "hnsw", "bm25")
 
 
@@ -46,7 +46,7 @@ class CorpusQuestion:
 
 
 def read_questions(path: Path, count: int) -> list[CorpusQuestion]:
-    """`count` questions from all over a file of JSON lines with `id` and `question`. Raises `ConfigurationError`."""
+    """`count` questions, spread over a file of JSON lines with `id` and `question`. Raises `ConfigurationError`."""
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         records = [json.loads(line) for line in file if line.strip()]
@@ -59,7 +59,7 @@ def read_questions(path: Path, count: int) -> list[CorpusQuestion]:
 
 
 class DelayedKnowledge:
-    """A knowledge base that answers `delay` seconds later than it could."""
+    """A knowledge base that delays every search by `delay` seconds."""
 
     def __init__(self, base: KnowledgeBase, delay: Synchronized[float]) -> None:
         self._base, self._delay = base, delay
@@ -77,7 +77,7 @@ class DelayedKnowledge:
 
 
 class DelayedRemote(RemoteKnowledge):
-    """The client of a service whose delay can be set."""
+    """The client of a service, with a delay that can be set."""
 
     def __init__(self, settings: RemoteSettings, metric: DenseMetric, delay: Synchronized[float]) -> None:
         super().__init__(settings, metric)
@@ -108,7 +108,7 @@ class Bases:
     def built(
         cls, corpus: Path, model: str, loop: asyncio.AbstractEventLoop, progress: Callable[[str], None]
     ) -> Iterator[Bases]:
-        """Index `corpus` as dense, HNSW and BM25; what is opened over them lives on `loop`."""
+        """Index `corpus` as dense, HNSW and BM25. Knowledge bases over these indexes run on `loop`."""
         documents = sorted(read_corpus(corpus), key=lambda document: document.id)
         loaded = load_encoder(model)
         encoder = SharedEncoder(loaded)
@@ -127,7 +127,7 @@ class Bases:
         return self.encoder.dimensions
 
     def opened(self, kind: str) -> AbstractContextManager[KnowledgeBase]:
-        """One of `KINDS`, or the service, which then takes its time."""
+        """Open one of `KINDS`, or the remote service, which then answers with a delay."""
         return self.remote(SLOW) if kind == "remote" else self.local(kind)
 
     @contextmanager
@@ -138,7 +138,7 @@ class Bases:
 
     @contextmanager
     def synthetic(self, size: int) -> Iterator[KnowledgeBase]:
-        """An exact index of `size` vectors: seeded noise around those of the corpus, with the corpus's texts."""
+        """An exact index of `size` vectors, which are corpus vectors plus seeded noise, with the corpus's texts."""
         import faiss
 
         index = faiss.IndexFlatIP(self.dimensions)
@@ -156,7 +156,7 @@ class Bases:
 
     @contextmanager
     def remote(self, delay: float = 0.0) -> Iterator[DelayedRemote]:
-        """The dense index in a process of its own, behind HTTP on loopback."""
+        """The dense index, served by another process over HTTP on the loopback interface."""
         context = multiprocessing.get_context("spawn")
         shared, port = context.Value("d", delay), _free_port()
         served = context.Process(target=serve, args=(self.path / "dense", self.model, port, shared), daemon=True)
@@ -180,7 +180,7 @@ class Bases:
 
 
 class SharedEncoder:
-    """An encoder for several knowledge bases over one corpus: encoded once, and open when one of them is closed."""
+    """An encoder that several knowledge bases share: it encodes a corpus once, and stays open when one base closes."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -199,7 +199,7 @@ class SharedEncoder:
 
 
 def serve(path: Path, model: str, port: int, delay: Synchronized[float]) -> None:
-    """Serve the index in `path` until killed: what the process of `Bases.remote` runs."""
+    """Serve the index in `path` until killed. The process of `Bases.remote` runs this."""
     from agentspec.proxy import knowledge
 
     base = open_knowledge(IndexSettings(path=path, model=model))
@@ -213,7 +213,7 @@ def _free_port() -> int:
 
 
 def _wait(served: Any, port: int) -> None:
-    """Until the service answers. Raises `ConfigurationError` for one that ended, or took too long."""
+    """Wait until the service answers. Raises `ConfigurationError` if it ended or takes too long."""
     limit = time.monotonic() + START_SECONDS
     while time.monotonic() < limit and served.is_alive():
         try:

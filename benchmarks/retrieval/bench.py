@@ -1,8 +1,8 @@
-"""Speculative retrieval against sequential retrieval, on one model: wall time, answers compared, bounds beside figures.
+"""Speculative against sequential retrieval on one model: compares wall time and answers, and shows bounds.
 
-Every question is answered by all variants of a case one after another, in an order that rotates from question to
-question. Each run is a tenant of its own, so that none finds key/value rows which another has left; token drafting is
-off, so that what is measured is retrieval.
+All variants of a case answer each question one after another, in an order that rotates from question to question. Each
+run has its own tenant, so that it finds no KV slots of another run. Token drafting is off, so that only retrieval is
+measured.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 SAMPLED = 0.8
 CHECKED: tuple[int | Literal["os3"], ...] = (3, "os3")
-SAVED_TOKENS = 96  # batches are saved in long answers: an answer's first query is one of its own, and its last few too
+SAVED_TOKENS = 96  # long enough for batching to pay: an answer's first and last queries form small batches
 SWEPT = (0.001, 0.01, 0.1, 0.3, 1.0)
 
 
 @dataclass(slots=True)
 class RetrievalBench:
-    """One loaded model that answers questions over one knowledge base or another."""
+    """A loaded model that answers questions with any of the knowledge bases."""
 
     backend: TorchBackend
     max_tokens: int
@@ -68,9 +68,9 @@ class RetrievalBench:
     def measure(
         self, case: RetrievalCase, base: KnowledgeBase, questions: Sequence[CorpusQuestion], variants: Sequence[str]
     ) -> RetrievalCase:
-        """Answer every question by every variant. What speculation learns of costs it keeps from one to the next."""
+        """Answer every question by every variant. Each variant keeps the costs it has measured for its next answer."""
         paces = {variant: RequestStride() for variant in variants}
-        self.answer(questions[0], base, variants[0], RequestStride())  # the first search also pays for one-time setup
+        self.answer(questions[0], base, variants[0], RequestStride())  # the first search includes one-time setup
         for index, question in enumerate(questions):
             self.progress(f"{case.name}: question {index + 1} of {len(questions)}")
             for variant, pace in rotated(paces, index):
@@ -118,7 +118,7 @@ class RetrievalBench:
 def run_retrieval(
     bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestion], *, synthetic: int, sweep: int
 ) -> RetrievalReport:
-    """All cases: `synthetic` vectors in an exact index (0: left out), `sweep` questions at each delay (0: no sweep)."""
+    """Run all cases: `synthetic` vectors in an exact index (0: none), `sweep` questions at each delay (0: no sweep)."""
     report = RetrievalReport()
     for kind in ("hnsw", "bm25"):
         with bases.local(kind) as base:
@@ -156,7 +156,7 @@ def _point(case: RetrievalCase) -> DelayPoint:
 def batches_saved(
     bench: RetrievalBench, base: KnowledgeBase, questions: Sequence[CorpusQuestion]
 ) -> tuple[float, float]:
-    """1 - batches / queries at a fixed stride of 3, where verification is waited for; and the hit rate meanwhile."""
+    """1 - batches / queries, and the hit rate, at a fixed stride of 3 with synchronous verification."""
     settings = RetrievalSettings(stride=3, asynchronous=False)
     longer, accounts = replace(bench, max_tokens=SAVED_TOKENS), []
     for index, question in enumerate(questions):
@@ -168,7 +168,7 @@ def batches_saved(
 
 @dataclass(slots=True)
 class AnswerComparison:
-    """Answers compared with sequential retrieval's, by knowledge base: how many there were, and which differ."""
+    """The number of answers compared with sequential retrieval's, by knowledge base, and the answers that differ."""
 
     compared: dict[str, int] = field(default_factory=dict)
     differ: list[str] = field(default_factory=list)
@@ -185,7 +185,7 @@ class AnswerComparison:
 
 
 def check(bench: RetrievalBench, bases: Bases, questions: Sequence[CorpusQuestion]) -> AnswerComparison:
-    """Every question over every knowledge base, greedy and seeded, by fixed stride and OS3, waiting and not."""
+    """Compare all questions on all knowledge bases, greedy or seeded, by fixed stride and OS3, synchronous or not."""
     found = AnswerComparison()
     ways = [
         RetrievalSettings(stride=stride, asynchronous=asynchronous)

@@ -24,7 +24,7 @@ PARTS = ("generate", "rolled_back", "retrieve", "verify", "encode")
 
 @dataclass(frozen=True, slots=True)
 class RetrievalRun:
-    """One answer: its token ids, seconds of wall time, and where those went."""
+    """One answer: its token ids, seconds of wall time, and how they were spent."""
 
     tokens: tuple[int, ...]
     seconds: float
@@ -33,7 +33,7 @@ class RetrievalRun:
 
 @dataclass(slots=True)
 class RetrievalCase:
-    """A knowledge base and the runs over it, question by question, of each variant."""
+    """A knowledge base, and the runs of each variant with it, in the order of the questions."""
 
     name: str
     goals: tuple[RatioGoal, ...]
@@ -41,27 +41,27 @@ class RetrievalCase:
     runs: dict[str, list[RetrievalRun]] = field(default_factory=dict)
 
     def ratio(self, goal: RatioGoal) -> Ratio:
-        """How many times faster the variant is."""
+        """How many times faster the goal's variant is than its baseline."""
         baseline, variant = (self._seconds(name) for name in (goal.baseline, goal.variant))
         return paired_ratio(baseline, variant)
 
     def speedup(self, variant: str = SPECULATIVE) -> float:
-        """Of all questions together."""
+        """The speed-up over all questions together."""
         return sum(self._seconds(SEQUENTIAL)) / sum(self._seconds(variant))
 
     def same(self, variant: str) -> int:
-        """Answers equal to sequential retrieval's, token for token."""
+        """The number of answers that equal sequential retrieval's, token for token."""
         pairs = zip(self.runs[variant], self.runs[SEQUENTIAL], strict=True)
         return sum(left.tokens == right.tokens for left, right in pairs)
 
     def gamma(self, variant: str = SPECULATIVE) -> float:
-        """Share of the guesses that were right: the accuracy of the cache."""
+        """The share of right guesses, which is the accuracy of the cache."""
         accounts = [run.account for run in self.runs[variant]]
         guesses = sum(account.guesses for account in accounts)
         return sum(account.right for account in accounts) / guesses if guesses else 0.0
 
     def costs(self) -> tuple[float, float, float]:
-        """Mean seconds of a round by sequential retrieval: generating, searching, making the query."""
+        """Mean seconds per round of sequential retrieval for generating, for searching and for making the query."""
         accounts = [run.account for run in self.runs[SEQUENTIAL]]
         rounds = sum(account.rounds for account in accounts)
         parts = ("generate", "retrieve", "encode")
@@ -69,9 +69,9 @@ class RetrievalCase:
         return generate, retrieve, encode
 
     def bound(self) -> float:
-        """What free verification would give: of a right guess only its round is left, of a wrong one nothing saved.
+        """The speed-up if verification took no time: a right guess saves its search, a wrong guess saves nothing.
 
-        The first document of an answer is always waited for.
+        An answer always waits for its first document.
         """
         (generate, retrieve, encode), gamma = self.costs(), self.gamma()
         rounds = sum(run.account.rounds for run in self.runs[SEQUENTIAL]) / len(self.runs[SEQUENTIAL])
@@ -79,7 +79,7 @@ class RetrievalCase:
         return rounds * (generate + encode + retrieve) / (rounds * (generate + encode) + waits * retrieve)
 
     def shares(self, variant: str) -> dict[str, float]:
-        """Where the seconds went, as shares of all."""
+        """The share of the seconds that each kind of work took."""
         total = sum(self._seconds(variant))
         parts = self.runs[variant][0].account.seconds
         return {part: sum(run.account.seconds[part] for run in self.runs[variant]) / total for part in parts}
@@ -90,7 +90,7 @@ class RetrievalCase:
 
 @dataclass(frozen=True, slots=True)
 class DelayPoint:
-    """Mean speed-up at a delay of the knowledge base, measured, and by what the costs and the hit rate imply."""
+    """The speed-up at one delay of the knowledge base, as measured and as the costs and the hit rate imply."""
 
     delay: float
     speedup: float
@@ -106,7 +106,7 @@ class DelayPoint:
 
 @dataclass(slots=True)
 class RetrievalReport:
-    """Everything that was measured. `saved` is 1 - batches / queries at a fixed stride of 3, synchronously."""
+    """All measurements. `saved` is 1 - batches / queries at a fixed stride of 3 with synchronous verification."""
 
     cases: list[RetrievalCase] = field(default_factory=list)
     points: list[DelayPoint] = field(default_factory=list)
@@ -129,7 +129,7 @@ class RetrievalReport:
         return {**asdict(self), "cases": list(map(_data, self.cases))}
 
     def plot(self, path: Path) -> None:
-        """Speed-up against the knowledge base's delay: measured, the bound and the paper's formula."""
+        """Plot the speed-up over the knowledge base's delay: as measured, the bound and by the paper's formula."""
         points = self.points
         speak = float(np.mean([point.generate for point in points]))
         gamma = float(np.mean([point.gamma for point in points]))
@@ -150,7 +150,7 @@ class RetrievalReport:
 def speedup_goal(
     required: float, aim: float | None = None, variant: str = SPECULATIVE, baseline: str = SEQUENTIAL
 ) -> RatioGoal:
-    """What the ratio of two variants' seconds must reach, and should; without `aim`, nine tenths of the bound."""
+    """The goal for the ratio of two variants' seconds; without `aim`, the aim is nine tenths of the bound."""
     return RatioGoal(variant, baseline, required, aim)
 
 
@@ -198,7 +198,7 @@ def _time_cells(case: RetrievalCase, variant: str) -> tuple[str, ...]:
 
 
 def _strides(case: RetrievalCase, variant: str) -> str:
-    """How often each stride was taken; 0 is a document that was waited for."""
+    """How often each stride was taken; 0 stands for a search that the answer waited for."""
     counts = Counter(stride for run in case.runs[variant] for stride in run.account.strides)
     return ", ".join(f"{count} of {stride}" for stride, count in sorted(counts.items()))
 

@@ -1,1 +1,1 @@
-"""`agentspec bench vllm`: vLLM servers without drafts, with other drafters and with ours."""
+"""`agentspec bench vllm`: vLLM servers without drafts, with other drafters and with agentspec's."""

@@ -1,8 +1,8 @@
-"""vLLM without drafts, with other drafters and with agentspec's: the same prompts to servers that run side by side.
+"""Compares vLLM servers without drafts, with other drafters and with agentspec's, on the same prompts.
 
-All servers are up at once and only one is asked at a time, in an order that rotates from prompt to prompt, so that a
-busy machine affects all of them alike; an idle vLLM takes next to no processor time. A step is one engine step, which
-is one chunk of a stream.
+All servers run at once, but only one answers at a time, in an order that rotates from prompt to prompt, so that a busy
+machine affects all servers alike; an idle vLLM needs almost no processor time. A step is one engine step, which sends
+one chunk of a stream.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLUGIN = "suffix, agentspec"
 COLD, WARM, RESTARTED, TOGETHER, CONTROL = "cold", "warm", "after restart", "8 at once", "control"
 CLIENTS = 8
 
-# The drafter alone, without a server: sizes in tokens.
+# Sizes in tokens for measuring the drafter alone, without a server.
 CACHED = 1_000_000
 OUTPUT = PROMPT = 1000
 STEPS = 400
@@ -58,7 +58,7 @@ COLUMNS = ("server", "tok/s", "tokens/step", "drafts accepted", "drafting ms", f
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation:
-    """Where vLLM and the model are, and with what further options servers start."""
+    """Where vLLM and the model are, and further options for starting servers."""
 
     environment: Path
     model: Path
@@ -67,7 +67,7 @@ class VllmInstallation:
 
 @dataclass(frozen=True, slots=True)
 class ClientAnswer:
-    """One answer as a client saw it."""
+    """One answer as the client received it."""
 
     text: str
     tokens: int
@@ -77,17 +77,17 @@ class ClientAnswer:
 
 @dataclass(frozen=True, slots=True)
 class DraftingCost:
-    """Milliseconds a step."""
+    """Milliseconds of drafting per step."""
 
     requests: int
     median_ms: float
     p99_ms: float
-    drafted: float  # tokens a step
+    drafted: float  # tokens per step
 
 
 @dataclass(slots=True)
 class VllmBenchReport:
-    """Answers by pass and server; acceptance by server; drafting times from the servers' logs, and measured alone."""
+    """Answers by pass and server, acceptance by server, drafting times from servers' logs and of the drafter alone."""
 
     drafting: DraftingCost
     answers: dict[str, dict[str, list[ClientAnswer]]] = field(default_factory=dict)
@@ -108,12 +108,12 @@ class VllmBenchReport:
         return sum(answer.tokens for answer in answers) / sum(answer.steps for answer in answers)
 
     def ratio(self, server: tuple[str, str], baseline: tuple[str, str]) -> Ratio:
-        """Of speeds, prompt by prompt; each is a pass and a server."""
+        """The ratio of speeds over the prompts. `server` and `baseline` are each a pass and a server."""
         one, other = ([a.tokens / a.seconds for a in self.answers[part][name]] for part, name in (server, baseline))
         return paired_ratio(one, other)
 
     def identical(self, part: str, server: str) -> int:
-        """How many texts equal those of the server without drafts."""
+        """How many texts equal the texts of the server without drafts."""
         pairs = zip(self.answers[part][server], self.answers[COLD][NONE], strict=False)
         return sum(one.text == other.text for one, other in pairs)
 
@@ -152,7 +152,7 @@ class VllmBenchReport:
 
 
 def variants(environment: Path, state: Path) -> dict[str, tuple[Mapping[str, Any] | None, dict[str, str]]]:
-    """Each server's speculative configuration and variables."""
+    """The speculative configuration and the environment variables of each server."""
     off = {"AGENTSPEC_VLLM": "off"}
     found: dict[str, tuple[Mapping[str, Any] | None, dict[str, str]]] = {
         NONE: (None, off),
@@ -165,7 +165,7 @@ def variants(environment: Path, state: Path) -> dict[str, tuple[Mapping[str, Any
 
 
 def run_vllm(place: VllmInstallation, *, limit: int | None, controls: int, progress: Progress) -> VllmBenchReport:
-    """Every pass over every server. Raises `RuntimeError` where a server does not start."""
+    """Run every pass on every server. Raises `RuntimeError` if a server does not start."""
     progress("drafting alone")
     found = VllmBenchReport(drafting_cost())
     prompts = load_prompts("edit_short")[:limit]
@@ -190,7 +190,7 @@ def _servers(
     state: Path,
     progress: Progress,
 ) -> Iterator[dict[str, VllmServer]]:
-    """All of them, warmed up by an answer that nothing is learned from."""
+    """Start all servers, and warm each up with one short answer."""
     with ExitStack() as stack:
         servers: dict[str, VllmServer] = {}
         for name, (speculative, variables) in chosen.items():
@@ -220,7 +220,7 @@ def _passes(
 
 
 def _control(found: VllmBenchReport, servers: Mapping[str, VllmServer], rounds: int, progress: Progress) -> None:
-    """Sampled answers that do not repeat: they show what drafting in vain costs each suffix method."""
+    """Request sampled answers that do not repeat; they show the cost of useless drafts for each suffix method."""
     compared = {name: servers[name] for name in (NONE, ARCTIC, PLUGIN) if name in servers}
     prompts = load_prompts("control")
     for index in range(rounds):
@@ -263,7 +263,7 @@ def ask(
     timeout: float = 600.0,
     **more: Any,
 ) -> ClientAnswer:
-    """One chat answer, streamed. Raises `urllib.error.URLError` where the server does not give one."""
+    """Stream one chat answer. Raises `urllib.error.URLError` if the server does not answer."""
     body = {
         "model": "model",
         "messages": [{"role": "user", "content": prompt}],
@@ -294,7 +294,7 @@ def ask(
 
 
 def drafting_cost(requests: int = 8, cached: int = CACHED) -> DraftingCost:
-    """The cost for requests whose text repeats earlier text, in steps of a fixed time, over `cached` tokens."""
+    """The cost of drafting for requests whose text repeats `cached` cached tokens, in steps of a fixed time."""
     text = synthetic_tokens(cached + requests * (PROMPT + 8 * STEPS))
     with SuffixCache.open() as cache:
         for start in range(0, cached, OUTPUT):
@@ -328,6 +328,6 @@ def _draft_steps(drafter: ServerDrafter, texts: list[np.ndarray]) -> tuple[list[
 
 
 def _verified(chain: list[int], text: np.ndarray) -> np.ndarray:
-    """The chain as far as the text has it, and the text's own next token; at most seven, so that the text lasts."""
+    """The drafted tokens, at most seven, that `text` begins with, and the token of `text` after them."""
     right = next((i for i, token in enumerate(chain) if token != text[i]), len(chain))
     return text[: min(7, right) + 1]

@@ -1,4 +1,4 @@
-"""vLLM servers as programs of their own, in an environment of their own (`.ci/vllm-env` makes one)."""
+"""Starts vLLM servers as processes in a separate environment, which `.ci/vllm-env` creates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 32, "suf
 
 
 def find_environment(root: Path | None = None) -> Path | None:
-    """The environment that has vLLM: `AGENTSPEC_VLLM_ENV`, or `.venv-vllm` in this folder; None where there is none."""
+    """The environment with vLLM: `AGENTSPEC_VLLM_ENV`, or `.venv-vllm` in `root` or the current folder; else None."""
     named = os.environ.get(ENVIRONMENT)
     folder = Path(named) if named else (root or Path.cwd()) / ".venv-vllm"
     return folder if (folder / "bin" / "vllm").exists() else None
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 @dataclass
 class VllmServer:
-    """One server. `start` waits until it answers; as a context manager it is stopped at the end."""
+    """One server. `start` waits until the server answers; leaving the `with` block stops it."""
 
     environment: Path
     model: Path
@@ -55,7 +55,7 @@ class VllmServer:
         return f"http://127.0.0.1:{self.port}"
 
     def launch(self) -> Self:
-        """Start it and do not wait."""
+        """Start the server without waiting for it."""
         command = [
             str(self.environment / "bin" / "vllm"), "serve", str(self.model), "--served-model-name", "model",
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
@@ -64,16 +64,16 @@ class VllmServer:
         if self.speculative:
             command += ["--speculative-config", json.dumps(self.speculative)]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("AGENTSPEC_")}
-        # What 0.32 compiles ahead of time for CPUs cannot be loaded again: each start would take minutes.
+        # vLLM 0.32 cannot reload code that it compiled ahead of time for CPUs: each start would take minutes.
         fixed = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_AOT_COMPILE": "0"}
         variables = {**clean, **fixed, **self.variables}
-        # Its children end with it: a session of its own is one thing to signal.
+        # The server gets its own session, so that one signal reaches it and its children.
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
         return self
 
     def wait(self, timeout: float = START_SECONDS) -> Self:
-        """Until it answers. Raises `RuntimeError` with the end of its log where it does not."""
+        """Wait until the server answers. Raises `RuntimeError` with the end of its log if it does not."""
         until = time.monotonic() + timeout
         while time.monotonic() < until and self.running:
             try:
@@ -95,7 +95,7 @@ class VllmServer:
         return self.log.read_text(errors="replace")
 
     def stop(self) -> None:
-        """As an operator would: SIGTERM, and what is left after a while is killed."""
+        """Stop the server as an operator would: send SIGTERM, and kill what still runs after a while."""
         if self._process is None:
             return
         self._process.terminate()
@@ -104,7 +104,7 @@ class VllmServer:
         self.kill()
 
     def kill(self) -> None:
-        """kill -9 of all its processes."""
+        """Kill all processes of the server with SIGKILL."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -113,7 +113,7 @@ class VllmServer:
         self._process = None
 
     def metric(self, name: str) -> float:
-        """A counter of its /metrics, summed over labels; 0 where there is none."""
+        """A counter of the server's /metrics, summed over labels; 0 if there is none."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

@@ -1,4 +1,4 @@
-"""A strategy behind the `Backend` protocol: its events become deltas, counts and a trace; the answer follows."""
+"""A delegating strategy as a `Backend`: turns its events into deltas, counts and a trace, then requests the answer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from agentspec.types import Delta, GenerateRequest, Message, StepSpeculation, Us
 
 @dataclass(slots=True)
 class StepCounters:
-    """What an answer's events add up to. A step that the small model wrote as final counts as proposed too.
+    """Totals of one answer's events. A step that the small model writes without being judged also counts as proposed.
 
-    `base_tokens` in `base_seconds` is what the base model wrote of it.
+    The base model wrote `base_tokens` of the answer in `base_seconds`.
     """
 
     proposed: int = 0
@@ -63,9 +63,9 @@ class StepCounters:
 
 @dataclass(slots=True)
 class DelegationBackend(Strategy[DelegationSettings]):
-    """A model that thinks by a strategy. `roles` are base and small, and judge where one is asked.
+    """A model that thinks by a strategy. `roles` holds base and small, and judge if the strategy asks a judge.
 
-    The models stay their owners' to close. Answers carry a `StepSpeculation`; with `traces` every decision is kept.
+    Their owners close the models. Answers carry a `StepSpeculation`; with `traces` every decision is recorded.
     """
 
     name: str
@@ -79,7 +79,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
 
     @classmethod
     def open(cls, name: str, settings: DelegationSettings, dependencies: Dependencies) -> DelegationBackend:
-        """With its chat templates read. Raises `ConfigurationError`."""
+        """Open the strategy and read its chat templates. Raises `ConfigurationError`."""
 
         def named(role: str) -> ModelRole:
             found, template = dependencies.find(getattr(settings, role)), getattr(settings, f"{role}_template")
@@ -103,7 +103,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         judge: Backend | None = None,
         name: str = "fast",
     ) -> DelegationBackend:
-        """A strategy over backends that are there already; its settings' names serve as the models' names."""
+        """A strategy over backends that are already open; the names in `settings` are used as the models' names."""
         roles = {"base": ModelRole("base", base, settings.base), "small": ModelRole("small", small, settings.small)}
         roles["judge"] = ModelRole("judge", judge, "judge") if judge is not None else roles["base"]
         return cls(name, settings, roles)
@@ -124,7 +124,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         return f"{role} = {getattr(self.settings, role)} ({model.description}{deletes})"
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        """The thinking as `reasoning` deltas while it becomes final, then the answer.
+        """Yield each part of the thinking as a `reasoning` delta once it is final, then the answer.
 
         Closing the iterator cancels the work of all models. Raises `InvalidRequestError` for a request without
         messages, and what the base model raises.
@@ -154,7 +154,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
             tracer.close()
 
     def think(self, thinking: Thinking) -> AsyncGenerator[Event]:
-        """Every event of the thinking. Without `speculation` the base model thinks alone."""
+        """Yield every event of the thinking. If the request sets no `speculation`, the base model thinks alone."""
         return thinking.events.stream(lambda: self._think(thinking))
 
     async def _think(self, thinking: Thinking) -> None:
@@ -166,7 +166,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         await thinking.emit(Ended(thinking.over or ""))
 
     async def _answer(self, thinking: Thinking) -> AsyncGenerator[Delta]:
-        """What the model that answers writes behind the closed thinking."""
+        """The deltas that the answering model writes after the closed thinking."""
         request, role = thinking.request, self._answerer(thinking)
         left = request.sampling.max_tokens
         if left is not None and (left := left - thinking.counts.all_kept) < 1:
@@ -188,7 +188,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         return role if thinking.has(role) else "base"
 
     async def _answering(self, thinking: Thinking, model: ModelRole, role: str, sampling: Any) -> GenerateRequest:
-        """The request for the answer. Tools stand in the prompt, so that a model that has some gets messages."""
+        """The request for the answer. A request with tools is sent as messages: the template renders the tools."""
         request = thinking.request
         shaped = bool(request.tools) or any(name in request.extra for name in SHAPED)
         if shaped and not model.backend.capabilities.continue_final:
@@ -212,7 +212,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         )
 
     def _closed(self, thinking: Thinking, model: ModelRole) -> str:
-        """The thinking as the beginning of a message. As plain text where a template would delete closed thinking."""
+        """The thinking as the start of a message; without its marks if the template would delete closed thinking."""
         if model.keeps_thinking:
             return self.settings.think_start + thinking.text + self._end()
         return thinking.text.rstrip() + "\n\n"
@@ -225,7 +225,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         return Tracer(folder, uuid.uuid4().hex[:16], self.name, self.settings, request)
 
     def _summary(self, thinking: Thinking, counters: StepCounters, tracer: Tracer, seconds: float) -> StepSpeculation:
-        """The figures of an answer whose thinking took `seconds`. At the base model's own pace nothing is saved."""
+        """The figures of an answer whose thinking took `seconds`. Without speculation the saved time is 0."""
         self.throughput.add(counters.base_tokens, counters.base_seconds)
         saved = self.throughput.seconds_saved(thinking.counts.all_kept, seconds)
         delegates = thinking.request.speculation
@@ -247,12 +247,12 @@ class DelegationBackend(Strategy[DelegationSettings]):
         )
 
 
-ANSWER_PATIENCE = 5  # an answer is many steps long
+ANSWER_PATIENCE = 5  # steps of time for the answer, which is much longer than a step
 SHAPED = ("tools", "tool_choice", "response_format", "functions")
 
 
 def reasoning(text: str) -> Delta:
-    """Thinking as clients expect it, under both names that are in use."""
+    """A delta of thinking, under both field names that clients read."""
     return Delta(extra={"reasoning": text, "reasoning_content": text})
 
 
@@ -269,7 +269,7 @@ def _checked(request: GenerateRequest) -> GenerateRequest:
 
 
 def _usage(thinking: Thinking, answer: Usage) -> Usage:
-    """The prompt as the answering model saw it, less the thinking, which counts as completion."""
+    """The answering model's usage, with the thinking counted as completion tokens instead of prompt tokens."""
     kept = thinking.counts.all_kept
     return replace(
         answer,

@@ -1,4 +1,4 @@
-"""What one model was shown of a problem and of the thinking so far. It grows at its end only: caches stay warm."""
+"""The problem and the thinking so far as one model was shown them. Contexts only grow at the end: caches stay warm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentspec.types import GenerateRequest, Message, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TurnMarkup:
-    """How a model's prompts go from an open answer to a question and into its answer: the text around the question."""
+    """The template's text around a question: `before` closes an open answer, `after` opens the question's answer."""
 
     before: str
     after: str
@@ -24,33 +24,33 @@ class TurnMarkup:
 
 
 class Context(ABC):
-    """An open answer. Copies are cheap and independent; only `fork` copies."""
+    """An answer that a model can continue. Only `fork` copies it; copies are cheap and independent."""
 
     @property
     def room(self) -> int | None:
-        """Tokens that still fit the model; None where that is not known."""
+        """Tokens that still fit into the model's context; None if unknown."""
         return None
 
     @abstractmethod
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        """Go on with `text`, whose ids in this model are `token_ids` if they are known."""
+        """Append `text`; `token_ids` are its ids in this model, if they are known."""
 
     @abstractmethod
     def fork(self) -> Self:
-        """The same context, to be extended on its own."""
+        """A copy of this context that can be extended independently."""
 
     @abstractmethod
     def request(self, sampling: SamplingParams) -> GenerateRequest:
-        """What makes the model go on from here."""
+        """The request that makes the model continue this context."""
 
     @abstractmethod
     async def ask(self, question: str, prefill: str, sampling: SamplingParams) -> GenerateRequest:
-        """What makes the model answer `question` about all this, its answer beginning with `prefill`."""
+        """The request that asks `question` about this context; the model's answer begins with `prefill`."""
 
 
 @dataclass(slots=True)
 class TokenContext(Context):
-    """As token ids: text of others is encoded piece by piece behind them, so that earlier ids never change."""
+    """A context of token ids. Text of other models is encoded piece by piece and appended: earlier ids never change."""
 
     base: GenerateRequest
     tokenization: Tokenization
@@ -79,7 +79,7 @@ class TokenContext(Context):
 
 @dataclass(slots=True)
 class TextContext(Context):
-    """As one text, for raw completions with a chat template of ours."""
+    """A context of one text, for raw completions with a chat template that agentspec applies."""
 
     base: GenerateRequest
     turn: TurnMarkup
@@ -101,7 +101,7 @@ class TextContext(Context):
 
 @dataclass(slots=True)
 class MessageContext(Context):
-    """As a conversation whose last message, the assistant's, is left open and continued by the endpoint."""
+    """A conversation whose last message is the assistant's; the endpoint leaves it open and continues it."""
 
     base: GenerateRequest
     text: str

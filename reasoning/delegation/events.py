@@ -1,4 +1,4 @@
-"""Every decision of a strategy, as it happens: what the shell turns into an answer, a count and a trace."""
+"""The events of a delegating strategy, one for each decision; `backend` makes deltas, counts and traces of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentspec.reasoning.delegation.steps import Author, Step
 
 @dataclass(frozen=True, slots=True)
 class ThinkingText:
-    """Text that is final: it goes to the client now."""
+    """Final text of the thinking, which the client receives at once."""
 
     author: Author
     text: str
@@ -17,14 +17,14 @@ class ThinkingText:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A model wrote a step that is not decided yet."""
+    """A model wrote a step that is neither accepted nor rejected yet."""
 
     step: Step
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The judge's verdict on the step proposed last. `value` is what the threshold is compared with."""
+    """The judge's verdict on the step proposed last. `value` is compared with the threshold."""
 
     value: float
     accepted: bool
@@ -49,7 +49,7 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class Triggered:
-    """A rule lets the base model write on."""
+    """A rule makes the base model continue the thinking."""
 
     rule: str
     detail: str = ""

@@ -1,6 +1,6 @@
-"""Judges: a score for a step, read from the probabilities of digits; and whether two steps mean the same.
+"""Questions to the judge model: how good a step is, from the probabilities of digits; whether two steps mean the same.
 
-Steps are quoted in the questions: they are data, and nothing in them is an instruction.
+Questions quote the steps as data: nothing in a step is an instruction to the judge.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAMES_SCORE = re.compile(r"\b(?:score|rating|grade)\b\s*(?:is|of|as|should be|m
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """From 0 to 9. `reason` says why a step got 0 without a judge being asked, or why its answer counts as 0."""
+    """A score from 0 to 9. `reason` says why a step got 0 unjudged, or why the judge's answer counts as 0."""
 
     value: float
     seconds: float = 0.0
@@ -52,7 +52,7 @@ class Score:
 
 
 async def score(thinking: Thinking, step: Step, method: Literal["greedy", "average"], seconds: float) -> Score:
-    """The judge's score of `step`, were it the next one. Raises what the judge's backend raises."""
+    """Ask the judge to score `step` as the next step of the thinking. Raises what the judge's backend raises."""
     if step.blank:
         return Score(0.0, reason="blank")
     if names_score(step.text):
@@ -73,13 +73,13 @@ async def score(thinking: Thinking, step: Step, method: Literal["greedy", "avera
 
 
 def emitted(text: str) -> float | None:
-    """The digit that was generated; None where it is something else."""
+    """The generated digit; None if `text` is not a single digit."""
     digit = text.strip()
     return float(digit) if len(digit) == 1 and digit in "0123456789" else None
 
 
 def average(tops: Mapping[str, float]) -> float | None:
-    """The mean digit by probability, renormalised over the digits among `tops`; None where there is none."""
+    """The mean digit, weighted by probability and renormalised over the digits in `tops`; None without a digit."""
     mass: dict[int, float] = {}
     for token, logprob in tops.items():
         if (digit := emitted(token)) is not None:
@@ -89,9 +89,9 @@ def average(tops: Mapping[str, float]) -> float | None:
 
 
 async def aligned(thinking: Thinking, draft: Step, own: Step, seconds: float) -> bool:
-    """Whether the judge takes `draft` and `own`, both written after the thinking so far, for the same step.
+    """Whether the judge says that `draft` and `own`, two next steps of the thinking so far, mean the same.
 
-    One token decides, and what is neither word rejects (Lookahead Reasoning).
+    The judge generates one token; any token other than "aligned" rejects (Lookahead Reasoning).
     """
     role = "judge"
     question = ALIGNED_QUESTION.format(draft=quoted(draft.text), own=quoted(own.text))
@@ -107,15 +107,15 @@ async def aligned(thinking: Thinking, draft: Step, own: Step, seconds: float) ->
 
 
 def equal(draft: Step, own: Step) -> bool:
-    """Whether two steps are the same but for case and space."""
+    """Whether two steps differ in case and whitespace only."""
     return "".join(draft.text.lower().split()) == "".join(own.text.lower().split())
 
 
 def quoted(text: str) -> str:
-    """`text` as it may stand between the marks: it cannot close them, nor open a turn."""
+    """Escape `text` so that it can neither close the quotation marks of a question nor open a chat turn."""
     return escape_markers(text.strip()).replace("<<<", "< < <").replace(">>>", "> > >")
 
 
 def names_score(text: str) -> bool:
-    """Whether a step names a score: such a step is not put to a judge, who might believe it."""
+    """Whether a step names a score. Such a step is never judged, because the judge might adopt that score."""
     return _NAMES_SCORE.search(text) is not None

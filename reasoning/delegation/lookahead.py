@@ -1,4 +1,4 @@
-"""Lookahead Reasoning (Fu et al. 2025, arXiv 2506.19830): steps drafted ahead, compared with the base model's."""
+"""Lookahead Reasoning (Fu et al. 2025, arXiv 2506.19830): compares drafted steps with the base model's own steps."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import LookaheadSettings
 from agentspec.reasoning.speculative_task import cancel_tasks, task_result
 
-RATE = 0.2  # how fast a measured time or an outcome is followed
+RATE = 0.2  # weight of a new measurement in a running mean
 PRIOR = 0.6  # acceptance before anything is known
-RETURN = 0.1  # how fast it comes back while nothing is drafted, so that drafting is tried again
+RETURN = 0.1  # rate at which the acceptance returns to PRIOR while nothing is drafted, so that drafting is tried again
 
 
 @dataclass(slots=True)
 class DepthPlanner:
-    """How many steps to draft: those with the most expected steps per second, from what was measured.
+    """Chooses how many steps to draft: the depth with the most expected steps per second, from measured times.
 
-    Expected steps of a round at acceptance a and depth d are (1 - a^(d+1)) / (1 - a) (section 3 of the paper). A round
-    takes d drafted steps one after another and, behind the last of them, one of the base model; how much slower the
-    base model is while it writes d + 1 steps at once is learned.
+    A round at acceptance a and depth d yields (1 - a^(d+1)) / (1 - a) expected steps (section 3 of the paper). It takes
+    the time of d drafted steps, one after another, and of one step of the base model after the last draft. The planner
+    learns how long that step takes while the base model writes d + 1 steps at once.
     """
 
     most: int
@@ -45,7 +45,7 @@ class DepthPlanner:
         return sum(self.acceptance**i for i in range(depth + 1))
 
     def seconds(self, depth: int) -> float:
-        """Expected time of a round. A depth that was never tried costs what the nearest one did."""
+        """Expected seconds of a round. An untried depth is assumed to cost what the nearest tried depth does."""
         nearest = min(self.own_seconds, key=lambda known: abs(known - depth))
         return depth * self.draft_seconds + self.own_seconds[nearest]
 
@@ -64,7 +64,7 @@ class DepthPlanner:
 
 @dataclass(slots=True)
 class DraftChain:
-    """One round under way: the small model's steps one behind another, and the base model's own step behind each."""
+    """A running round: the small model drafts a chain of steps, and the base model writes its own step after each."""
 
     thinking: Thinking
     depth: int
@@ -86,13 +86,13 @@ class DraftChain:
         await cancel_tasks(*self.own)
 
     async def draft(self, index: int) -> Step | None:
-        """The draft at `index`, waited for; None if the chain ends before it."""
+        """Wait for the draft at `index`; None if the chain ends before it."""
         async with self._grown:
             await self._grown.wait_for(lambda: len(self.drafts) > index or self.complete)
         return self.drafts[index] if len(self.drafts) > index else None
 
     def raise_failure(self) -> None:
-        """Raise what kept the small model from drafting on."""
+        """Raise the error that stopped the small model, if there was one."""
         if self.failure is not None:
             raise self.failure
 
@@ -128,7 +128,7 @@ class DraftChain:
 
 
 async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
-    """Rounds of drafted steps: keep those that the base model would have made too, then one step of its own."""
+    """Run rounds until the thinking is over: keep drafts that match the base model's steps, then one of its own."""
     planner = DepthPlanner(settings.depth)
     while thinking.over is None:
         depth = planner.depth() if thinking.has("small") and thinking.room("small") else 0
@@ -144,7 +144,7 @@ async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
 
 
 async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftChain) -> None:
-    """Keep drafts up to the first that differs from the base model's own step, and that step in its place."""
+    """Keep drafts until one differs from the base model's own step, then keep the base model's step instead."""
     for index in range(chain.depth + 1):
         own = await task_result(chain.own[index])
         chain.planner.wrote(chain.depth, own.seconds)
@@ -158,7 +158,7 @@ async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftCh
 
 
 async def matches(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
-    """Whether the base model's own step means the same as `draft`; without a judge it does not."""
+    """Whether the base model's own step means the same as `draft`; False if the judge fails."""
     await thinking.emit(Proposed(draft))
     began, same, reason = time.perf_counter(), False, "no judge"
     async with thinking.degrading("judge"):
@@ -168,7 +168,7 @@ async def matches(thinking: Thinking, settings: LookaheadSettings, draft: Step, 
 
 
 async def _same(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
-    """Whether the draft may stand for the base model's own step. Half a step never may."""
+    """Whether the draft may replace the base model's own step. A draft cut off by its token limit never may."""
     if draft.ending == "length" or draft.blank:
         return False
     if equal(draft, own):
@@ -191,7 +191,7 @@ def _cosine(one: list[float], other: list[float]) -> float:
 
 
 def require_embeddings(name: str, settings: LookaheadSettings, role: str, model: ModelRole) -> None:
-    """Raises `ConfigurationError` for a judge that is to compare by embeddings and makes none."""
+    """Raises `ConfigurationError` if steps are compared by embeddings and the judge's backend cannot embed."""
     if role == "judge" and settings.compare == "embedding" and not isinstance(model.backend, Embeds):
         raise ConfigurationError(
             f'models.{name}.compare = "embedding" needs a judge whose endpoint embeds texts: set judge to a backend of'

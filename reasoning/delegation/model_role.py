@@ -1,4 +1,4 @@
-"""A model in its role: opens contexts, continues them step by step, answers questions about them."""
+"""A model in its role: it opens contexts, continues them step by step and answers questions about them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """How a step is to be written. `across` lets it run over blank lines, up to its limit.
+    """How to write a step. With `across` the step continues over blank lines up to its token limit.
 
-    `within` says that it begins in the middle of a paragraph, which a blank line may end at once.
+    `within`: the step begins in the middle of a paragraph, so that a blank line may end it at once.
     """
 
     sampling: SamplingParams
@@ -40,17 +40,17 @@ class StepLimits:
         return StepReader(self.closing, across=self.across)
 
     def stops(self, *, ids_known: bool) -> tuple[str, ...]:
-        """What stops the backend. The closing mark only if token ids show afterwards which one it was."""
+        """The stop strings for the backend: the closing mark only if token ids show later which string matched."""
         return tuple(mark for mark in ("" if self.across else BOUNDARY, self.closing if ids_known else "") if mark)
 
 
 @dataclass(slots=True)
 class ModelRole:
-    """A backend's model that goes on where its own or another's text ends.
+    """A backend's model that continues its own text or another model's.
 
-    It works with token ids where the backend shows its tokenization, with raw completions under a `template`, and
-    otherwise by continuing the last message. `role` is its name in errors and settings. `keeps_thinking`: whether
-    the endpoint's own template keeps thinking that is closed.
+    It sends token ids if the backend exposes its tokenization, else raw text if it has a `template`, else messages
+    whose last one the endpoint continues. Errors and settings call the model `role`. `keeps_thinking`: whether the
+    endpoint's own template keeps closed thinking.
     """
 
     role: str
@@ -62,7 +62,7 @@ class ModelRole:
 
     @property
     def tokenization(self) -> Tokenization | None:
-        """The backend's, where prompts may be token ids."""
+        """The backend's tokenization, if the backend accepts token ids as prompts."""
         return tokenization_of(self.backend)
 
     @property
@@ -71,14 +71,14 @@ class ModelRole:
 
     @property
     def description(self) -> str:
-        """How this model continues an answer, in words."""
+        """Describes in words how this model continues an answer."""
         if self.continues_messages:
             return "continues messages"
         how = "token ids" if self.tokenization is not None else "raw completions"
         return how if self.template is None else f"{how} under {self.template.name}"
 
     async def check(self, think_start: str) -> None:
-        """Raises `ConfigurationError` if this model cannot go on with an open answer."""
+        """Raises `ConfigurationError` if this model cannot continue an open answer."""
         advice = f"give {self.role}_template (plain, chatml or a Jinja file), or another model as {self.role}"
         if self.continues_messages:
             if not self.backend.capabilities.continue_final:
@@ -90,7 +90,7 @@ class ModelRole:
             raise ConfigurationError(f"the {self.role} model {self.model!r}: {error}; {advice}") from None
 
     async def open(self, request: GenerateRequest, think_start: str) -> Context:
-        """The context of `request`'s messages with the thinking begun. Raises what the backend raises."""
+        """A context with `request`'s messages and the start of the thinking. Raises what the backend raises."""
         base = replace(request, model=self.model)
         if self.continues_messages:
             return MessageContext(base, think_start)
@@ -105,7 +105,7 @@ class ModelRole:
         return TokenContext(base, self.tokenization, turn, ids, self.backend.capabilities.context_length)
 
     async def turn_markup(self, think_start: str) -> TurnMarkup:
-        """The text between an open answer, a question and the next answer, learned from the template itself."""
+        """The text between an open answer, a question and the next answer, found by rendering the template."""
         if self._turn is None:
             shown = [_message("user", _ASKED), _message("assistant", _THOUGHT), _message("user", _ASKED)]
             _, found, rest = (await self._render(shown)).rpartition(_THOUGHT)
@@ -121,10 +121,10 @@ class ModelRole:
     async def write(
         self, context: Context, author: Author, limits: StepLimits, spend: Spend, on_text: OnText | None = None
     ) -> Step:
-        """One step from `context`, which is not changed; `on_text` gets its text as it becomes certain.
+        """Write one step after `context`, which stays unchanged; `on_text` receives text once it surely belongs to it.
 
-        `spend` gets numbers of tokens as they come, so that those of a step that is cancelled count too. Raises what
-        the backend raises, and `UpstreamTimeoutError` after `limits.seconds`.
+        `spend` receives token counts as tokens arrive, so that a cancelled step is counted too. Raises what the backend
+        raises, and `UpstreamTimeoutError` after `limits.seconds`.
         """
         watch, reader = Stopwatch(), limits.reader()
         request = context.request(replace(limits.sampling, stop=limits.stops(ids_known=self.tokenization is not None)))
@@ -148,14 +148,14 @@ class ModelRole:
             await on_text(end)
         exact = self.tokenization is not None and bool(ids) and not reader.rest and reader.ended != "closed"
         if exact and reader.ended is None and last.finish_reason == "stop":
-            exact = False  # the id that ended the answer is among them
+            exact = False  # `ids` includes the token that ended the answer
         ending = _ending_of(reader, last)
         return Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else ())
 
     async def ask(
         self, context: Context, question: str, prefill: str, seconds: float, spend: Spend
     ) -> tuple[str, dict[str, float]]:
-        """The first token of the answer to `question`, and the ten likeliest with their log-probabilities."""
+        """The first token of the answer to `question`, and the log-probabilities of the ten likeliest tokens."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True, top_logprobs=10)
         request = await context.ask(question, prefill, sampling)
         text = ""
@@ -171,7 +171,7 @@ class ModelRole:
     async def deltas(
         self, request: GenerateRequest, seconds: float, watch: Stopwatch | None = None
     ) -> AsyncGenerator[Delta]:
-        """The backend's answer, of which `seconds` are waited for it; closing it cancels the backend's work."""
+        """Yield the backend's deltas, waiting `seconds` in all; closing the iterator cancels the backend's work."""
         watch, answer = watch or Stopwatch(), self.backend.generate(request)
         async with closing_items(answer):
             while True:
@@ -184,16 +184,16 @@ class ModelRole:
                 yield delta
 
     async def _unsent_end(self, reader: StepReader, ids: Sequence[int], last: Delta, limits: StepLimits) -> str:
-        """The end of the step that the backend did not send: a stop string is not part of its text."""
+        """The end of the step, which the backend did not send: stop strings are not part of its text."""
         end = ""
         if reader.ended is None and last.finish_reason == "stop":
             if self.tokenization is not None and ids:
                 whole = await self.tokenization.detokenize(ids)
-                if any(mark in whole for mark in reader.marks):  # else the answer's own end stopped it
+                if any(mark in whole for mark in reader.marks):  # else the model ended the answer by itself
                     end = reader.feed(_behind(whole, reader.fed))
             elif not reader.across and (reader.fed.strip() or limits.within):
-                # Without ids nobody knows whether a blank line or the answer's end stopped it. If it was the end, the
-                # next step will be blank.
+                # Without token ids it is unknown whether a blank line or the end of the answer stopped the backend.
+                # After the end of the answer the next step will be blank.
                 end = reader.feed(BOUNDARY)
         return end + reader.finish()
 
@@ -210,30 +210,30 @@ class ModelRole:
 
 
 def is_model_failure(error: Exception) -> bool:
-    """Whether `error` means that a model cannot be used, rather than that our code is wrong."""
+    """Whether `error` means that a model cannot be used, not that agentspec has a bug."""
     return isinstance(error, (AgentSpecError, OSError))
 
 
 def _shown(request: GenerateRequest) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    """What a chat template sees beside the messages, wherever it stands in the request: tools, and its arguments."""
+    """The tools and the template arguments of `request`, from its own fields or from `extra`."""
     arguments = request.template_arguments or request.extra.get("chat_template_kwargs") or NONE
     return request.tools or cast(Any, request.extra.get("tools")) or (), cast(Any, arguments)
 
 
 def _bare(request: GenerateRequest) -> GenerateRequest:
-    """`request` without what only chat requests have, for a prompt that is rendered already."""
+    """`request` without the fields of chat requests, for a prompt that is already rendered."""
     kept = {name: value for name, value in request.extra.items() if name not in ("tools", "chat_template_kwargs")}
     return replace(request, tools=(), template_arguments={}, extra=kept)
 
 
 def _text_of(delta: Delta) -> str:
-    """The text of a delta, also where an endpoint puts what it takes for thinking beside the content."""
+    """The text of a delta, including text that the endpoint sends as reasoning instead of content."""
     thought = delta.extra.get("reasoning_content") or delta.extra.get("reasoning")
     return (thought if isinstance(thought, str) else "") + delta.text
 
 
 def _arrived(delta: Delta) -> int:
-    """Tokens of a delta; of one without ids the piece counts as one until the usage is known."""
+    """The number of tokens in a delta; text without token ids counts as one token until the usage is known."""
     return len(delta.token_ids) or (1 if _text_of(delta) else 0)
 
 
@@ -242,7 +242,7 @@ def _ending_of(reader: StepReader, last: Delta) -> Ending:
 
 
 def _behind(whole: str, known: str) -> str:
-    """What `whole` has after `known`. A blank at its beginning may have been lost in decoding."""
+    """The text of `whole` after `known`. Decoding may have dropped a space at the start of `whole`."""
     for begun in (known, known.lstrip(" ")):
         if whole.startswith(begun):
             return whole[len(begun) :]

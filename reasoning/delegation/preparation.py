@@ -1,4 +1,4 @@
-"""Finding out, before the first request, whether the models of a delegating strategy can play their roles."""
+"""Checks, before the first request, whether the models of a delegating strategy can play their roles."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LONG = "One and one is two, and two and one is three. " * 4
 async def prepare_roles(
     name: str, settings: DelegationSettings, roles: Mapping[str, ModelRole], algorithm: Algorithm
 ) -> list[str]:
-    """The roles whose models do not answer. Raises `ConfigurationError` for a model that can neither continue a
-    message nor be sent a prompt rendered here, and for what the algorithm needs of it.
+    """The roles whose models do not answer. Raises `ConfigurationError` for a model that neither continues messages
+    nor takes a prompt rendered here, and for a model that lacks what the algorithm needs.
     """
     answering: dict[int, bool] = {}
     for role, model in roles.items():
@@ -39,7 +39,7 @@ async def _examine(model: ModelRole, settings: DelegationSettings) -> None:
 
 
 async def _answers(model: ModelRole) -> bool:
-    """Whether the model answers, if need be by completing raw text: one without a chat template refuses messages."""
+    """Whether the model answers messages or, with a template of ours, raw text: some models refuse messages."""
     if await answers(model.backend):
         return True
     return model.template is not None and await _completes(model)
@@ -54,9 +54,9 @@ async def _completes(model: ModelRole) -> bool:
 
 
 async def _keeps_thinking(model: ModelRole, settings: DelegationSettings) -> bool:
-    """Whether the endpoint's template leaves closed thinking in a message it continues.
+    """Whether the endpoint's template keeps closed thinking in a message that the endpoint continues.
 
-    Templates of reasoning models delete it; then a prompt is shorter with the closing mark than without.
+    Templates of reasoning models delete closed thinking: with the closing mark the prompt then gets shorter.
     """
     start, end = settings.think_start, settings.think_end
     if not end:

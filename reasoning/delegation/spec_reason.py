@@ -1,4 +1,4 @@
-"""SpecReason (Pan et al. 2025, arXiv 2504.07891): a small model drafts each step, the base model's score decides."""
+"""SpecReason (Pan et al. 2025, arXiv 2504.07891): a small model drafts each step, and the judge's score decides."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from agentspec.reasoning.speculative_task import SpeculativeTask
 async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
     """Draft, score, then keep or rewrite, until the thinking is over.
 
-    While a step is scored the small model already drafts the one behind it, which is cancelled if the step is
-    rejected. Without a judge or a small model the base model writes on alone.
+    While the judge scores a step, the small model already drafts the next step, which is cancelled if the first is
+    rejected. If the judge or the small model fails, the base model continues alone.
     """
     async with SpeculativeTask[Step]() as drafting:
         while thinking.over is None:
@@ -60,21 +60,21 @@ def may_draft(thinking: Thinking, settings: SpecReasonSettings) -> bool:
 
 
 def is_final(thinking: Thinking, step: Step) -> bool:
-    """Whether nothing will be drafted behind `step`, should it be accepted."""
+    """Whether the small model will draft no further step if `step` is accepted."""
     marks = thinking.settings.answer_marks
     ends = step.ending in ("closed", "stop") or step.blank or any(mark in step.text for mark in marks)
     return ends or not thinking.room("small", pending=step.tokens)
 
 
 async def draft_behind(thinking: Thinking, step: Step) -> Step:
-    """What the small model writes behind `step`, should it be accepted."""
+    """Let the small model draft the step after `step`, assuming that `step` is accepted."""
     context = thinking.context("small").fork()
     await context.extend(step.text, step.token_ids)
     return await thinking.draft(context, thinking.limits("small", pending=step.tokens))
 
 
 def require_logprobs(name: str, settings: SpecReasonSettings, role: str, model: ModelRole) -> None:
-    """Raises `ConfigurationError` for a judge that answers without the log-probabilities its scores are made of."""
+    """Raises `ConfigurationError` if scores are averages and the judge gives no log-probabilities."""
     if role == "judge" and settings.score == "average" and not model.backend.capabilities.logprobs:
         raise ConfigurationError(
             f'models.{name}.score = "average" needs log-probabilities, which the judge {model.model!r} does'

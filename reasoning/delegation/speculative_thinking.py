@@ -1,4 +1,4 @@
-"""Speculative Thinking (Yang et al. 2025, arXiv 2504.12329): a small model thinks, and hands over where it doubts."""
+"""Speculative Thinking (Yang et al. 2025, arXiv 2504.12329): a small model thinks; the base model helps at doubts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VERIFY = re.compile(r"\b(?:verify|think again|recap|check)\b", re.I)
 
 @dataclass(slots=True)
 class Overload:
-    """The third trigger: after `limit` doubts the base model checks for `tokens` tokens, each time later and longer."""
+    """The third trigger: after many doubts the base model checks the thinking, each time later and with more tokens."""
 
     settings: SpeculativeThinkingSettings
     doubts: int = 0
@@ -33,17 +33,17 @@ class Overload:
         return self.doubts >= min(limit, self.settings.overload_most)
 
     def take(self) -> int:
-        """The tokens of the check that is due now."""
+        """Begin the check that is due, and return how many tokens it may take."""
         tokens = self.settings.rescue_tokens + MORE_TOKENS * self.times
         self.doubts, self.times = 0, self.times + 1
         return min(tokens, self.settings.rescue_most)
 
 
 async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinkingSettings) -> None:
-    """At every blank line: too many doubts so far, a mood in the next words, a verification begun?
+    """Check three triggers at every blank line: many doubts so far, mood words next, the start of a verification.
 
-    The words that were looked at are kept unless the base model replaces them. Without its small model the base model
-    thinks on alone.
+    The small model's next words are kept unless the base model replaces them. If the small model fails, the base model
+    continues alone.
     """
     overload = Overload(settings)
     if not settings.small_reasons and settings.begin_tokens:
@@ -63,8 +63,8 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
 
 
 async def paragraph(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload) -> None:
-    """One paragraph: its first words by the model that the mood of the small model's calls for, the rest by the small
-    model.
+    """Write one paragraph. The small model drafts the first words; their mood decides whether the base model rewrites
+    them. The small model writes the rest.
     """
     peek = None
     async with thinking.degrading("small"):
@@ -88,25 +88,25 @@ async def paragraph(thinking: Thinking, settings: SpeculativeThinkingSettings, o
 
 
 async def finish(thinking: Thinking) -> None:
-    """The small model writes to the paragraph's end, unless that is here. What it wrote before it failed stays."""
+    """Let the small model finish the paragraph if it is unfinished. Text that it wrote before a failure is kept."""
     if thinking.over is None and thinking.has("small") and not thinking.steps[-1].text.endswith(BOUNDARY):
         async with thinking.degrading("small"):
             await thinking.write("small")
 
 
 async def hand_over(thinking: Thinking, tokens: int) -> None:
-    """The base model writes `tokens` tokens, over blank lines too."""
+    """Let the base model write `tokens` tokens; blank lines do not stop it."""
     await thinking.write("base", thinking.limits("base", tokens, across=True))
 
 
 def may_hand_over(thinking: Thinking, settings: SpeculativeThinkingSettings, tokens: int) -> bool:
-    """Whether `tokens` more by the base model keep its share of all tokens within the setting."""
+    """Whether the base model's share of all tokens stays within the setting if it writes `tokens` more."""
     kept = thinking.counts.kept
     return kept["base"] + tokens <= settings.max_base_share * max(WARM_UP, thinking.counts.all_kept + tokens)
 
 
 def classify(text: str) -> int:
-    """1 for words that affirm, -1 for words that doubt or for as many of both, 0 for neither."""
+    """The mood of `text`: 1 if most mood words affirm, -1 if they doubt or are balanced, 0 without mood words."""
     positive, negative = len(_POSITIVE.findall(text)), len(_NEGATIVE.findall(text))
     return (positive > negative) - (negative >= positive > 0 or negative > positive)
 

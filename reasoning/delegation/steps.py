@@ -1,4 +1,4 @@
-"""A step of thinking: a model's text up to a blank line, cut rightly however it arrives in pieces."""
+"""A step of thinking, which is a model's text up to a blank line, and a reader that finds its end in a stream."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from agentspec.text.stop_strings import partial_end
 BOUNDARY = "\n\n"
 Author = Literal["small", "base"]
 Ending = Literal["boundary", "length", "closed", "stop"]
-"""A blank line, the token limit, the mark that closes the thinking, or a model that stops by itself."""
+"""What ended a step: a blank line, the token limit, the mark that closes the thinking, or the model's own stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A finished step. `text` ends with the blank line if one ended it, and never holds the closing mark.
 
-    `token_ids` are the author's own and spell exactly `text`; empty where its backend gives none. `tokens` counts what
-    was generated for it, `seconds` how long that took.
+    `token_ids` are those that the author generated, and decode exactly to `text`; empty if its backend gives none.
+    `tokens` counts all tokens generated for the step, in `seconds`.
     """
 
     text: str
@@ -35,9 +35,9 @@ class Step:
 
 @dataclass(slots=True)
 class StepReader:
-    """Passes text on up to the end of the step, holding back what may be the beginning of its end.
+    """Passes text on up to the end of the step, and holds back text that may be the start of an end mark.
 
-    `ended`: what the text itself showed, "boundary" or "closed"; None while it showed neither. The result does not
+    `ended` names the mark that the text contained, "boundary" or "closed"; None before that. The result does not
     depend on how the text was cut into pieces. With `across`, a blank line does not end the step.
     """
 
@@ -49,7 +49,7 @@ class StepReader:
     _held: str = field(default="", repr=False)
 
     def feed(self, piece: str) -> str:
-        """The text that now certainly belongs to the step; what follows its end is in `rest`."""
+        """Add `piece`, and return the text that now surely belongs to the step. Text after its end goes to `rest`."""
         if self.ended:
             self.rest += piece
             return ""
@@ -66,18 +66,18 @@ class StepReader:
         return self._pass(window[: len(window) - keep])
 
     def finish(self) -> str:
-        """What was held back, when no more text will come."""
+        """Return the text that was held back. Call it when no more text will come."""
         held, self._held = self._held, ""
         return self._pass(held)
 
     @property
     def fed(self) -> str:
-        """All the text that was fed before the step ended."""
+        """All text that `feed` received before the step ended."""
         return self.text + self._held
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What ends the step."""
+        """The strings that end the step."""
         marks = () if self.across else (BOUNDARY,)
         return (*marks, self.closing) if self.closing else marks
 

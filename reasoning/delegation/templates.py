@@ -1,4 +1,4 @@
-"""Chat templates applied here, for endpoints that only complete raw text and for models that have no template."""
+"""Chat templates that agentspec applies, for endpoints that only complete raw text and models without a template."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
 
 
 class Template:
-    """Messages as text, by a Jinja template that sees `messages`, `tools`, `add_generation_prompt` and what a request
-    gives as template arguments. Sandboxed. To one that does not name tools they are described in words.
+    """A sandboxed Jinja template that renders messages as text. It sees `messages`, `tools`, `add_generation_prompt`
+    and the request's template arguments. If it does not mention tools, the messages describe them in words.
 
-    Raises `ConfigurationError` for a name that is neither built in nor a readable file, and for what is no template.
+    Raises `ConfigurationError` for a name that is neither built in nor a readable file, and for an invalid template.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,7 +55,7 @@ class Template:
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
-        """The prompt, ready for the assistant's answer. Raises `InvalidRequestError` for what the template refuses."""
+        """The prompt, up to the assistant's answer. Raises `InvalidRequestError` for messages the template refuses."""
         told, listed = [{"content": "", **plain(message)} for message in messages], [dict(tool) for tool in tools]
         if not self._knows_tools:
             told, listed = described(told, listed), []

@@ -1,4 +1,4 @@
-"""The state of one answer while it is thought out: the steps so far, what each model was shown, what it has cost."""
+"""The state of one answer's thinking: the steps so far, the context that each model was shown, the tokens spent."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from agentspec.reasoning.event_sink import EventSink
 from agentspec.reasoning.settings import DelegationSettings
 from agentspec.types import GenerateRequest, SamplingParams
 
-RESERVED = 4  # of a model's context, one part in so many is left for the answer
+RESERVED = 4  # a quarter of a model's context is left for the answer
 _DEFAULTS = SamplingParams()
 
 
 @dataclass(slots=True)
 class Counts:
-    """Tokens of the thinking: `kept` by author, and everything generated for it by role, dropped tokens included."""
+    """Tokens of the thinking: `kept` tokens by author, and tokens `spent` by role, which include dropped tokens."""
 
     kept: dict[str, int] = field(default_factory=lambda: {"small": 0, "base": 0})
     spent: dict[str, int] = field(default_factory=dict)
@@ -39,10 +39,10 @@ class Counts:
 
 
 class Thinking:
-    """The state that a strategy reads and changes. `over`: why the thinking has ended; None while it goes on.
+    """The state that a strategy reads and changes. `over` says why the thinking has ended; None while it goes on.
 
-    Models of the roles small and judge may fail: then they stand in `failed`, and the base model goes on alone.
-    What the base model raises ends the answer. Decisions are emitted as `events`.
+    If the small model or the judge fails, `failed` holds the reason, and the base model continues alone. An error of
+    the base model ends the answer. Decisions are emitted as `events`.
     """
 
     def __init__(self, request: GenerateRequest, settings: DelegationSettings, roles: dict[str, ModelRole]) -> None:
@@ -63,7 +63,7 @@ class Thinking:
     async def open(self) -> None:
         """Show every model the problem. Raises what the base model raises."""
         asked = self.request
-        thought = GenerateRequest(  # of the request only what concerns the thinking too: the rest is the answer's
+        thought = GenerateRequest(  # only the fields that also concern the thinking
             asked.model,
             messages=asked.messages,
             labels=asked.labels,
@@ -89,12 +89,12 @@ class Thinking:
         return role in self.roles and role not in self.failed
 
     def context(self, role: str) -> Context:
-        """What the model in `role` was shown; a judge that is the base model shares its context."""
+        """The context of the model in `role`; a judge that is the base model shares the base model's context."""
         return self._contexts[role] if role in self._contexts else self._contexts["base"]
 
     @asynccontextmanager
     async def degrading(self, role: str) -> AsyncGenerator[None]:
-        """Go on without the model in `role` if it fails in this block. What the base model raises passes through."""
+        """If the model in `role` fails in this block, continue without it. Errors of the base model are raised."""
         try:
             yield
         except Exception as error:
@@ -103,14 +103,14 @@ class Thinking:
             await self.degrade(role, error)
 
     async def degrade(self, role: str, error: Exception) -> None:
-        """Go on without the model in `role`."""
+        """Continue without the model in `role`, which failed with `error`."""
         self.failed[role] = str(error)
         await self.emit(Failed(role, str(error)))
 
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.
 
-        `pending` tokens stand before it that are not kept yet.
+        `pending` counts drafted tokens before that step that are not kept yet.
         """
         settings, asked = self.settings, self.request.sampling.max_tokens
         limits = [settings.step_tokens, settings.budget_tokens - self.counts.all_kept - pending]
@@ -122,17 +122,17 @@ class Thinking:
         return max(0, min(limits))
 
     def limits(self, role: str, tokens: int | None = None, *, across: bool = False, pending: int = 0) -> StepLimits:
-        """Those of the next step of `role`: its room, or `tokens` of it."""
+        """The limits of the next step of `role`: at most `tokens` tokens, and never more than its room."""
         room = self.room(role, pending)
         limit = max(1, room if tokens is None else min(tokens, room))
         return self.step_limits.limited(limit, across=across, within=not pending and self._inside_paragraph())
 
     async def draft(self, context: Context, limits: StepLimits | None = None, role: Author = "small") -> Step:
-        """A step of `role` from `context`, undecided. Raises what its backend raises."""
+        """Let `role` write a step after `context` without keeping it. Raises what its backend raises."""
         return await self.roles[role].write(context, role, limits or self.limits(role), self._spend(role))
 
     async def write(self, author: Author, limits: StepLimits | None = None, *, rejected: Step | None = None) -> None:
-        """Let `author` write on, its words final as they come. Raises what its backend raises."""
+        """Let `author` write a step that is final at once, and emit its text. Raises what its backend raises."""
 
         async def on_text(text: str) -> None:
             await self.emit(ThinkingText(author, text))
@@ -142,11 +142,11 @@ class Thinking:
         await self._keep(step, rejected)
 
     async def keep(self, step: Step, *, rejected: Step | None = None) -> None:
-        """Make `step` part of the thinking, and of every model's context."""
+        """Add `step` to the thinking and to every model's context."""
         await self._keep(step, rejected, text=step.text)
 
     async def _keep(self, step: Step, rejected: Step | None, text: str = "") -> None:
-        """`text` is what of the step has yet to be emitted."""
+        """`text` is the part of the step that was not emitted yet."""
         for role, context in list(self._contexts.items()):
             if role not in self.failed:
                 async with self.degrading(role):
@@ -159,7 +159,7 @@ class Thinking:
         await self.emit(Rewritten(step, rejected) if rejected is not None else Accepted(step))
 
     def _inside_paragraph(self, back: int = 0) -> bool:
-        """Whether the thinking, but for its last `back` steps, stands in the middle of a paragraph."""
+        """Whether the thinking without its last `back` steps ends in the middle of a paragraph."""
         before = self.steps[: len(self.steps) - back]
         return bool(before) and not before[-1].text.endswith(BOUNDARY)
 
@@ -167,7 +167,7 @@ class Thinking:
         return lambda tokens: self.counts.spend(role, tokens)
 
     def _reason(self) -> str | None:
-        """Why the thinking is over with the last step, if it is (SpecReason, section 3 of its code's loop)."""
+        """Why the thinking ends with the last step; None if it goes on (SpecReason, section 3 of its code's loop)."""
         last = self.steps[-1]
         if last.ending == "closed":
             return "closed"
@@ -182,10 +182,10 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A strategy that delegates: `run` thinks, by its own settings.
+    """A delegating strategy: `run` does the thinking with the strategy's settings.
 
-    `check_configured` and `check_answering` get the model's name, its settings, a role and who has it, before that
-    model is asked for anything and once it has answered. They raise `ConfigurationError`.
+    `check_configured` and `check_answering` receive the strategy's name, its settings, a role and the model in that
+    role, the first before any request to the model, the second once it answers. They raise `ConfigurationError`.
     """
 
     run: Callable[[Thinking, Any], Coroutine[Any, Any, None]]
@@ -194,12 +194,12 @@ class Algorithm:
 
 
 async def base_only(thinking: Thinking) -> None:
-    """Step after step of the base model: what strategies are compared with."""
+    """Let the base model write every step: the baseline that strategies are compared with."""
     while thinking.over is None:
         await thinking.write("base")
 
 
-# What concerns how an answer ends or looks, and not its thinking.
+# Sampling fields that apply to the answer and not to the thinking.
 _OF_ANSWERS = (
     *("stop", "stop_token_ids", "logprobs", "top_logprobs", "max_tokens", "min_tokens", "ignore_eos"),
     *("structured_outputs", "prompt_logprobs"),
@@ -207,7 +207,7 @@ _OF_ANSWERS = (
 
 
 def _sampling(request: GenerateRequest, settings: DelegationSettings) -> SamplingParams:
-    """The request's sampling for the thinking; what it leaves at OpenAI's default is the strategy's to choose."""
+    """Sampling of the thinking: the request's, or the strategy's if temperature and top_p are at OpenAI's defaults."""
     given = request.sampling
     chosen: dict[str, Any] = {}
     if given.temperature == _DEFAULTS.temperature and given.top_p == _DEFAULTS.top_p:
@@ -217,6 +217,6 @@ def _sampling(request: GenerateRequest, settings: DelegationSettings) -> Samplin
 
 
 def _thinking_fields(request: GenerateRequest) -> dict[str, object]:
-    """What of a request's further fields concerns the thinking too: its shape does not, the answer's alone has one."""
+    """The extra fields of a request that also apply to the thinking: all but the fields that shape the answer."""
     shape = ("response_format", "tool_choice", "structured_outputs", "parallel_tool_calls", "n")
     return {name: value for name, value in request.extra.items() if name not in shape}

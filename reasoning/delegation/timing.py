@@ -1,4 +1,4 @@
-"""Time that models took, without that of a client who listens slowly; and what a strategy saves by it."""
+"""Measures the time that models take, without the time of slow clients, and the time that a strategy saves."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
-FADING = 0.9  # what is left of older figures with each answer
+FADING = 0.9  # factor by which each answer reduces the weight of older figures
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Runs while work is awaited, and stands still while its results are passed on."""
+    """Runs while a model's work is awaited, and stops while its results are passed on."""
 
     seconds: float = 0.0
 
     async def limited(self, limit: float, work: Awaitable[T]) -> T:
-        """What `work` gives. Raises `TimeoutError` once this has run for `limit` seconds in all."""
+        """Await `work` and return its result. Raises `TimeoutError` once the watch has run `limit` seconds in all."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(limit - self.seconds):
@@ -29,7 +29,7 @@ class Stopwatch:
             self.seconds += time.perf_counter() - began
 
     async def timed(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """The items, each awaited with the stopwatch running."""
+        """Yield the items; the stopwatch runs while each item is awaited."""
         async with aclosing(items):
             while True:
                 began = time.perf_counter()
@@ -44,17 +44,17 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class BaseThroughput:
-    """How fast the base model writes, from its own steps and answers; newer ones count more."""
+    """How fast the base model writes, measured on its own steps and answers; newer figures count more."""
 
     tokens: float = 0.0
     seconds: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """What it wrote of one answer."""
+        """Record that the base model wrote `tokens` of one answer in `seconds`."""
         if tokens:
             self.tokens = FADING * self.tokens + tokens
             self.seconds = FADING * self.seconds + seconds
 
     def seconds_saved(self, tokens: int, seconds: float) -> float:
-        """The seconds that `tokens` would have taken it beyond `seconds`; 0 before it wrote anything."""
+        """How many more seconds than `seconds` the base model would need for `tokens`; 0 before it wrote anything."""
         return tokens * self.seconds / self.tokens - seconds if self.tokens else 0.0

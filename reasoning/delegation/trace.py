@@ -1,7 +1,7 @@
-"""Traces: what a strategy decided, one file an answer, in a folder of the operator's. Off unless set.
+"""Traces of a strategy's decisions: one file for each answer, in a folder that the operator sets. Off by default.
 
-They hold prompts and thinking, so the folder is its owner's alone, a request that asks for nothing to be stored leaves
-none, and only the newest are kept.
+Traces hold prompts and thinking: only the folder's owner may read them, requests with `store` off leave no trace, and
+only the newest traces are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_folder(settings: TraceSettings) -> TraceFolder | None:
-    """The folder, made if need be; None if no traces are kept. Raises `ConfigurationError` if it cannot be made."""
+    """Open or create the folder; None if traces are off. Raises `ConfigurationError` if it cannot be created."""
     if settings.path is None:
         return None
     folder = settings.path.expanduser()
@@ -38,26 +38,26 @@ def open_folder(settings: TraceSettings) -> TraceFolder | None:
 
 @dataclass(frozen=True, slots=True)
 class TraceFolder:
-    """The traces of one folder, by their ids."""
+    """The traces in one folder, by id; the folder holds at most `keep` of them."""
 
     path: Path
     keep: int = 200
 
     def ids(self) -> list[str]:
-        """Newest first."""
+        """The ids of all traces, newest first."""
         files = sorted(self.path.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime, reverse=True)
         return [file.stem for file in files]
 
     def read(self, trace: str) -> list[dict[str, Any]]:
-        """The records of a trace: a head, an entry for each event, and the answer. Raises `InvalidRequestError`."""
+        """The records of a trace: head, one for each event, answer. Raises `InvalidRequestError` for an unknown id."""
         return [json.loads(line) for line in self._file(trace).read_text(encoding="utf-8").split("\n") if line]
 
     def delete(self, trace: str) -> None:
-        """Raises `InvalidRequestError` for one that is not there."""
+        """Delete a trace. Raises `InvalidRequestError` for an unknown id."""
         self._file(trace).unlink()
 
     def write(self, trace: str, records: list[dict[str, Any]]) -> None:
-        """Keep a trace and let the oldest go. A full disk costs the trace, never an answer."""
+        """Write a trace and delete the oldest ones. If writing fails, the trace is lost and the answer is not."""
         try:
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             opened = os.open(self.path / f"{trace}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -77,7 +77,7 @@ class TraceFolder:
 
 @dataclass(slots=True)
 class Tracer:
-    """Collects one answer's events and writes them at its end, however it ends."""
+    """Collects the events of one answer and writes them when the answer ends, finished or aborted."""
 
     folder: TraceFolder | None
     id: str
@@ -104,7 +104,7 @@ class Tracer:
             self._answer.append(text)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Write the trace. Idempotent."""
         if self.folder is None or self._closed:
             return
         self._closed = True

@@ -1,1 +1,1 @@
-"""Speculative retrieval: RaLMSpec and KNN-LM, exact (docs/retrieval.md)."""
+"""Speculative retrieval that never changes an answer: RaLMSpec and KNN-LM (docs/retrieval.md)."""

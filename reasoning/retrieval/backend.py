@@ -1,4 +1,4 @@
-"""A model with retrieval behind the `Backend` protocol: events become deltas and counts."""
+"""A model with retrieval as a `Backend`: turns the events of an answer into deltas and counts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, answe
 from agentspec.speculation.stride import RequestStride
 from agentspec.types import Delta, GenerateRequest, RetrievalSpeculation, Usage
 
-MOST_TENANTS = 64  # that have a cache of their own, where caches outlive a request
+MOST_TENANTS = 64  # tenants that have a document cache, if caches outlive a request
 
 
 @dataclass(slots=True)
 class RetrievalBackend(Strategy[RaLMSpecSettings]):
     """A model that reads a document of `knowledge` every few tokens. Its answers carry a `RetrievalSpeculation`.
 
-    Without `speculation` a request is answered by sequential retrieval, with the same words. The model and the
-    knowledge base stay their owners' to close.
+    A request without `speculation` gets the same answer by sequential retrieval. Their owners close the model and the
+    knowledge base.
     """
 
     name: str
@@ -54,9 +54,9 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         return f"base = {self.settings.base} (token ids)"
 
     async def prepare(self) -> list[str]:
-        """The knowledge base is not asked: one that is down now may be up for the first request.
+        """Ask the model only: a knowledge base that is down now may be up at the first request.
 
-        Raises `ConfigurationError` for a model whose prompts cannot be token ids.
+        Raises `ConfigurationError` for a model that does not accept token ids.
         """
         if not await answers(self.base.backend):
             return ["base"]
@@ -68,10 +68,10 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         return []
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        """Verified text round by round; closing the iterator cancels the model's work and the searches.
+        """Yield verified text round by round; closing the iterator cancels the model's work and the searches.
 
-        Raises `KnowledgeBaseError` where the knowledge base fails, `InvalidRequestError` for what a model with
-        retrieval cannot honour, and what the base model raises.
+        Raises `KnowledgeBaseError` if the knowledge base fails, `InvalidRequestError` for request fields that a model
+        with retrieval cannot honour, and what the base model raises.
         """
         stats, tokens = SearchStats(), 0
         async with aclosing(self._events(request, stats)) as events:
@@ -96,7 +96,7 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         return ralmspec(asked, **given, pace=self.pace, cache=self._cache(request.tenant))
 
     def _cache(self, tenant: str) -> RetrievedDocuments | None:
-        """The tenant's own, where documents may outlive a request; None for a fresh one."""
+        """The tenant's document cache; None if each request has its own."""
         if self.settings.cache == "request":
             return None
         cache = self._caches.setdefault(tenant, RetrievedDocuments(self.settings.cache_bytes))

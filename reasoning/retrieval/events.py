@@ -1,4 +1,4 @@
-"""What happens while an answer is generated with retrieval, as it happens."""
+"""The events of an answer that is generated with retrieval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentspec.types import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """The knowledge base was asked and waited for; `document` is the id of the best one, None where it has none."""
+    """The answer waited for a search; `document` is the id of the best document, None if the search found none."""
 
     document: str | None
     seconds: float
@@ -17,7 +17,7 @@ class Retrieved:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """A round was begun behind `position` tokens of answer with a document that the knowledge base has yet to name."""
+    """A round began after `position` tokens of the answer, with a guessed document that is not verified yet."""
 
     document: str | None
     position: int
@@ -25,9 +25,9 @@ class Speculated:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """One batch of queries was answered: the first `matched` of its `queries` speculated documents are the true ones.
+    """A batch of `queries` guessed documents was verified: the first `matched` of them were right.
 
-    `changed`: the knowledge base is another version than the one that was speculated on.
+    `changed`: the version of the knowledge base has changed since the documents were guessed.
     """
 
     queries: int
@@ -38,7 +38,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The answer is back at `position` tokens and goes on with `document`; `rounds` rounds of `tokens` are gone."""
+    """The answer was cut to `position` tokens; it goes on with `document`. Dropped: `rounds`, with `tokens` in all."""
 
     position: int
     document: str | None
@@ -48,7 +48,7 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedText:
-    """Verified text and the tokens of a verified round; what may yet become a stop string is held back."""
+    """The text and tokens of a verified round; text that may be the start of a stop string is held back."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class VerifiedText:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnded:
-    """The answer is whole. `prompt_tokens` are the question's, without documents."""
+    """The answer is complete. `prompt_tokens` counts the tokens of the question, without documents."""
 
     finish: FinishReason
     prompt_tokens: int = 0

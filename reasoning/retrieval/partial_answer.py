@@ -1,4 +1,4 @@
-"""An answer in the making as a value: its tokens, the text they have become, whether it is over."""
+"""An unfinished answer as an immutable value: its tokens, their text, and why it has ended, if it has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentspec.types import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class RoundOutput:
-    """What one round generated. `text` is what the backend made of it, `finish` why it stopped."""
+    """The tokens that one round generated, with the backend's text and finish reason."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -23,10 +23,10 @@ class RoundOutput:
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
-    """An answer as far as it goes. It grows round by round, and the same rounds always give the same text.
+    """An answer that grows round by round; the same rounds always give the same text.
 
-    `text` holds whole characters, and ends before the first stop string; `window` are the tokens that the next ones
-    are decoded with, `known` is their text so far.
+    `text` holds whole characters and ends before the first stop string. The next tokens are decoded together with the
+    last tokens, `window`, whose text so far is `known`.
     """
 
     window: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class PartialAnswer:
 
     @classmethod
     async def behind(cls, prompt: Sequence[int], tokenization: Tokenization) -> PartialAnswer:
-        """An answer that is still empty, to a prompt that ends in `prompt`."""
+        """An empty answer to a prompt that ends in `prompt`."""
         window = tuple(prompt[-CONTEXT_TOKENS:])
         return cls(window, await tokenization.detokenize(window) if window else "")
 
@@ -47,13 +47,13 @@ class PartialAnswer:
         return self.finish is not None
 
     def certain(self, stops: Sequence[str]) -> str:
-        """The text that no stop string can take back any more."""
+        """The text that cannot become part of a stop string any more."""
         return self.text if self.over else StopScanner(tuple(stops)).feed(self.text)
 
     async def extended(
         self, output: RoundOutput, tokenization: Tokenization, limit: int, stops: Sequence[str] = ()
     ) -> PartialAnswer:
-        """With one more round, up to `limit` tokens in all; what ends the answer adds no text of its own."""
+        """The answer with one more round, up to `limit` tokens in all. A token that ends the answer adds no text."""
         grown = replace(self, token_ids=self.token_ids + output.token_ids, logprobs=self.logprobs + output.logprobs)
         spelled = await grown.spelled(output.token_ids, tokenization)
         scanner = StopScanner(tuple(stops))
@@ -71,7 +71,7 @@ class PartialAnswer:
         return spelled
 
     async def spelled(self, token_ids: tuple[int, ...], tokenization: Tokenization) -> PartialAnswer:
-        """With the text of `token_ids`; bytes that form no character yet are left for the next round."""
+        """The answer with the text of `token_ids`; bytes of an incomplete character wait for the next round."""
         if not token_ids:
             return self
         window = self.window + token_ids
@@ -84,13 +84,13 @@ class PartialAnswer:
         return replace(self, window=last, known=await tokenization.detokenize(last), text=self.text + added)
 
     async def flushed(self, tokenization: Tokenization) -> PartialAnswer:
-        """With what was held back, unfinished as it is."""
+        """The answer with the bytes that were held back, even if they form no whole character."""
         whole = await tokenization.detokenize(self.window) if self.window else ""
         return replace(self, known=whole, text=self.text + added_text(whole, self.known))
 
 
 async def _ends_silently(output: RoundOutput, tokenization: Tokenization) -> bool:
-    """Whether the last token ended the answer and is no part of its text."""
+    """Whether the last token ended the answer and is not part of its text."""
     if not output.token_ids:
         return False
     last = await tokenization.detokenize(output.token_ids[-1:])

@@ -1,4 +1,4 @@
-"""A prompt with a place for a document: before the last user message's text, or before the whole text."""
+"""A prompt into which a document is inserted: before the last user message's text, or before a text prompt."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from agentspec.errors import ContextLengthError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.types import GenerateRequest, Message
 
-SEPARATOR = "\n\n"  # between the document and what it is read for
+SEPARATOR = "\n\n"  # between the document and the question
 
 
 @dataclass(slots=True)
 class DocumentPrompt:
-    """The question's tokens around the place of the document; `asked` are those that the first query is made of.
+    """The question's tokens before (`head`) and after (`tail`) the document. The first query is made of `asked`.
 
-    `length` is that of the model's context: where it does not hold everything, the document is cut and the question
-    is not.
+    If the document does not fit into the model's context of `length` tokens, the document is cut, never the question.
     """
 
     tokenization: Tokenization
@@ -47,15 +46,15 @@ class DocumentPrompt:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the question."""
+        """The number of tokens in the question."""
         return len(self.head) + len(self.tail)
 
     def room(self, answer: int = 0) -> int | None:
-        """Tokens that the model's context leaves for what follows `answer` tokens of answer; None: no bound known."""
+        """Tokens left in the model's context after the question and `answer` tokens of answer; None if unknown."""
         return None if self.length is None else self.length - self.tokens - answer
 
     def require(self, tokens: int) -> None:
-        """Raises `ContextLengthError` if not even the question and `tokens` of answer fit."""
+        """Raises `ContextLengthError` if the question and `tokens` of answer do not fit, even without a document."""
         room = self.room()
         if room is not None and tokens > max(room, 0):
             raise ContextLengthError(
@@ -64,7 +63,7 @@ class DocumentPrompt:
             )
 
     async def with_document(self, document: Document | None, answer: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """The prompt for `tokens` more behind `answer`, with as much of the document as fits."""
+        """The prompt that continues `answer` by `tokens` tokens, with as much of the document as fits."""
         return (*self.head, *await self._document(document, len(answer) + tokens), *self.tail, *answer)
 
     async def _document(self, document: Document | None, taken: int) -> tuple[int, ...]:
@@ -83,7 +82,7 @@ class DocumentPrompt:
 async def _of_messages(
     messages: Sequence[Message], tokenization: Tokenization
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The rendered messages around the beginning of the last user message's text, and that text."""
+    """Tokens of the rendered messages before and from the last user message's text on, and of that text."""
     users = [at for at, message in enumerate(messages) if message.get("role") == "user"]
     place = users[-1] if users else len(messages) - 1
     mark = f"document-{secrets.token_hex(8)}"
@@ -98,7 +97,7 @@ async def _of_messages(
 
 
 async def _of_text(request: GenerateRequest, tokenization: Tokenization) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What a model wants at a prompt's beginning stays there; the document comes behind it."""
+    """The tokens before and after the document, which comes after the model's begin-of-text tokens."""
     begin = tuple(await tokenization.tokenize("", begins=True))
     ids = tuple(request.token_ids or ()) if request.text is None else tuple(await tokenization.tokenize(request.text))
     if request.text is None and begin and ids[: len(begin)] != begin:

@@ -1,8 +1,9 @@
-"""Iterative retrieval: sequential, which defines the answer, and speculative, which gives the same one sooner.
+"""Iterative retrieval: `sequential` defines the answer, and `ralmspec` gives the same answer sooner.
 
-Every `round_tokens` tokens the last `query_tokens` of question and answer are a query, and its best document stands in
-the prompt of the next round (RaLM with RaLMSpec; Zhang et al. 2024, arXiv 2401.14021). The paper's loop generates a
-stride of rounds and then verifies; here a batch is asked as soon as its last query is known, while rounds go on.
+Every `round_tokens` tokens the last `query_tokens` tokens of question and answer form a query, and the best document
+for it is put into the prompt of the next round (RaLM with RaLMSpec; Zhang et al. 2024, arXiv 2401.14021). The paper's
+loop generates a stride of rounds and then verifies it; here a batch is sent as soon as its last query is known, and
+generation continues meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ async def sequential(
     settings: RetrievalSettings | None = None,
     stats: SearchStats | None = None,
 ) -> AsyncGenerator[Event]:
-    """Search, then generate a round, until the answer is over: this defines the answer. Raises as `ralmspec` does."""
+    """Search, then generate a round, until the answer ends. This defines the answer. Raises as `ralmspec` does."""
     settings, stats = settings or RetrievalSettings(), stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, settings)
     client = SearchClient(knowledge, settings.search_timeout, stats)
@@ -65,14 +66,14 @@ async def ralmspec(
     pace: RequestStride | None = None,
     cache: RetrievedDocuments | None = None,
 ) -> AsyncGenerator[Event]:
-    """Guess documents, verify them in batches, take back what was wrong, until the answer is over.
+    """Guess documents, verify them in batches and roll back wrong rounds, until the answer ends.
 
-    Text in events is verified. `stats` is filled on the way. `pace` is what earlier answers of the same model and
-    knowledge base have measured; `cache` may be given to several answers of one tenant. Closing the iterator cancels
-    what is generated and asked.
+    Text in events is always verified. The call fills `stats`. `pace` holds the times that earlier answers of the same
+    model and knowledge base measured; several answers of one tenant may share `cache`. Closing the iterator cancels
+    generation and searches.
 
-    Raises `KnowledgeBaseError` where the knowledge base fails, at the beginning or later: without it nobody knows how
-    the answer goes on. Raises `InvalidRequestError` for what rounds cannot honour, and what the backend raises.
+    Raises `KnowledgeBaseError` if a search fails, since the answer cannot continue without its document. Raises
+    `InvalidRequestError` for request fields that rounds cannot honour, and what the backend raises.
     """
     settings, stats = settings or RetrievalSettings(), stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, settings)

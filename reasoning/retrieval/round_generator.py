@@ -1,4 +1,4 @@
-"""One request's rounds: the query behind so many tokens of answer, and the tokens that follow from a document."""
+"""Makes the queries and generates the rounds of one request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.text.detokenizer import REPLACEMENT
 from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, SamplingParams, TokenLogprob
 
-# What holds for an answer as a whole, of which a round knows only its own tokens.
+# Parameters of a whole answer, which a round cannot honour: it knows only its own tokens.
 WHOLE_ANSWER = ("n", "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "structured_outputs")
 REFUSED = (*WHOLE_ANSWER, "prompt_logprobs")
 _DEFAULTS = SamplingParams()
@@ -25,8 +25,8 @@ _DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class RoundGenerator:
-    """Generates rounds, each a function of the answer so far and of the document alone: whoever asks again gets the
-    same tokens, as far as the backend's depend on its prompt, its sampling and its seed alone."""
+    """Generates rounds. A round depends only on the answer so far and on the document: generating it again gives the
+    same tokens, provided that the backend's tokens depend only on prompt, sampling and seed."""
 
     backend: Backend
     tokenization: Tokenization
@@ -38,8 +38,8 @@ class RoundGenerator:
 
     @classmethod
     async def open(cls, request: GenerateRequest, backend: Backend, settings: RetrievalSettings) -> RoundGenerator:
-        """Raises `InvalidRequestError` for what rounds cannot honour, `ContextLengthError` for a question that is too
-        long by itself, and `ConfigurationError` for a backend that takes no token ids."""
+        """Raises `InvalidRequestError` for request fields that rounds cannot honour, `ContextLengthError` for a
+        question that does not fit even without a document, `ConfigurationError` for a backend without token ids."""
         tokenization = tokenization_of(backend)
         if tokenization is None:
             raise ConfigurationError(
@@ -62,12 +62,15 @@ class RoundGenerator:
         return await PartialAnswer.behind(self.prompt.tail, self.tokenization)
 
     async def query(self, answer: PartialAnswer) -> str:
-        """The text of the last tokens of question and answer. Half a character at its edges is left out."""
+        """The text of the last tokens of question and answer, without incomplete characters at its edges."""
         tokens = (*self.prompt.asked, *answer.token_ids)[-self.settings.query_tokens :]
         return (await self.tokenization.detokenize(tokens)).strip(REPLACEMENT)
 
     async def generate(self, answer: PartialAnswer, document: Document | None) -> PartialAnswer:
-        """The answer with one more round. Raises what the backend raises; cancelling it cancels the backend's work."""
+        """Generate one more round, and return the extended answer. Cancelling the call cancels the backend's work.
+
+        Raises what the backend raises.
+        """
         tokens = min(self.settings.round_tokens, self.limit - len(answer.token_ids))
         request = replace(
             self.request,
@@ -81,12 +84,12 @@ class RoundGenerator:
         return await answer.extended(await _generate(self.backend, request), self.tokenization, self.limit, self.stops)
 
     def _sampling(self, position: int, tokens: int) -> SamplingParams:
-        """Every round draws from a seed of its own, for backends whose draws begin anew with each request."""
+        """The sampling of a round. Each round has its own seed: some backends restart from the seed at each request."""
         seed = None if self.seed is None else _mixed(self.seed, position)
         return replace(self.request.sampling, max_tokens=tokens, seed=seed)
 
     def _labels(self, document: Document | None) -> Labels:
-        """A session for each document: prompts with one document extend each other."""
+        """Labels with one session for each document: prompts with the same document extend each other."""
         labels = self.request.labels
         if labels.session is None or document is None:
             return labels
@@ -113,7 +116,7 @@ def _text_of(delta: Delta) -> str:
 
 
 def _seed(sampling: SamplingParams) -> int | None:
-    """The request's seed, or one for this answer: rounds that are generated again have to draw the same."""
+    """The request's seed, or a random seed for this answer: a round that is generated again must draw the same."""
     if sampling.seed is not None or sampling.temperature == 0:
         return sampling.seed
     return secrets.randbits(31)
@@ -125,7 +128,7 @@ def _mixed(seed: int, position: int) -> int:
 
 
 def _check(request: GenerateRequest) -> None:
-    """Raises `InvalidRequestError` for what would silently mean something else from round to round."""
+    """Raises `InvalidRequestError` for request fields whose meaning would change from round to round."""
     for name in REFUSED:
         if _given(getattr(request.sampling, name), getattr(_DEFAULTS, name)) or _asked(request.extra, name):
             raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)

@@ -1,4 +1,4 @@
-"""One answer under way: what is verified, what was guessed ahead of it, and what the knowledge base is being asked."""
+"""The state of one answer: its verified part, the rounds guessed ahead of it, and the running searches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from agentspec.reasoning.retrieval.round_generator import RoundGenerator
 from agentspec.reasoning.speculative_task import cancel_tasks
 from agentspec.speculation.stride import MOST, SEQUENTIAL, StrideGovernor, StridePlan
 
-MAX_SEARCHES = 4  # verifications at once; what is guessed meanwhile goes into the next one
+MAX_SEARCHES = 4  # verification batches at once; later guesses wait for the next batch
 
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """Tokens from one document. `query` is the one whose true document is not known yet; None once it is this one.
+    """Tokens generated with one document. `query` is set while the document is a guess, and None once it is verified.
 
-    `version` is that of the knowledge base which the document was taken from; `beside`: a verification ran meanwhile.
+    `version` is the knowledge base's version that the document came from; `changed`: the previous round had another
+    document; `beside`: a verification ran at the same time.
     """
 
     before: PartialAnswer
@@ -37,7 +38,7 @@ class Round:
     began: float = field(default_factory=time.perf_counter)
     after: PartialAnswer | None = None
     seconds: float = 0.0
-    sent: bool = False  # a guess that is being verified, or was
+    sent: bool = False  # whether the query was sent for verification
 
     @property
     def tokens(self) -> int:
@@ -46,7 +47,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class VerificationBatch:
-    """The queries of `rounds` under way; the task gives what was found and the seconds it took."""
+    """The running search for the queries of `rounds`; the task returns the result and the seconds it took."""
 
     rounds: list[Round]
     task: asyncio.Task[tuple[SearchResult, float]]
@@ -60,9 +61,9 @@ class TrueDocument:
 
 
 class SpeculationState:
-    """The state of `ralmspec`. `answer` is verified; `ahead` are the rounds behind it, the last one perhaps under way.
+    """The state of `ralmspec`. `answer` is verified; `ahead` holds the rounds after it; the last may be running.
 
-    Leaving the block cancels what is generated and asked.
+    Leaving the block cancels generation and searches.
     """
 
     def __init__(
@@ -89,24 +90,24 @@ class SpeculationState:
 
     @property
     def speculative_end(self) -> PartialAnswer:
-        """The answer with everything that was guessed. Not to be asked for while a round is under way."""
+        """The answer with all guessed rounds. Must not be read while a round is running."""
         last = self.ahead[-1].after if self.ahead else self.answer
         assert last is not None, "a round is under way"
         return last
 
     def choose_stride(self) -> None:
-        """Choose how far to guess, wherever a new round may be begun."""
+        """Choose how many documents to guess, whenever a new round could begin."""
         if self._generating is None and self._true_document is None and not self.speculative_end.over:
             self.plan = self.governor.choose()
 
     @property
     def must_retrieve(self) -> bool:
-        """Whether the next document has to be waited for."""
+        """Whether the next round has to wait for a search."""
         return self._true_document is None and not self.ahead and not self.plan.stride
 
     @property
     def may_begin(self) -> bool:
-        """Whether a round may be begun, from the true document or from a guess."""
+        """Whether a round may begin, with the true document or with a guess."""
         if self._generating is not None or len(self.ahead) >= MOST or self.speculative_end.over:
             return False
         if self._true_document is not None or self.plan.asynchronous:
@@ -114,7 +115,7 @@ class SpeculationState:
         return not self._searching and len(self._unsent()) < self.plan.stride
 
     async def retrieve(self, count: int = 1) -> Retrieved:
-        """Ask for the next document and wait. What the cache would have guessed is noted, at next to no cost."""
+        """Search for the next document and wait for it. Also records whether the cache would have guessed it."""
         query = await self.client.query(await self.generator.query(self.answer))
         guess = self.cache.best(query, self.client.base.metric)
         found, seconds = await self._search([query], count)
@@ -130,7 +131,7 @@ class SpeculationState:
         return Retrieved(name_of(self._true_document.document), seconds)
 
     async def begin(self) -> Speculated | None:
-        """Begin a round: from the true document if it is known, or else from the cache's best one."""
+        """Begin a round with the true document if it is known, else with the best document in the cache."""
         end, truth, self._true_document = self.speculative_end, self._true_document, None
         query = None
         if truth is None:
@@ -144,9 +145,9 @@ class SpeculationState:
         return None if query is None else Speculated(named, len(end.token_ids))
 
     def send(self) -> None:
-        """Ask for all documents guessed since the last time, in one batch, once there are as many as planned.
+        """Send all unsent guesses for verification in one batch, once there are as many as the stride.
 
-        Asynchronously that is when the last of their rounds begins, else when it ends.
+        With asynchronous verification this happens when the last of their rounds begins, otherwise when it ends.
         """
         unsent, idle = self._unsent(), self._generating is None
         if not unsent or len(self._searching) >= (MAX_SEARCHES if self.plan.asynchronous else 1):
@@ -172,7 +173,7 @@ class SpeculationState:
             self.stats.verify += time.perf_counter() - began
 
     async def collect(self) -> list[Event]:
-        """Take the results: rounds verified or rolled back, and text that is certain."""
+        """Take finished results, verify rounds or roll them back, and return the events."""
         self._take_round()
         events: list[Event] = []
         while self._searching and self._searching[0].task.done():
@@ -180,7 +181,7 @@ class SpeculationState:
         return [*events, *self._commit()]
 
     def _take_round(self) -> None:
-        """The round that was generated to its end, if it was. Raises what its backend raised."""
+        """Store the running round's result if it has finished. Raises what its backend raised."""
         if self._generating is None or not self._generating.done():
             return
         task, self._generating = self._generating, None
@@ -189,7 +190,7 @@ class SpeculationState:
         self.governor.pace.spoke(round.seconds, changed=round.changed, alone=not round.beside)
 
     async def _compare(self, batch: VerificationBatch) -> list[Event]:
-        """Compare guesses with what was found, by id; back to the first wrong one (RaLMSpec, algorithm 1, line 9)."""
+        """Compare guesses with found documents by id; roll back the first wrong one (RaLMSpec, algorithm 1, line 9)."""
         found, seconds = batch.task.result()
         self.governor.pace.asked(seconds, alone=False)
         truths = [first(hits) for hits in found.hits]
@@ -211,7 +212,7 @@ class SpeculationState:
         return events
 
     async def _roll_back(self, wrong: Round, truth: Document | None) -> RolledBack:
-        """Drop `wrong` and everything behind it; the next round has `truth`."""
+        """Drop the round `wrong` and all later rounds; the next round uses `truth`."""
         dropped = list(self.ahead)[self.ahead.index(wrong) :]
         for _ in dropped:
             self.ahead.pop()
@@ -228,7 +229,7 @@ class SpeculationState:
         return RolledBack(len(wrong.before.token_ids), name_of(truth), len(dropped), tokens)
 
     def _commit(self) -> Iterator[Event]:
-        """The rounds at the front whose documents are the true ones become part of the answer."""
+        """Move finished and verified rounds from the front of `ahead` into the answer."""
         while self.ahead and self.ahead[0].query is None and self.ahead[0].after is not None:
             round = self.ahead.popleft()
             assert round.after is not None
@@ -243,14 +244,14 @@ class SpeculationState:
             self._sent = len(text)
 
     def _observe_time(self, round: Round) -> None:
-        """Tell the governor what a kept round took in all, queries aside, which are made in any case."""
+        """Tell the governor how long a kept round took, without the time for queries, which are needed in any case."""
         (began, encoded), now = self._kept_at, (time.perf_counter(), self.stats.encode)
         self._kept_at = now
         if self.plan.stride:
             self.governor.pace.kept(round.changed, now[0] - began - (now[1] - encoded))
 
     def _tasks(self, searches: int = MAX_SEARCHES) -> list[asyncio.Task[Any]]:
-        """What is under way: the round, and the oldest `searches` batches."""
+        """The running tasks: the round, and the oldest `searches` batches."""
         tasks: list[asyncio.Task[Any]] = [batch.task for batch in self._searching]
         return [*([self._generating] if self._generating else []), *tasks[:searches]]
 

@@ -1,4 +1,4 @@
-"""KNN-LM: a local model whose next-token distribution is mixed with that of its nearest hidden states in a corpus."""
+"""KNN-LM: mixes a local model's next-token distribution with the tokens after similar hidden states in a corpus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["KnnBackend", "KnnSettings"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: settings can be read without numpy."""
+    """Import `KnnBackend` on first use, so that the settings can be read without numpy."""
     if name != "KnnBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from agentspec.reasoning.retrieval.knn.backend import KnnBackend

@@ -1,4 +1,4 @@
-"""KNN-LM behind the `Backend` protocol: a local model, a datastore of its states, and answers from both."""
+"""KNN-LM as a `Backend`: answers from a local model and a datastore of its hidden states."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from agentspec.types import Delta, GenerateRequest
 
 @runtime_checkable
 class LocalModel(Backend, HiddenStates, StepByStep, Protocol):
-    """What KNN-LM needs of a model: it runs here, shows its hidden states and is made to go step by step."""
+    """A model that KNN-LM can use: it runs in this process, exposes its hidden states and decodes step by step."""
 
 
 class KnnBackend:
-    """Answers of `base` mixed with a datastore. The base stays its owner's to close.
+    """Answers with the distribution of `base`, mixed with a datastore's. The owner of `base` closes it.
 
-    `request.speculation` is whether neighbours are guessed; the answer is the same either way.
+    `request.speculation` says whether to guess neighbours; the answer is the same either way.
     """
 
     def __init__(self, base: LocalModel, datastore: DatastoreSearch, settings: KnnSettings) -> None:
@@ -35,8 +35,8 @@ class KnnBackend:
 
     @classmethod
     async def open(cls, base: Backend, folder: Path, settings: KnnSettings, *, model: str) -> KnnBackend:
-        """Read a datastore to where the model computes: 4 bytes a number. Raises `ConfigurationError` for a base that
-        is no local model, and for a folder without a complete datastore of that model.
+        """Load a datastore onto the model's device, at 4 bytes a number. Raises `ConfigurationError` if `base` is no
+        local model, and for a folder without a complete datastore of that model.
         """
         if not isinstance(base, LocalModel):
             raise _no_local_model(model)
@@ -49,7 +49,7 @@ class KnnBackend:
 
     @property
     def entries(self) -> int:
-        """Of the datastore."""
+        """The number of entries in the datastore."""
         return self._datastore.store.manifest.entries
 
     @property
@@ -63,9 +63,9 @@ class KnnBackend:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        """The answer as it becomes certain; closing the iterator cancels the work.
+        """Yield verified tokens; closing the iterator cancels the work.
 
-        Raises `InvalidRequestError` as the base does, and for several choices and log-probabilities.
+        Raises `InvalidRequestError` as the base does, and for several choices or log-probabilities.
         """
         session = await self._base.open_steps(request)
         decoder = self._decoder(speculation=request.speculation)
@@ -78,7 +78,7 @@ class KnnBackend:
                 yield delta
 
     async def aclose(self) -> None:
-        """The base is closed by who built it."""
+        """Does nothing: whoever built the base closes it."""
 
     def _decoder(self, *, speculation: bool) -> KnnDecoder:
         settings, store = self.settings, self._datastore.store
@@ -94,7 +94,7 @@ class KnnBackend:
 
 @dataclass(slots=True)
 class KnnStrategy(Strategy[KnnLmSettings]):
-    """`[models.name] strategy = "knnlm"`: a `KnnBackend` that is there once `prepare` has read its datastore."""
+    """`[models.name] strategy = "knnlm"`: a `KnnBackend` that can answer after `prepare` has loaded its datastore."""
 
     name: str
     settings: KnnLmSettings
@@ -121,7 +121,7 @@ class KnnStrategy(Strategy[KnnLmSettings]):
         return []
 
     async def inspect(self) -> list[str]:
-        """Only opens the datastore. Raises `ConfigurationError` for one that the model cannot use."""
+        """Open the datastore without loading it. Raises `ConfigurationError` if the model cannot use it."""
         fingerprint = getattr(self.base.backend, "fingerprint", None)
         if fingerprint is None:
             raise _no_local_model(self.settings.base)

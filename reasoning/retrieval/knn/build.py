@@ -1,4 +1,4 @@
-"""From a corpus to a KNN-LM datastore (Khandelwal et al. 2020, section 2): every text read once by the model."""
+"""Builds a KNN-LM datastore (Khandelwal et al. 2020, section 2): the model reads every text of a corpus once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from agentspec.backends.base import HiddenStates
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knn.datastore import DatastoreManifest, DatastoreWriter
 
-BATCH_TOKENS = 1024  # in one forward: more are no faster on a CPU
-WINDOW = 1024  # tokens that a state looks back on at most; longer texts are read in pieces
+BATCH_TOKENS = 1024  # tokens in one forward: more are no faster on a CPU
+WINDOW = 1024  # most tokens of context for a hidden state; longer texts are read in pieces
 
 Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a build is: documents and entries that are safe, of `total` documents."""
+    """Progress of a build: documents and entries that are safely on disk, of `total` documents."""
 
     documents: int
     entries: int
@@ -33,12 +33,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Files of JSON lines with `text` and perhaps `title`, which then begins the text; gzip-compressed if named so."""
+    """Files of JSON lines with `text` and perhaps `title`, which begins the text; `.gz` files are decompressed."""
 
     files: tuple[Path, ...]
 
     def digest(self) -> str:
-        """A hash of all that is in the files."""
+        """A hash of the contents of all files."""
         hashed = hashlib.sha256()
         for file in self.files:
             with file.open("rb") as stream:
@@ -49,7 +49,7 @@ class Corpus:
         return sum(1 for _ in self._lines())
 
     def texts(self) -> Iterator[str]:
-        """The documents in order. Raises `ConfigurationError` naming the line that is none."""
+        """The documents' texts in order. Raises `ConfigurationError` that names a line which is no document."""
         for file, number, line in self._lines():
             try:
                 record = json.loads(line)
@@ -74,9 +74,9 @@ async def build(
     encode: Encode,
     progress: Callable[[Progress], None],
 ) -> DatastoreManifest:
-    """Read what is not in `folder` yet and finish the datastore there. A build that is cut off loses one batch.
+    """Add the documents that `folder` lacks and finish its datastore. An interrupted build loses at most one batch.
 
-    Raises `ConfigurationError` for a folder with something else in it and for lines that are no documents.
+    Raises `ConfigurationError` for a folder with another datastore and for lines that are no documents.
     """
     fresh = DatastoreManifest(model, backend.fingerprint, corpus.digest())
     total = corpus.count()
@@ -93,7 +93,7 @@ async def build(
 
 
 def _batches(texts: Iterator[str], encode: Encode) -> Iterator[tuple[int, list[list[int]]]]:
-    """Texts in tokens, as many as fill a forward: the number of whole documents, and the pieces they were cut into."""
+    """Batches that fill a forward: the number of documents, and the token sequences that they were cut into."""
     documents, pieces = 0, list[list[int]]()
     for text in texts:
         documents += 1
@@ -106,13 +106,13 @@ def _batches(texts: Iterator[str], encode: Encode) -> Iterator[tuple[int, list[l
 
 
 def _windows(tokens: Sequence[int]) -> list[list[int]]:
-    """Pieces of `WINDOW` states each, which share the token between them; those without a next token are left out."""
+    """Pieces of `WINDOW` states each; neighbouring pieces share a token. Pieces without a next token are left out."""
     pieces = (list(tokens[start : start + WINDOW + 1]) for start in range(0, len(tokens), WINDOW))
     return [piece for piece in pieces if len(piece) > 1]
 
 
 def open_lines(file: Path) -> IO[str]:
-    """A text file to read, gzip-compressed if it is named so."""
+    """Open a text file for reading, and decompress it if its name ends in `.gz`."""
     if file.suffix == ".gz":
         return gzip.open(file, "rt", encoding="utf-8")
     return file.open(encoding="utf-8")

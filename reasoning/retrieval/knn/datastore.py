@@ -1,7 +1,7 @@
-"""A KNN-LM datastore on disk: for each token of a corpus the hidden state before it, and the token.
+"""A KNN-LM datastore on disk: one entry for each token of a corpus, with the hidden state before it and the token.
 
-A folder of `keys` (float16, [entries, width]), `values` (int32, [entries]) and `manifest.json`. Files only grow; the
-manifest records how much of them counts, and is replaced atomically, so that a build goes on where it was killed.
+The folder holds `keys` (float16, [entries, width]), `values` (int32, [entries]) and `manifest.json`. The first two
+only grow. The manifest records how many entries are valid and is replaced atomically: a killed build can be resumed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Values = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DatastoreManifest:
-    """What a datastore holds so far: `documents` of a corpus with hash `corpus`, by a model with `fingerprint`."""
+    """The contents so far: `documents` documents of the corpus with hash `corpus`, read by the model `fingerprint`."""
 
     model: str
     fingerprint: str
@@ -40,7 +40,7 @@ class DatastoreManifest:
 
     @classmethod
     def read(cls, folder: Path) -> DatastoreManifest | None:
-        """That of a folder, None where there is none. Raises `ConfigurationError` for one that cannot be read."""
+        """The manifest in `folder`; None if there is none. Raises `ConfigurationError` if it cannot be read."""
         try:
             manifest = cls(**json.loads((folder / MANIFEST).read_text()))
         except FileNotFoundError:
@@ -96,9 +96,9 @@ class Datastore:
 
 
 class DatastoreWriter:
-    """Appends to the datastore in `folder`, behind what its manifest counts; what lies behind that is cut off.
+    """Appends to the datastore in `folder`, after cutting off entries that its manifest does not count.
 
-    Raises `ConfigurationError` for a folder with a datastore of another model or corpus, and for one that another
+    Raises `ConfigurationError` for a folder with a datastore of another model or corpus, and for a folder that another
     build is writing to.
     """
 
@@ -113,7 +113,7 @@ class DatastoreWriter:
         self._values.truncate(self.manifest.entries * np.dtype(np.int32).itemsize)
 
     def append(self, keys: Sequence[NDArray[np.float32]], values: Sequence[Sequence[int]], documents: int) -> None:
-        """Add the entries of `documents` more documents: they are there after a crash once this returns."""
+        """Add the entries of `documents` more documents. Once this returns, the entries survive a crash."""
         for rows, tokens in zip(keys, values, strict=True):
             self._keys.write(rows.astype(np.float16).tobytes())
             self._values.write(np.asarray(tokens, np.int32).tobytes())
@@ -127,7 +127,7 @@ class DatastoreWriter:
         )
 
     def finish(self) -> DatastoreManifest:
-        """Everything is there. Raises `ConfigurationError` for a corpus that gave no entries."""
+        """Mark the datastore as complete. Raises `ConfigurationError` for a corpus that gave no entries."""
         if not self.manifest.entries:
             raise ConfigurationError("the corpus has no text of two tokens or more")
         self._replace(replace(self.manifest, complete=True))
@@ -149,7 +149,7 @@ class DatastoreWriter:
 
 
 def _locked(folder: Path) -> FileLock:
-    """Ends with the process that holds it, if not before."""
+    """Lock the folder. The lock ends with this process at the latest."""
     lock = FileLock(folder / "writer.lock", timeout=0, thread_local=False)
     try:
         lock.acquire()
@@ -159,7 +159,7 @@ def _locked(folder: Path) -> FileLock:
 
 
 def _continued(folder: Path, fresh: DatastoreManifest) -> DatastoreManifest:
-    """The manifest to go on from: that of the folder if it is of the same model and corpus."""
+    """The manifest to continue from: the folder's if there is one, else `fresh`. Model and corpus must be the same."""
     found = DatastoreManifest.read(folder)
     if found is None:
         return fresh

@@ -1,8 +1,8 @@
-"""KNN-LM with speculative retrieval: neighbours are guessed from the request's cache and verified a batch at a time.
+"""KNN-LM with speculative retrieval: guesses neighbours from the request's cache, and verifies guesses in batches.
 
-KNN-LM by Khandelwal et al. 2020, its speculation by RaLMSpec (Zhang et al. 2024, section 5.3). The answer is that of a
-KNN-LM that asks the datastore for every token, byte for byte: each token is drawn from the same numbers with the
-same noise, and a guess only decides whether the forward that follows it is there already.
+KNN-LM is by Khandelwal et al. 2020, its speculation by RaLMSpec (Zhang et al. 2024, section 5.3). The answer equals,
+byte for byte, that of a KNN-LM which searches the datastore for every token: each token is drawn from the same scores
+with the same noise. A right guess only means that the forward after the token has already been computed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from agentspec.reasoning.retrieval.knn.search import DatastoreSearch, NeighbourC
 from agentspec.speculation.stride import RunningMean, os3
 from agentspec.types import KnnSpeculation
 
-WINDOW = 8  # searches that the hit rate is estimated from
-SLACK = 1e-4  # of probability: far more than rounding to float32 moves
+WINDOW = 8  # the hit rate is estimated from so many searches
+SLACK = 1e-4  # of probability: far more than the error of rounding to float32
 
 Prior = NDArray[np.float64]
 
@@ -30,7 +30,7 @@ Prior = NDArray[np.float64]
 class Mixture:
     """KNN-LM's distribution (Khandelwal et al. 2020, section 2).
 
-    p(y) = weight * p_knn(y) + (1 - weight) * p_lm(y), where p_knn shares by exp(-distance / temperature).
+    p(y) = weight * p_knn(y) + (1 - weight) * p_lm(y), where p_knn weighs neighbours by exp(-distance / temperature).
     """
 
     weight: float
@@ -44,14 +44,14 @@ class Mixture:
         return shifted
 
     def scores(self, prior: Prior, neighbours: Neighbours) -> Floats:
-        """log p [vocab], to be drawn from as if they were logits."""
+        """log p [vocab], which the sampler uses like logits."""
         tokens, shares = self._shares(neighbours)
         mixed = prior.copy()
         mixed[tokens] = np.logaddexp(mixed[tokens], np.log(self.weight) + np.log(shares))
         return mixed.astype(np.float32)
 
     def decided(self, prior: Prior) -> int | None:
-        """The likeliest token, where no neighbours can change that: they add `weight` to another at most."""
+        """The likeliest token if no neighbours can change it, else None: they add at most `weight` to another token."""
         best = int(prior.argmax())
         if np.exp(prior[best]) <= self.weight:
             return None
@@ -59,7 +59,7 @@ class Mixture:
         return best if np.exp(prior[best]) > np.exp(second) + self.weight + SLACK else None
 
     def _shares(self, neighbours: Neighbours) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """The neighbours' tokens, each once, and the probability of each, summed from the nearest on."""
+        """The distinct tokens of the neighbours, and the probability of each, summed from the nearest neighbour on."""
         distances = neighbours.distances
         weights = np.exp((distances[0] - distances) / self.temperature)
         tokens, places = np.unique(neighbours.tokens, return_inverse=True)
@@ -69,10 +69,10 @@ class Mixture:
 
 @dataclass(slots=True)
 class KnnStride:
-    """OS3 (Zhang et al. 2024, section 4), verification waited for: the stride with the most verified queries a second.
+    """OS3 (Zhang et al. 2024, section 4) with synchronous verification: the stride that verifies most queries a second.
 
-    A search takes hardly longer for more queries, and the wrong guess of a batch costs nothing more: its token is drawn
-    from what the search found. A stride of 1 is therefore sequential retrieval. `fixed` does not adapt.
+    A search takes hardly longer for more queries. A batch's first wrong guess costs no further search: its token is
+    drawn from what the search found. A stride of 1 is therefore sequential retrieval. `fixed` turns adaptation off.
     """
 
     fixed: int | None = None
@@ -82,18 +82,18 @@ class KnnStride:
 
     @property
     def gamma(self) -> float:
-        """Share of right guesses, of which one right and one wrong are taken for granted."""
+        """Share of right guesses, estimated with one right and one wrong guess added."""
         return (1 + sum(right for right, _ in self._seen)) / (2 + sum(tried for _, tried in self._seen))
 
     def guessed(self, seconds: float) -> None:
-        """What it took to come to one query and guess its answer, the model's forwards included."""
+        """Record the time from one guess to the next, the model's forward included."""
         self._guess.add(seconds)
 
     def searched(self, seconds: float) -> None:
         self._search.add(seconds)
 
     def verified(self, right: int, *, wrong: bool) -> None:
-        """A search confirmed `right` guesses and, where there was a `wrong` one behind them, corrected it."""
+        """Record that a search confirmed `right` guesses and, if `wrong`, corrected the guess after them."""
         self._seen.append((right, right + wrong))
 
     def choose(self) -> int:
@@ -106,9 +106,9 @@ class KnnStride:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenGuess:
-    """One token ahead of what is known: the model's part of its distribution, the query, and what was drawn.
+    """A token ahead of the verified text: the model's part of its distribution, the query, and the token drawn.
 
-    `token` is None where there was nothing to guess from; `decided` where no neighbour can change it.
+    `token` is None if the cache was empty or absent. `decided`: no neighbours can change the token.
     """
 
     prior: Prior
@@ -119,9 +119,9 @@ class TokenGuess:
 
 @dataclass(slots=True)
 class KnnCounters:
-    """What an answer took: forwards, tokens `decided` without neighbours, guesses and how many came true, and seconds.
+    """Counts of one answer: forwards, tokens `decided` without neighbours, guesses, right guesses, and seconds.
 
-    `trace` has the queries of each search.
+    `trace` lists the number of queries of each search.
     """
 
     forwards: int = 0
@@ -153,9 +153,9 @@ class KnnCounters:
 
 @dataclass(slots=True)
 class KnnDecoder:
-    """Decodes one answer, a forward or a search at a time. `cache` is None for sequential KNN-LM.
+    """Decodes one answer, one forward or one search at a time. `cache` is None for sequential KNN-LM.
 
-    With `bound`, a token that the model alone decides (see `Mixture.decided`) asks for no neighbours.
+    With `bound`, no search is made for a token that the model alone decides (see `Mixture.decided`).
     """
 
     datastore: DatastoreSearch
@@ -171,7 +171,7 @@ class KnnDecoder:
     _since: float | None = None  # the end of the last guess or search
 
     def advance(self, steps: StepwiseDecoding) -> list[int]:
-        """Do the next forward or search; the tokens that are certain now."""
+        """Do the next forward or search, and return the tokens that this verified."""
         if self._due():
             return self._verify(steps)
         if not self._pending:
@@ -190,7 +190,7 @@ class KnnDecoder:
         return sum(not guess.decided for guess in self._pending)
 
     def _due(self) -> bool:
-        """Whether the guesses have to be verified before there can be more."""
+        """Whether the guesses have to be verified before the next guess."""
         if not self._pending:
             return False
         return self._over or self._pending[-1].token is None or self._queries >= self.stride.choose()
@@ -215,7 +215,7 @@ class KnnDecoder:
         return TokenGuess(prior, state.hidden, token)
 
     def _verify(self, steps: StepwiseDecoding) -> list[int]:
-        """Draw every guessed token again, now from the datastore's neighbours, up to the first that is another."""
+        """Draw every guessed token again, now with the datastore's neighbours, up to the first that differs."""
         pending, self._pending = self._pending, []
         neighbours = iter(self._search([guess.query for guess in pending if not guess.decided]))
         steps.rewind(self._known)
@@ -246,7 +246,7 @@ class KnnDecoder:
         return found
 
     def _count(self, pending: Sequence[TokenGuess], tokens: Sequence[int]) -> None:
-        """Note how the guesses did, as far as they were verified."""
+        """Count which of the verified guesses were right."""
         seen = list(zip(pending, tokens, strict=False))
         guessed = [guess.token == token for guess, token in seen if guess.token is not None and not guess.decided]
         self.counters.decided += sum(guess.decided for guess, _ in seen)

@@ -1,4 +1,4 @@
-"""The nearest entries of a datastore: exactly, in one order for everyone; and those of a request's own cache."""
+"""Nearest-neighbour search: exact and reproducible in a datastore, and approximate in a request's cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Entries = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """Entries [n] with their squared distances and tokens: nearest first, of equally near ones the smaller id."""
+    """Entries [n] with their squared distances and tokens, nearest first; ties are ordered by entry id."""
 
     entries: Entries
     distances: Distances
@@ -28,16 +28,16 @@ class Neighbours:
 
 
 class DatastoreSearch:
-    """Exact search. An answer depends on its query alone, not on the batch that it was asked in."""
+    """Exact search. A result depends only on its query, not on the other queries of the batch."""
 
     def __init__(self, store: Datastore, scan: Scan) -> None:
         self.store = store
         self._scan = scan
 
     def search(self, queries: Floats, count: int) -> list[Neighbours]:
-        """The `count` nearest entries, or all there are, for each of `queries` [q, width]; one pass for all of them.
+        """The `count` nearest entries for each of `queries` [q, width], or all entries if there are fewer, in one pass.
 
-        The scan only narrows down: what counts is the distance between query and stored key in float64.
+        The scan only selects candidates; float64 distances between query and stored keys rank them.
         """
         candidates = self._scan.near(queries, count)
         return [self._exact(query, near, count) for query, near in zip(queries, candidates, strict=True)]
@@ -49,10 +49,10 @@ class DatastoreSearch:
 
 
 class NeighbourCache:
-    """Entries that a request has come near to: those it found, and what follows each of them in the corpus.
+    """A request's cache of the entries that its searches found and of the entries after each of them in the corpus.
 
-    The text goes on as its neighbours did, so the next query's neighbours are likely among them (RaLMSpec, Zhang et
-    al. 2024, section 5.3). The oldest make room for new ones.
+    A text often continues as its neighbours did, so that the cache likely holds the next query's neighbours (RaLMSpec,
+    Zhang et al. 2024, section 5.3). New entries evict the oldest.
     """
 
     def __init__(self, store: Datastore, prefetch: int, capacity: int = CACHED) -> None:
@@ -67,7 +67,7 @@ class NeighbourCache:
         return len(self._entries)
 
     def add(self, found: Iterable[Neighbours]) -> None:
-        """Take in what queries found, with the entries that follow."""
+        """Add found entries, and the entries that follow each of them in the corpus."""
         wanted = np.concatenate([(each.entries[:, None] + self._ahead).ravel() for each in found])
         fresh = np.setdiff1d(wanted[wanted < len(self._store.values)], self._entries)
         keys = self._store.keys[fresh].astype(np.float32)
@@ -79,7 +79,7 @@ class NeighbourCache:
         self._halves = np.concatenate([self._halves[kept], halves])[-self._capacity :]
 
     def search(self, query: Floats, count: int) -> Neighbours:
-        """The `count` nearest entries here, by float32 distances: what is right about them is found out later."""
+        """The `count` nearest cached entries by float32 distances; a search of the datastore verifies them later."""
         halves = self._halves - np.einsum("ij,j->i", self._keys, query)
         best = np.argpartition(halves, min(count, len(halves)) - 1)[:count]
         distances = 2 * halves[best].astype(np.float64) + float(np.square(query, dtype=np.float64).sum())
@@ -87,12 +87,12 @@ class NeighbourCache:
 
 
 def squared_distances(keys: Keys, query: Floats) -> Distances:
-    """Between each of `keys` [n, width] and `query` [width]: summed key by key, so that company changes nothing."""
+    """Distances of `keys` [n, width] from `query` [width]. Each row is summed by itself: other keys never change it."""
     differences = keys.astype(np.float64) - query
     return np.asarray(np.square(differences, out=differences).sum(axis=1))
 
 
 def nearest(entries: Entries, distances: Distances, tokens: Values, count: int) -> Neighbours:
-    """The first `count` by distance, then entry."""
+    """The first `count` entries, ordered by distance and then by entry id."""
     order = np.lexsort((entries, distances))[:count]
     return Neighbours(entries[order], distances[order], tokens[order])

@@ -1,8 +1,7 @@
-"""What a knowledge base is: batched search over documents, its version, and how it ranks.
+"""The interface of knowledge bases: batched search over documents, a version, and a metric that ranks documents.
 
-Ranking is a total order: the higher score first, of equal scores the smaller document id. A query's answer does not
-depend on which queries it was asked together with; a knowledge base that cannot promise that cannot be speculated on
-exactly.
+Documents are ranked by score, highest first, and ties by document id, smallest first. A query's result must not depend
+on the other queries of its batch; otherwise speculation could change answers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document by its id; two with one id are the same document."""
+    """A document. Two documents with the same id are the same document."""
 
     id: str
     text: str
@@ -27,7 +26,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Query:
-    """A query's text and what its knowledge base searches by: a vector [dimensions], token ids, or nothing more."""
+    """A query's text, and the features that the knowledge base searches by: a vector [dimensions], words, or None."""
 
     text: str
     features: Any = None
@@ -35,7 +34,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
-    """A document found. `features` is what the metric needs to score it again: a vector, term weights, or nothing."""
+    """A found document. With `features` the metric can score it again: a vector, term weights, or None."""
 
     document: Document
     score: float
@@ -44,17 +43,17 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The answer to a batch of queries: for each the best documents, best first, all of one `version`."""
+    """The result of a batch of queries: for each query its best documents, best first, all of one `version`."""
 
     version: str
     hits: tuple[tuple[Hit, ...], ...]
 
 
 class Metric(Protocol):
-    """How a knowledge base ranks, for scoring a few documents here: its best document, if among them, is the best."""
+    """Scores a few documents as the knowledge base does: its best document, if among them, also ranks first here."""
 
     async def encode(self, text: str) -> Query:
-        """The query of one text; always encoded by itself, so that nothing depends on its company."""
+        """Encode one text as a query. Texts are encoded one by one, so that other texts never change the result."""
         ...
 
     def scores(self, query: Query, hits: Sequence[Hit]) -> NDArray[np.float64]:
@@ -70,9 +69,9 @@ class KnowledgeBase(Protocol):
     def metric(self) -> Metric: ...
 
     async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        """The best `count` documents for each query, or as many as there are; a larger count begins with the same ones.
+        """The best `count` documents for each query, or all if there are fewer. A larger count only adds documents.
 
-        Raises `KnowledgeBaseError` when it cannot be asked, `ConfigurationError` for queries of another metric.
+        Raises `KnowledgeBaseError` if the search fails, `ConfigurationError` for queries of another metric.
         """
         ...
 
@@ -82,15 +81,15 @@ class KnowledgeBase(Protocol):
 
 
 def ranked(hits: Sequence[Hit], scores: NDArray[np.float64]) -> list[Hit]:
-    """`hits` in the order of `scores`, the smaller id first among equals."""
+    """`hits` by descending `scores`; ties are ordered by document id."""
     order = sorted(range(len(hits)), key=lambda i: (-scores[i], hits[i].document.id))
     return [hits[i] for i in order]
 
 
 def best_rows(scores: NDArray[np.float64], count: int) -> NDArray[np.int64]:
-    """The places of the `count` highest scores, or of all if there are fewer: better first, of equals the earlier.
+    """The rows of the `count` highest scores, or all rows if there are fewer, highest first; ties in row order.
 
-    An index whose rows stand in the order of their documents' ids thus ranks as `ranked` does.
+    An index whose rows are sorted by document id thus ranks as `ranked` does.
     """
     chosen = np.arange(len(scores))
     if count < len(scores):

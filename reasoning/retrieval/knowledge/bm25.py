@@ -17,7 +17,7 @@ _WEIGHTS, _VOCABULARY = "bm25.npz", "vocabulary.json"
 
 
 class Bm25Metric:
-    """A document's score is the sum of its own weights of the query's terms: a hit that carries them needs no index."""
+    """A document's score is the sum of its weights for the query's terms. Hits carry them: no index is needed."""
 
     async def encode(self, text: str) -> Query:
         return Query(text, terms(text))
@@ -28,10 +28,10 @@ class Bm25Metric:
 
 
 class Bm25Index:
-    """Every term's documents and their weights (float64), and the way back from a document to its terms.
+    """Maps each term to its documents with their weights (float64), and each document to its terms.
 
-    `weights` and `rows` [entries] hold term after term, cut at `starts` [terms + 1]; `documents` stand in the order of
-    their ids, so that the order of rows is the order of equals.
+    `weights` and `rows` [entries] hold the entries term by term; term t has those from `starts[t]` to `starts[t + 1]`.
+    `documents` are sorted by id, so that ties are ranked in row order.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Bm25Index:
 
     @classmethod
     def build(cls, documents: Sequence[Document]) -> Bm25Index:
-        """Index titles and texts without English stop words. Raises `ConfigurationError` where no word is left."""
+        """Index titles and texts without English stop words. Raises `ConfigurationError` if no word is left."""
         import bm25s
         from bm25s.stopwords import STOPWORDS_EN
 
@@ -70,7 +70,7 @@ class Bm25Index:
 
     @classmethod
     def load(cls, folder: Path, documents: Sequence[Document]) -> Bm25Index:
-        """The index that `save` wrote. Raises `OSError`, `ValueError` or `KeyError` for files that are not whole."""
+        """Load the index that `save` wrote. Raises `OSError`, `ValueError` or `KeyError` for damaged files."""
         with np.load(folder / _WEIGHTS) as arrays:
             weights, rows, starts = arrays["weights"], arrays["rows"], arrays["starts"]
         return cls(documents, json.loads((folder / _VOCABULARY).read_text("utf-8")), weights, rows, starts)
@@ -80,7 +80,7 @@ class Bm25Index:
         (folder / _VOCABULARY).write_text(json.dumps(self._words, ensure_ascii=False), "utf-8")
 
     def search(self, queries: Sequence[Query], count: int) -> list[tuple[Hit, ...]]:
-        """The best `count` documents for each query, those that share no term with it last, by id."""
+        """The best `count` documents for each query. Documents that share no term with it come last, by id."""
         return [self._search(terms_of(query), count) for query in queries]
 
     def _search(self, wanted: Sequence[str], count: int) -> tuple[Hit, ...]:
@@ -92,7 +92,7 @@ class Bm25Index:
         return tuple(Hit(self.documents[row], float(scores[row]), self._own(row)) for row in best_rows(scores, count))
 
     def _own(self, row: int) -> dict[str, float]:
-        """The weights of a document's own terms."""
+        """The weights of the terms in one document."""
         entries = self._entries[self._document_starts[row] : self._document_starts[row + 1]]
         at = np.searchsorted(self._starts, entries, side="right") - 1
         return {self._words[term]: float(weight) for term, weight in zip(at, self._weights[entries], strict=True)}

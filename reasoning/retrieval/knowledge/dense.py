@@ -1,7 +1,7 @@
 """Search by sentence embeddings: exact by a scan of all vectors, or approximate by a graph (HNSW).
 
-A score is the dot product of two float32 vectors, summed in float64 in one fixed order. faiss finds candidates; its own
-scores, whose rounding depends on how many queries share a call, decide nothing.
+A score is the dot product of two float32 vectors, summed in float64 in a fixed order. faiss only finds candidates: its
+own scores are not used for ranking, because their rounding depends on the number of queries in a call.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, b
 Vectors = NDArray[np.float32]
 DenseKind = Literal["dense", "hnsw"]
 
-TOGETHER = 8  # queries from which one matrix product is faster than as many scans, which read the vectors once each
-MARGIN = 16  # candidates beyond those asked for, so that one look nearly always settles the order
-LINKS, BUILD_POOL, POOL = 32, 200, 128  # of the graph: edges a vector, candidates while it is built, and in a search
+TOGETHER = 8  # from so many queries on, one matrix product is faster than a scan of all vectors for each query
+MARGIN = 16  # extra candidates, so that one search nearly always settles the order
+LINKS, BUILD_POOL, POOL = 32, 200, 128  # of the graph: edges per vector, candidates in building and in a search
 _FILE = "index.faiss"
 _CHUNK = 65536
 
@@ -31,7 +31,7 @@ class Encoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the vectors that it gives."""
+        """Identifies the model: encoders that give different vectors have different fingerprints."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class Encoder(Protocol):
         ...
 
     def encode_all(self, texts: Sequence[str], advance: Callable[[int], None]) -> Vectors:
-        """The vectors [texts, dimensions] of documents, in batches; `advance` gets how many are done. Blocks."""
+        """Encode documents in batches as vectors [texts, dimensions]; `advance` receives the number done. Blocks."""
         ...
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Encoder(Protocol):
 
 
 class DenseMetric:
-    """The dot product with a hit's own vector."""
+    """Scores a hit by the dot product of the query's vector and the hit's vector."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder = encoder
@@ -67,22 +67,22 @@ class DenseMetric:
 
 
 def products(vectors: Vectors, query: Vectors) -> NDArray[np.float64]:
-    """The dot products [n] of `vectors` [n, d] with `query` [d]; each row is summed by itself, in the same order."""
+    """The dot products [n] of `vectors` [n, d] with `query` [d]; every row is summed by itself in the same order."""
     rows = np.ascontiguousarray(vectors, np.float64) * query.astype(np.float64)
     return np.array([np.add.reduce(row) for row in rows], np.float64)
 
 
 def vector(features: Any, dimensions: int) -> Vectors:
-    """`features` as the vector it has to be. Raises `ConfigurationError` for anything else."""
+    """Check that `features` is a vector of this size and return it. Raises `ConfigurationError` otherwise."""
     if not (isinstance(features, np.ndarray) and features.shape == (dimensions,) and features.dtype == np.float32):
         raise ConfigurationError(f"not a vector of {dimensions} numbers: use this knowledge base's own metric")
     return features
 
 
 class DenseIndex:
-    """Documents in the order of their ids and the faiss index over their vectors, in the same order.
+    """Documents sorted by id, and a faiss index of their vectors in the same order.
 
-    `threads` are those of one search. More than one compete with the local engine for its cores.
+    One search uses `threads` threads. More than one compete with the local engine for cores.
     """
 
     def __init__(self, documents: Sequence[Document], index: Any, encoder: Encoder, *, threads: int = 1) -> None:
@@ -114,7 +114,7 @@ class DenseIndex:
         if kind == "hnsw":
             index = faiss.IndexHNSWFlat(vectors.shape[1], LINKS, faiss.METRIC_INNER_PRODUCT)
             index.hnsw.efConstruction, index.hnsw.efSearch = BUILD_POOL, POOL
-        faiss.omp_set_num_threads(1)  # a graph built by several threads is never the same twice
+        faiss.omp_set_num_threads(1)  # several threads would build a different graph each time
         for part in _parts(vectors):
             index.add(np.ascontiguousarray(part, np.float32))
             advance(len(part))
@@ -122,7 +122,7 @@ class DenseIndex:
 
     @classmethod
     def load(cls, folder: Path, documents: Sequence[Document], encoder: Encoder, *, threads: int = 1) -> DenseIndex:
-        """The index that `save` wrote. Raises `RuntimeError` or `ValueError` for a file that is not whole."""
+        """Load the index that `save` wrote. Raises `RuntimeError` or `ValueError` for a damaged file."""
         import faiss
 
         return cls(documents, faiss.read_index(str(folder / _FILE)), encoder, threads=threads)
@@ -137,22 +137,22 @@ class DenseIndex:
         return hasattr(self._index, "hnsw")
 
     def search(self, queries: Sequence[Query], count: int) -> list[tuple[Hit, ...]]:
-        """The best `count` documents for each query; an approximate index gives at most `POOL`."""
+        """The best `count` documents for each query; an approximate index finds at most `POOL`."""
         if not queries:
             return []
         import faiss
 
-        faiss.omp_set_num_threads(self._threads)  # holds for the calling thread alone
+        faiss.omp_set_num_threads(self._threads)  # sets the calling thread only
         matrix = np.stack([vector(query.features, self._index.d) for query in queries])
         return self._approximate(matrix, count) if self.approximate else self._exact(matrix, count)
 
     def _approximate(self, queries: Vectors, count: int) -> list[tuple[Hit, ...]]:
-        """As many candidates whatever `count` is, so that the best do not depend on it."""
+        """Rank `POOL` candidates whatever `count` is, so that the best documents do not depend on `count`."""
         _, found = self._index.search(queries, POOL)
         return [self._hits(*self._ranked(rows, query), count) for rows, query in zip(found, queries, strict=True)]
 
     def _exact(self, queries: Vectors, count: int) -> list[tuple[Hit, ...]]:
-        """Look at ever more candidates until no other document can belong to the best `count` of any query."""
+        """Rank more and more candidates until no other document can be among the best `count` of any query."""
         hits: list[tuple[Hit, ...]] = [()] * len(queries)
         unsettled, size = list(range(len(queries))), count + MARGIN
         while unsettled:
@@ -171,17 +171,17 @@ class DenseIndex:
         """The highest scores [queries, count] as faiss computes them, and their rows."""
         import faiss
 
-        # The threshold is the whole process's, but no result depends on it: nothing has to be put back.
+        # The threshold is global to the process. No result depends on it, so it need not be restored.
         faiss.cvar.distance_compute_blas_threshold = 0 if len(queries) >= TOGETHER else 1 << 30
         coarse, rows = self._index.search(queries, count)
         return coarse, rows
 
     def _error(self, query: Vectors) -> float:
-        """How far a float32 score may be off: twice the bound d u |x| |y|, which holds for sums in any order."""
+        """The most that a float32 score may be off: twice the bound d u |x| |y|, which holds for sums in any order."""
         return float(2.0**-23 * self._index.d * self._longest * np.linalg.norm(query))
 
     def _ranked(self, rows: NDArray[np.int64], query: Vectors) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Candidates in order, with their scores; faiss marks places that it could not fill with -1."""
+        """The candidates by rank, with their scores. In `rows`, faiss marks places that it could not fill with -1."""
         rows = np.sort(rows[rows >= 0])
         scores = products(self._vectors[rows], query)
         order = best_rows(scores, len(scores))
@@ -199,7 +199,7 @@ def _parts(vectors: Vectors) -> list[Vectors]:
 
 
 def _stored(index: Any) -> Vectors:
-    """The vectors [n, d] inside a faiss index, not a copy; the index must outlive them."""
+    """A view of the vectors [n, d] inside a faiss index; the index must outlive the view."""
     import faiss
 
     flat: Any = faiss.downcast_index(index.storage) if hasattr(index, "hnsw") else index

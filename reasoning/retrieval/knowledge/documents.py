@@ -1,4 +1,4 @@
-"""The documents that speculation draws on: what the knowledge base has returned, ranked by its own metric."""
+"""The cache that documents are guessed from: documents that searches returned, ranked by the base's own metric."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from agentspec.reasoning.retrieval.knowledge.base import Hit, Metric, Query, ranked
 
-OVERHEAD = 512  # bytes of a document beside its text and its features
+OVERHEAD = 512  # bytes of a document without its text and features
 
 
 class RetrievedDocuments:
-    """Documents by id, all of one version of one knowledge base; those not found for the longest time are evicted.
+    """Cached documents by id, all of one version of one knowledge base; the least recently found are evicted.
 
-    If the knowledge base's best document for a query is here, it is the best one here: scores are the knowledge base's
-    own (RaLMSpec, section 3.1). A wrong guess costs time and never changes an answer. One request's alone, unless
-    its owner gives it to several.
+    If the cache holds the knowledge base's best document for a query, that document also ranks first here, because both
+    use the same scores (RaLMSpec, section 3.1). A wrong guess costs time and never changes an answer. A cache belongs
+    to one request unless its owner shares it between several.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -30,7 +30,7 @@ class RetrievedDocuments:
         return len(self._hits)
 
     def add(self, version: str, found: Iterable[Sequence[Hit]]) -> None:
-        """Add what a search found; documents of another version are dropped."""
+        """Add found documents, after dropping documents of any other version."""
         if version != self.version:
             self.clear()
             self.version = version
@@ -42,7 +42,7 @@ class RetrievedDocuments:
             self.nbytes -= nbytes
 
     def best(self, query: Query, metric: Metric) -> Hit | None:
-        """The best document here; None without any."""
+        """The best cached document for `query`; None if the cache is empty."""
         hits = [hit for hit, _ in self._hits.values()]
         return ranked(hits, metric.scores(query, hits))[0] if hits else None
 
@@ -58,7 +58,7 @@ class RetrievedDocuments:
 
 
 def _bytes(features: Any) -> int:
-    """Memory of a document's features: an array's own, or that of a mapping's or sequence's items."""
+    """Bytes of a document's features: those of an array, or the sum over the items of a mapping or sequence."""
     if features is None:
         return 0
     if (nbytes := getattr(features, "nbytes", None)) is not None:

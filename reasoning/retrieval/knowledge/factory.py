@@ -1,4 +1,4 @@
-"""From a `[knowledge.NAME]` table to a knowledge base."""
+"""Opens the knowledge base that a `[knowledge.NAME]` table describes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Remo
 
 
 def open_knowledge(settings: IndexSettings | RemoteSettings) -> KnowledgeBase:
-    """Open a knowledge base: blocks while an index and its embedding model are read; a service is not asked yet.
+    """Open a knowledge base. Blocks while it reads an index and an embedding model; sends no request to a service.
 
     Raises `KnowledgeBaseError` for a folder that cannot be used, `ConfigurationError` for settings that cannot work,
-    `ModelUnavailableError` where the embedding model cannot be had.
+    `ModelUnavailableError` if the embedding model cannot be loaded.
     """
     if isinstance(settings, IndexSettings):
         path = settings.path.expanduser()
@@ -23,7 +23,7 @@ def open_knowledge(settings: IndexSettings | RemoteSettings) -> KnowledgeBase:
 
 
 def load_encoder(model: str) -> Encoder:
-    """The embedding model that a built-in name, a folder or a model-hub id leads to. Raises `ModelUnavailableError`."""
+    """Load the embedding model of a built-in name, a folder or a model-hub id. Raises `ModelUnavailableError`."""
     from agentspec.backends.torch.embeddings import SentenceEncoder
 
     return SentenceEncoder.load(model)

@@ -1,4 +1,4 @@
-"""A knowledge base on disk: documents, their index, and a manifest whose hash is the version of all that."""
+"""A knowledge base on disk: documents, an index, and a manifest whose hash is the knowledge base's version."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MANIFEST, _DOCUMENTS = "manifest.json", "documents.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class IndexManifest:
-    """What a folder holds. `files` are their SHA-256s; `model` and `encoder` (its fingerprint) are of a dense index."""
+    """The contents of a folder. `files` maps names to SHA-256s. Dense: also `model` and its fingerprint `encoder`."""
 
     kind: Kind
     documents: int
@@ -41,7 +41,7 @@ class IndexManifest:
 
     @property
     def version(self) -> str:
-        """The same for the same content, another for any other."""
+        """A hash of the manifest: equal exactly if the contents are equal."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
@@ -54,10 +54,11 @@ def build(
     model: str | None = None,
     advance: Advance = lambda what, done: None,
 ) -> IndexManifest:
-    """Index `documents` into `folder`, whole or not at all; an index that is there already is replaced.
+    """Build an index of `documents` in `folder`, atomically; it replaces an existing index.
 
-    `model` is how to find the dense kinds' `encoder` again. `advance` reports progress: what is done, and how many
-    more. Raises `ConfigurationError` for no documents, for ids given twice, and for a folder that is no index.
+    A dense index is opened later with the embedding model named `model`. `advance` reports progress: the kind of work,
+    and how many more items are done. Raises `ConfigurationError` for an empty corpus, duplicate ids, and a folder that
+    holds something else than an index.
     """
     with _replacing(folder) as fresh:
         index = index_of(documents, kind, encoder, advance)
@@ -74,7 +75,7 @@ def build(
 def in_memory(
     documents: Sequence[Document], kind: Kind, encoder: Encoder | None = None, *, version: str = "memory"
 ) -> IndexKnowledge:
-    """A knowledge base without a folder. Raises `ConfigurationError` as `build` does."""
+    """A knowledge base in memory only. Raises `ConfigurationError` as `build` does."""
     return IndexKnowledge(Snapshot(index_of(documents, kind, encoder), version))
 
 
@@ -96,17 +97,17 @@ def index_of(
 
 
 def open_folder(folder: Path, encoder_of: EncoderOf, *, model: str | None = None, threads: int = 1) -> IndexKnowledge:
-    """The knowledge base in `folder`, which may be rebuilt while it is open.
+    """Open the knowledge base in `folder`, which may be rebuilt while it is open.
 
-    `encoder_of` loads the embedding model that the manifest, or else `model`, names. Raises `KnowledgeBaseError` for a
-    folder that holds no index or a damaged one, `ConfigurationError` for another model than the index was built with.
+    `encoder_of` loads the embedding model that `model`, or else the manifest, names. Raises `KnowledgeBaseError` for a
+    folder without an index or with a damaged one, `ConfigurationError` if another model built the index.
     """
     opened = _Opened(folder, encoder_of, model, threads)
     return IndexKnowledge(opened.read(), opened.read, opened.close)
 
 
 def read_manifest(folder: Path) -> IndexManifest:
-    """Raises `KnowledgeBaseError` where there is none of this version."""
+    """Raises `KnowledgeBaseError` if `folder` has no manifest of this format."""
     try:
         values = json.loads((folder / _MANIFEST).read_text())
         if values["format"] != FORMAT:
@@ -120,7 +121,7 @@ def read_manifest(folder: Path) -> IndexManifest:
 
 
 class _Opened:
-    """A folder that is read again when its manifest is another one."""
+    """An open folder, which is read again after its manifest was replaced."""
 
     def __init__(self, folder: Path, encoder_of: EncoderOf, model: str | None, threads: int) -> None:
         self._folder, self._encoder_of, self._model, self._threads = folder, encoder_of, model, threads
@@ -129,9 +130,9 @@ class _Opened:
         self._seen: tuple[int, int] | None = None
 
     def read(self, current: Snapshot | None = None) -> Snapshot:
-        """What the folder holds: `current` if that is still so, or if the folder is not there, as while it is replaced.
+        """Read the folder. Returns `current` if the folder is unchanged, or missing because it is being replaced.
 
-        What is replaced while it is read is read again.
+        If the folder is replaced during reading, it is read again.
         """
         while True:
             seen = _stamp(self._folder)
@@ -217,7 +218,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
 
 
 def _stamp(folder: Path) -> tuple[int, int] | None:
-    """What changes when the manifest is replaced; None where there is none."""
+    """A stamp that changes when the manifest is replaced; None without a manifest."""
     try:
         stat = (folder / _MANIFEST).stat()
     except OSError:

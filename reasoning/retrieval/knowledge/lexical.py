@@ -1,4 +1,4 @@
-"""Ranking by the words of texts: how texts become terms, and a metric for documents that bring nothing but words."""
+"""Ranking by words: splits texts into terms, and scores documents that come without weights or vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TERM = re.compile(r"\w\w+")
 
 
 def terms(text: str) -> tuple[str, ...]:
-    """The words of `text` in lower case, of two letters or more, in order and as often as they occur."""
+    """All words of `text` with two letters or more, in lower case and in order, with repetitions."""
     return tuple(_TERM.findall(text.lower()))
 
 
@@ -32,7 +32,7 @@ def terms_of(query: Query) -> tuple[str, ...]:
 
 
 def weighed(query: Sequence[str], weights: Mapping[str, float]) -> float:
-    """The sum of the weights of the query's terms, in their order: the same to the last bit wherever it is taken."""
+    """The sum of the weights of the query's terms, added in the query's order, so that it is always bit-identical."""
     total = 0.0
     for term in query:
         total += weights.get(term, 0.0)
@@ -40,9 +40,9 @@ def weighed(query: Sequence[str], weights: Mapping[str, float]) -> float:
 
 
 class LexicalMetric:
-    """BM25 within the documents at hand, each of which carries how often each of its terms occurs.
+    """BM25 over the cached documents alone; each hit carries the counts of its terms.
 
-    A guess at how a knowledge base of unknown inner workings ranks: it often agrees, and promises nothing.
+    It approximates the ranking of a knowledge base whose own metric is unknown: it often agrees, but need not.
     """
 
     async def encode(self, text: str) -> Query:
@@ -64,7 +64,7 @@ class LexicalMetric:
 
 
 def with_counts(hit: Hit) -> Hit:
-    """`hit` with what `LexicalMetric` needs: its document's terms, counted once."""
+    """`hit` with the counts of its document's terms, which `LexicalMetric` needs."""
     return replace(hit, features=Counter(terms(f"{hit.document.title} {hit.document.text}")))
 
 

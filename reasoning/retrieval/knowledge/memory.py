@@ -1,4 +1,4 @@
-"""An index in memory as a knowledge base: searches run in threads, beside the event loop and the generation."""
+"""An index in memory as a knowledge base: searches run in threads and do not block the event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Metric, 
 
 
 class Index(Protocol):
-    """Searches that block. They may run in several threads at once."""
+    """An index whose searches block. Several threads may search at once."""
 
     @property
     def metric(self) -> Metric: ...
@@ -27,16 +27,16 @@ class Index(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """An index and the version of what it holds."""
+    """An index, and the version of its contents."""
 
     index: Index
     version: str
 
 
 class IndexKnowledge:
-    """A `KnowledgeBase` over an index. `refresh` gives the current snapshot before each search.
+    """A `KnowledgeBase` over an index. Each search first calls `refresh` for the current snapshot.
 
-    A new snapshot must rank as the old one does: the metric stays. `close` is called once, by `aclose`.
+    A new snapshot must have the same metric as the old one. `aclose` calls `close` once.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class IndexKnowledge:
 
     @property
     def size(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return len(self._snapshot.index.documents)
 
     async def search(self, queries: Sequence[Query], count: int) -> SearchResult:

@@ -1,4 +1,4 @@
-"""A knowledge base behind HTTP: one request for a batch of queries, and nothing believed that is not checked."""
+"""A knowledge base over HTTP: sends a batch of queries in one request, and validates everything in the response."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from agentspec.reasoning.retrieval.knowledge.wire import parse_found, search_bod
 
 
 class RemoteKnowledge:
-    """A `KnowledgeBase` that asks a service. `dense` is the metric of its embedding model, where the settings name one.
+    """A `KnowledgeBase` that queries a service. `dense` is the metric of its embedding model, if the settings name one.
 
-    A search without an answer in time is retried as often as the settings allow, by default not at all.
+    A search that fails or times out is retried as often as the settings allow, by default never.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RemoteKnowledge:
         raise AssertionError("unreachable")
 
     def _usable(self, hit: Hit) -> Hit:
-        """`hit` with what the metric needs. Raises `ValueError` where the service promised that and did not send it."""
+        """`hit` with the features that the metric needs. Raises `ValueError` if the service failed to send them."""
         if self._settings.ranks_by == "words":
             return with_counts(hit)
         if self._dense is None and not isinstance(hit.features, Mapping):
@@ -85,7 +85,7 @@ class RemoteKnowledge:
 
 
 def _http_settings(settings: RemoteSettings) -> OpenAISettings:
-    """What the HTTP edge of the upstream backend has to know."""
+    """The same settings in the form that the HTTP `Endpoint` of upstream backends takes."""
     return OpenAISettings(
         base_url=settings.url,
         api_key=settings.api_key,

@@ -1,4 +1,4 @@
-"""A knowledge base as one answer uses it: every search within a time limit and counted."""
+"""Searches a knowledge base for one answer, with a time limit and statistics."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from agentspec.errors import KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, KnowledgeBase, Query, SearchResult
 
-TRACED = 256  # strides that a trace keeps
+TRACED = 256  # most strides that the statistics keep
 
 
 @dataclass(slots=True)
 class SearchStats:
-    """What one answer took. Seconds are those that passed, each counted once.
+    """Counts and times of one answer. Times are seconds of wall time, each counted once.
 
-    `generate` and `rolled_back` are those of the rounds that stayed and that did not; `retrieve` and `verify` those of
-    waiting for the knowledge base with nothing to generate meanwhile; `encode` those of making queries.
-    `guessed_tokens` and `dropped_tokens` come from guessed documents, of rounds that stayed and that did not.
+    `generate` is the time of kept rounds, `rolled_back` that of dropped rounds. `retrieve` and `verify` are the time of
+    waiting for the knowledge base while nothing was generated; `encode` is the time of making queries.
+    `guessed_tokens` were generated with guessed documents and kept; `dropped_tokens` were dropped.
     """
 
     rounds: int = 0
@@ -40,12 +40,12 @@ class SearchStats:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the guesses that were judged and right; None without any."""
+        """Share of the verified guesses that were right; None without verified guesses."""
         return self.right / self.guesses if self.guesses else None
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Where the time went."""
+        """The seconds of each kind of work, by name."""
         names = ("generate", "rolled_back", "retrieve", "verify", "encode")
         return {name: round(getattr(self, name), 6) for name in names}
 
@@ -62,7 +62,7 @@ class SearchStats:
 
 @dataclass(slots=True)
 class SearchClient:
-    """Asks `base`, for one answer."""
+    """Encodes and sends the queries of one answer to `base`, and fills `stats`."""
 
     base: KnowledgeBase
     timeout: float
@@ -76,7 +76,7 @@ class SearchClient:
             self.stats.encode += time.perf_counter() - began
 
     async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        """The answers to all queries, in one batch. Raises `KnowledgeBaseError` for a base that fails in any way."""
+        """Search for all queries in one batch. Raises `KnowledgeBaseError` if the base fails or takes too long."""
         try:
             async with asyncio.timeout(self.timeout):
                 found = await self.base.search(queries, count)
@@ -90,7 +90,7 @@ class SearchClient:
 
 
 def first(hits: Sequence[Hit]) -> Document | None:
-    """The best document of an answer, in whatever order the answer is; of equal ones that with the smaller id."""
+    """The best document of `hits`, which may be unordered; of equal scores the smaller id. None without hits."""
     return min(hits, key=lambda hit: (-hit.score, hit.document.id)).document if hits else None
 
 

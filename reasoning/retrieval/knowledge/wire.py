@@ -1,6 +1,6 @@
-"""A knowledge base over HTTP: the JSON that a client and a service exchange (docs/retrieval.md has it in full).
+"""The JSON that clients and services of knowledge bases exchange over HTTP (docs/retrieval.md describes it in full).
 
-Texts and answers are enough. Vectors and weights are what lets a client rank as the service does.
+Texts and scores are enough. With vectors or weights a client can rank documents as the service does.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ MAX_QUERIES, MAX_COUNT = 256, 1000
 
 
 def search_body(queries: Sequence[Query], count: int, encoder: str | None) -> dict[str, Any]:
-    """The body of `POST /search`; vectors go along if `encoder`, the fingerprint of what made them, is known."""
+    """The body of `POST /search`. `encoder` is the fingerprint of the model that made the queries' vectors."""
     body: dict[str, Any] = {"queries": [_query_json(query) for query in queries], "count": count}
     return body if encoder is None else body | {"encoder": encoder}
 
 
 def found_json(found: SearchResult, encoder: str | None) -> dict[str, Any]:
-    """The answer to `POST /search`."""
+    """The response body of `POST /search`."""
     results = [[_hit_json(hit) for hit in hits] for hits in found.hits]
     answer = {"version": found.version, "results": results}
     return answer if encoder is None else answer | {"encoder": encoder}
 
 
 def parse_search(body: Any) -> tuple[list[Query], int, str | None]:
-    """The queries, how many documents for each, and the encoder of their vectors. Raises `ValueError`."""
+    """The queries, the number of documents for each, and the encoder of the vectors. Raises `ValueError`."""
     fields = _object(body, "the body")
     queries = [_parse_query(item) for item in _list(fields.get("queries"), "queries")]
     count = fields.get("count")
@@ -45,9 +45,9 @@ def parse_search(body: Any) -> tuple[list[Query], int, str | None]:
 
 
 def parse_found(answer: Any, queries: int, count: int) -> tuple[SearchResult, str | None]:
-    """An answer and the encoder it names: at most `count` documents for each query, a document once, the best first.
+    """Parse a response: at most `count` distinct documents for each query, best first, and the encoder it names.
 
-    Fewer documents are fine. Raises `ValueError` for what is no answer to that many queries.
+    Fewer documents are fine. Raises `ValueError` for a response that is invalid or not for `queries` queries.
     """
     fields = _object(answer, "the answer")
     results = _list(fields.get("results"), "results")
@@ -82,7 +82,7 @@ def _parse_query(value: Any) -> Query:
 
 
 def _parse_hits(values: Sequence[Any]) -> tuple[Hit, ...]:
-    """Of two hits of one document the better one; equals in the order of their ids."""
+    """Parse hits and sort them by score, then id; only the best hit of each document is kept."""
     distinct: dict[str, Hit] = {}
     for hit in sorted((_parse_hit(value) for value in values), key=lambda hit: (-hit.score, hit.document.id)):
         distinct.setdefault(hit.document.id, hit)
