@@ -1,7 +1,7 @@
 """Speculation middleware: agent workflows run faster, and not one token of their output changes.
 
-Everything public can be taken from here (`__init__.pyi` lists it); each name loads its module when it is first used, so
-that `import agentspec` itself is quick and imports neither torch nor numpy.
+All public names can be imported from here (`__init__.pyi` lists them). Each name loads its module on first use, so
+`import agentspec` itself is quick and imports neither torch nor numpy.
 """
 
 from __future__ import annotations
