@@ -1,4 +1,4 @@
-"""Coalesces calls to a retriever: equal calls in flight share an answer, those of one loop turn go in one batch."""
+"""Coalesces retriever calls: equal calls in flight share an answer, calls of one event-loop turn share a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Place = tuple[asyncio.AbstractEventLoop | None, Hashable]
 
 @dataclass(frozen=True, slots=True)
 class RetrieverCall:
-    """One query. Equal calls of one scope may share an answer; a call of the scope None shares with none."""
+    """One query. Equal calls of one scope may share an answer; a call whose scope is None shares nothing."""
 
     query: str
     scope: Hashable
@@ -44,7 +44,7 @@ class RequestCoalescer:
         self.coalesced = 0
 
     def ask(self, call: RetrieverCall, *, early: bool = False) -> Documents:
-        """The answer, from an equal call in flight if there is one. With `early` the next equal call gets it too."""
+        """The answer, from an equal call in flight if there is one. With `early`, the next equal call gets it too."""
         place = (None, (call.scope, call.query))
         future: Future[Documents] = Future()
         if (other := self._join(place, call, future, early)) is not None:
@@ -88,7 +88,7 @@ class RequestCoalescer:
             return None
 
     def _complete(self, place: _Place, *, failed: bool) -> None:
-        """No longer in flight. Those who waited see a failure too; the next call asks again."""
+        """Remove a finished call. Callers waiting for it get its failure too; the next call queries the retriever."""
         with self._lock:
             self._in_flight.pop(place, None)
             if failed:
@@ -108,7 +108,7 @@ class RequestCoalescer:
                 _settle(future, answer)
         finally:
             for _, future in batch:
-                future.cancel()  # of those that have no answer because this was cancelled
+                future.cancel()  # a future has no answer if this task was cancelled
 
     async def _answers(self, calls: Sequence[RetrieverCall]) -> Sequence[Documents | Exception]:
         try:
