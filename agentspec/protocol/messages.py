@@ -32,7 +32,7 @@ class _Message(Model):
     content: Content = REQUIRED
 
     def template_fields(self) -> dict[str, Any]:
-        """What the message has beside role and content."""
+        """The message's fields besides role and content."""
         return {}
 
 
@@ -47,7 +47,7 @@ class _ToolCall(Model):
 
 
 class _AssistantMessage(Model):
-    """An earlier answer, with its calls and thoughts."""
+    """An earlier answer of the model, with its tool calls and reasoning."""
 
     name: Any = None
     tool_calls: list[_ToolCall] | None = None
@@ -62,7 +62,7 @@ class _AssistantMessage(Model):
 
 
 class _ToolMessage(Model):
-    """The result of a call."""
+    """The result of a tool call."""
 
     tool_call_id: Text = REQUIRED
     name: Text | None = None
@@ -77,7 +77,7 @@ _MODELS = {"assistant": _AssistantMessage, "tool": _ToolMessage}
 
 
 def parse_message(value: Any, name: str) -> dict[str, Any]:
-    """One message as a chat template reads it. Raises `InvalidRequestError` naming what is wrong below `name`."""
+    """One message as a chat template reads it. Raises `InvalidRequestError` that names the wrong part of `name`."""
     if not isinstance(value, dict):
         raise wrong_type(name, "an object", value)
     role = validated(_ROLE, value.get("role"), f"{name}.role")
@@ -94,7 +94,7 @@ def parse_message(value: Any, name: str) -> dict[str, Any]:
 
 
 def _tidied(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant's message in one of the forms it comes in: calls without content, thoughts by either name."""
+    """An assistant message in uniform shape: content may lack beside tool calls, and reasoning has two names."""
     calls, content = message.get("tool_calls") or [], message.get("content")
     thoughts = message.get("reasoning_content") or message.get("reasoning") or None
     return {
@@ -128,7 +128,7 @@ class _Tool(Model):
 
 
 def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
-    """`tools` as their clients described them, but for nulls."""
+    """`tools` as the client described them, without null fields."""
     names = [_Tool.parse(tool, f"tools[{index}]").function.name for index, tool in enumerate(tools)]
     if len(set(names)) < len(names):
         raise InvalidRequestError("two tools have the same name", param="tools")
@@ -159,7 +159,7 @@ def parse_prediction(value: Any) -> str:
     return prediction.content
 
 
-# What the template's own caller decides, and how it is called.
+# Arguments that agentspec itself sets when it applies the chat template.
 _FIXED = frozenset(
     "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding"
     " truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
