@@ -1,4 +1,4 @@
-"""The prompts that ship with the benchmarks: code edits, and open questions that do not repeat."""
+"""Loads the prompts that ship with the benchmarks: code edits, and open questions that do not repeat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def load_prompts(name: PromptSet) -> list[str]:
 
 
 def load_codes(name: Literal["edit", "edit_short", "edit_warm"]) -> list[str]:
-    """The pieces of code that one set's tasks are about, in file order, each once."""
+    """The distinct pieces of code that the tasks of one set are about, in file order."""
     return list(dict.fromkeys(record["code"] for record in _records(name)))
 
 
