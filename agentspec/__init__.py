@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 class _Package(ModuleType):
-    """Keeps `agentspec.step` the decorator: importing the package of that name would otherwise replace it."""
+    """Keeps `agentspec.step` bound to the decorator: importing the package of that name would otherwise rebind it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name == "step" and isinstance(value, ModuleType)):

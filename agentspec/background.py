@@ -154,7 +154,7 @@ class _Item(Generic[T]):
 
 
 async def _pump(make: Callable[[], AsyncIterator[T]], put: Callable[[_Item[T]], object]) -> None:
-    """Iterate in one task from start to end, as cancel scopes inside generators require."""
+    """Iterate within a single task from start to end, as cancel scopes inside generators require."""
     error: BaseException | None = None
     try:
         iterator = make()

@@ -34,7 +34,7 @@ from typing import Any
 
 
 class AgentSpecError(Exception):
-    """Base of every error that agentspec raises on purpose."""
+    """The base class of all errors that agentspec raises deliberately."""
 
     status = 500
     type = "server_error"

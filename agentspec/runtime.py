@@ -72,12 +72,12 @@ class Runtime:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Runtime:
-        """A runtime that builds everything `settings` names."""
+        """A runtime that builds all backends that `settings` names."""
         return cls(settings)
 
     @property
     def ready(self) -> bool:
-        """Whether every backend is built and requests are taken."""
+        """Whether every backend is built and the runtime accepts requests."""
         return self._started and not self._closed
 
     @property
@@ -91,7 +91,7 @@ class Runtime:
             return self._own_cache
 
     def start(self) -> None:
-        """Build the backends: blocks for as long as their models take to load. Idempotent.
+        """Build the backends. Blocks until their models are loaded. Idempotent.
 
         Raises `ConfigurationError` or `ModelUnavailableError`. Backends built before the failure are kept for the next
         call; `aclose` releases them.

@@ -304,7 +304,7 @@ def _is_question(prompt: str) -> bool:
 
 
 def _covering(words: list[str], length: int) -> int:
-    """How many words it takes to have `length` characters."""
+    """The number of words that together have at least `length` characters."""
     count = 0
     while length > 0:
         length -= len(words[count])
@@ -320,7 +320,7 @@ def _rendered(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *
 
 
 class _Vocabulary:
-    """Words numbered in the order in which they were first seen. Thread-safe."""
+    """Numbers words in the order in which they are first seen. Thread-safe."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}

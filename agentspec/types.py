@@ -82,11 +82,11 @@ class Source:
     """Values of `Draft.source`: where a node's token came from. The governor calibrates each source separately."""
 
     SESSION = 0  # the session's own prompts and outputs
-    SHARED = 1  # closed requests of the same namespace
+    SHARED = 1  # finished requests of the same namespace
     PREDICTION = 2  # the text a client sent as `prediction`
     NGRAM = 3  # the request's own text, without a token cache
     MODEL = 4  # a small model
-    GRAMMAR = 5  # tokens that are the only ones the request's grammar allows
+    GRAMMAR = 5  # tokens that the request's grammar forces
 
     NAMES = ("session", "shared", "prediction", "ngram", "model", "grammar")
 
@@ -121,7 +121,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Defaults are OpenAI's; `temperature` 0 is greedy.
+    """How tokens are sampled. Defaults are OpenAI's; `temperature` 0 is greedy.
 
     `n` answers are sampled independently. Before `min_tokens` neither an end token nor a stop string ends an answer;
     with `ignore_eos` the model's end token never does. `bad_words` never appear. `prompt_logprobs` requests the
@@ -294,7 +294,7 @@ class StepSpeculation(Speculation):
     `drafted` and `accepted` count the small model's tokens, `steps` the reasoning steps. `spent_tokens` counts all
     tokens that each role generated, dropped ones included. `estimated_seconds_saved` compares the time of the reasoning
     with that of as many tokens at the base model's own pace, measured while it writes; below 0, time was lost.
-    `degraded` maps each model that was given up to the reason. `trace` is the answer's id for `agentspec trace show`.
+    `degraded` maps each abandoned model to the reason. `trace` is the answer's id for `agentspec trace show`.
     """
 
     lossy: bool = True

@@ -60,7 +60,7 @@ class DemoCall:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDifference:
-    """Where the answers of the two modes first differ: `position` counts characters."""
+    """The first difference between the answers of the two modes: `position` counts characters."""
 
     task: int
     step: str

@@ -38,13 +38,13 @@ from agentspec.step.decorator import current_model, current_speculation, observe
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
-_OWN = ("model", "prediction", "speculation", "session", "store")  # further options that may be set per call
+_OWN = ("model", "prediction", "speculation", "session", "store")  # options besides sampling that may be set per call
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
 _RETRIED = (429, 502, 503, 504)
 
 
 class ChatAgentSpec(BaseChatModel):
-    """A chat model that runs in this process or behind an OpenAI-compatible endpoint.
+    """A chat model that runs in this process or is served by an OpenAI-compatible endpoint.
 
     `ChatAgentSpec(model="smollm2-135m")` runs the model in this process, on `background.shared_runtime` or on the
     `runtime` passed, which the caller closes. With `base_url` it calls an agentspec gateway, or any OpenAI-compatible
@@ -181,7 +181,7 @@ class ChatAgentSpec(BaseChatModel):
         parallel_tool_calls: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """This model with tools that it may call. The local engine supports them; an endpoint must as well.
+        """This model with tools that it may call. The local engine supports tools; an endpoint must as well.
 
         `tool_choice` is a tool's name, "auto", "none", "required" (also "any" and True), or OpenAI's object.
         """
@@ -202,7 +202,7 @@ class ChatAgentSpec(BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """This model answering in `schema`: by a tool call, by a JSON schema, or as any JSON (`json_mode`).
+        """This model with answers in `schema`: by a tool call, by a JSON schema, or as any JSON (`json_mode`).
 
         The local engine supports all three; an endpoint must support the method.
         """

@@ -40,7 +40,7 @@ class MessagesOnly(JsonPlusSerializer):
         super().__init__(pickle_fallback=False, allowed_json_modules=None, allowed_msgpack_modules=None)
 
     def loads_typed(self, data: tuple[str, bytes]) -> Any:
-        """Raises `ValueError` for anything but msgpack and bytes."""
+        """Deserialize `data`. Raises `ValueError` for any format except msgpack and bytes."""
         if data[0] not in ("msgpack", "null", "bytes"):
             raise ValueError(f"stored as {data[0]!r}, which is not read; only msgpack is")
         return super().loads_typed(data)

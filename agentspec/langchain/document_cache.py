@@ -21,7 +21,7 @@ MAX_SCOPES = 1024
 
 
 def key_of(document: Document) -> str:
-    """A document's id, or a hash of its content where it has none."""
+    """A document's id, or a hash of its content if it has no id."""
     if document.id is not None:
         return f"id:{document.id}"
     content = json.dumps([document.page_content, document.metadata], sort_keys=True, default=str)
@@ -34,7 +34,7 @@ def copies(documents: Sequence[Document]) -> list[Document]:
 
 
 class ScopeDocuments:
-    """The documents of one scope. Not thread-safe: `DocumentCaches` guards it."""
+    """The cached documents of one scope. Not thread-safe: `DocumentCaches` holds a lock around each use."""
 
     def __init__(self) -> None:
         self.characters = 0

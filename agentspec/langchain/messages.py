@@ -18,13 +18,13 @@ _SENT_BACK = ("text", "image_url", "image", "file", "input_audio", "audio")
 
 
 def to_openai(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Messages as the OpenAI API takes them. An assistant's reasoning is not sent back."""
+    """Convert messages to the form of the OpenAI API. An assistant's reasoning is not sent back."""
     converted = convert_to_openai_messages([_without_thoughts(message) for message in messages])
     return converted if isinstance(converted, list) else [converted]
 
 
 def to_chunk(delta: Delta, model_name: str) -> AIMessageChunk:
-    """One delta as a message chunk; the last one closes the message with usage and metadata."""
+    """Convert one delta to a message chunk; the last chunk completes the message with usage and metadata."""
     extra = dict(delta.extra)
     calls = extra.pop("tool_calls", None) or []
     reasoning = _reasoning(extra)
@@ -42,7 +42,7 @@ def to_chunk(delta: Delta, model_name: str) -> AIMessageChunk:
 
 
 def to_usage_metadata(usage: Usage) -> UsageMetadata:
-    """Token counts in LangChain's form; prediction counts are output details of their own."""
+    """Convert token counts to LangChain's form; prediction counts become separate output details."""
     output: dict[str, int] = {}
     if usage.accepted_prediction_tokens is not None:
         output["accepted_prediction"] = usage.accepted_prediction_tokens

@@ -32,7 +32,7 @@ class RetrieverCall:
 
 
 class RequestCoalescer:
-    """Calls `retriever`. Thread-safe; calls in flight in an event loop are shared within that loop alone."""
+    """Coalesces calls to `retriever`. Thread-safe; calls in an event loop are shared within that loop only."""
 
     def __init__(self, retriever: BaseRetriever) -> None:
         self._retriever = retriever
@@ -57,7 +57,7 @@ class RequestCoalescer:
         return future.result()
 
     async def aask(self, call: RetrieverCall, *, early: bool = False) -> Documents:
-        """As `ask`; different calls of one turn of the event loop go to the retriever's `abatch` together."""
+        """As `ask`; different calls made in one event-loop turn go to the retriever's `abatch` together."""
         loop = asyncio.get_running_loop()
         place = (loop, (call.scope, call.query))
         future: asyncio.Future[Documents] = loop.create_future()
@@ -72,7 +72,7 @@ class RequestCoalescer:
         return copies(documents) if other else documents
 
     def _join(self, place: _Place, call: RetrieverCall, future: Any, early: bool) -> Any:
-        """The equal call to wait for; None if `future` now is the one that others wait for."""
+        """The future of an equal call to wait for; None if other callers now wait for `future`."""
         if call.scope is None:
             return None
         with self._lock:
@@ -108,7 +108,7 @@ class RequestCoalescer:
                 _settle(future, answer)
         finally:
             for _, future in batch:
-                future.cancel()  # a future has no answer if this task was cancelled
+                future.cancel()  # futures without an answer: this task was cancelled
 
     async def _answers(self, calls: Sequence[RetrieverCall]) -> Sequence[Documents | Exception]:
         try:

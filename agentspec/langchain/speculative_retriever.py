@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-THREADS = 8  # threads that query the retriever in the background of synchronous calls
-MAX_CORRECTIONS = 1024  # kept for `corrections`
+THREADS = 8  # for retriever calls in the background of synchronous calls
+MAX_CORRECTIONS = 1024  # the most that are kept for `corrections`
 _SILENT: RunnableConfig = {"callbacks": []}  # no callbacks: the run may be over
 
 _request: ContextVar[RequestScope | None] = ContextVar("agentspec_retrieval_request", default=None)

@@ -1,4 +1,4 @@
-"""The messages and tools of a chat request, as chat templates read them."""
+"""Parses the messages and tools of a chat request into the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def parse_message(value: Any, name: str) -> dict[str, Any]:
 
 
 def _tidied(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant message in uniform shape: content may lack beside tool calls, and reasoning has two names."""
+    """An assistant message in uniform shape: content may be missing beside tool calls, reasoning has two names."""
     calls, content = message.get("tool_calls") or [], message.get("content")
     thoughts = message.get("reasoning_content") or message.get("reasoning") or None
     return {
@@ -137,7 +137,7 @@ def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def parse_tool_choice(value: Any) -> str:
-    """ "none", "auto", "required" or the name of a tool."""
+    """The tool choice: "none", "auto", "required" or the name of a tool."""
     if not isinstance(value, str):
         return _NamedTool.parse(value, "tool_choice").function.name
     if value not in _CHOICES:
@@ -152,7 +152,7 @@ class _Prediction(Model):
 
 
 def parse_prediction(value: Any) -> str:
-    """The text of `{"type": "content", "content": text or parts}`."""
+    """The text of a prediction `{"type": "content", "content": text or parts}`."""
     prediction = _Prediction.parse(value, "prediction")
     if len(value) > 2:
         raise InvalidRequestError("prediction holds fields other than type and content", param="prediction")

@@ -152,7 +152,7 @@ class _GenerationBody(_CommonBody):
         return usage
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuse fields that `sampling` cannot honour."""
+        """Refuse fields that `sampling` does not support."""
         if self.stream and sampling.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs needs stream = false", param="prompt_logprobs")
         if self.best_of is not None and (type(self.best_of), self.best_of) != (int, sampling.n):
@@ -176,7 +176,7 @@ class _ChatFields(Body):
     add_generation_prompt: bool | None = None
 
     def chat(self, plain: GenerateRequest) -> dict[str, Any]:
-        """The fields of a `GenerateRequest` that only chat requests have; those of `plain` where the body has none."""
+        """The fields of a `GenerateRequest` that only chat requests have; a field missing here comes from `plain`."""
         tools = plain.tools if self.tools is None else parse_tools(self.tools)
         choice = plain.tool_choice if self.tool_choice is None else parse_tool_choice(self.tool_choice)
         names = [tool["function"]["name"] for tool in tools]
@@ -235,7 +235,7 @@ class _CompletionBody(_GenerationBody):
 
 
 def parse_chat(body: Mapping[str, Any], *, max_messages: int) -> tuple[GenerateRequest, AnswerFormat]:
-    """A chat request. Raises `InvalidRequestError` with `param` for a field that is wrong or cannot be honoured."""
+    """Parse a chat request. Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported."""
     fields = _ChatBody.parse(body)
     plain = GenerateRequest(model=fields.model, messages=_messages(fields.messages or [], max_messages))
     usage = fields.includes_usage()
@@ -258,7 +258,7 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int) -> tuple[GenerateR
 
 
 def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFormat]:
-    """A request to complete text or token ids. Raises as `parse_chat` does."""
+    """Parse a request to complete text or token ids. Raises what `parse_chat` raises."""
     fields = _CompletionBody.parse(body)
     prompt = _prompt(fields.prompt)
     usage = fields.includes_usage()
@@ -319,7 +319,7 @@ _TOKEN_IDS: TypeAdapter[Any] = TypeAdapter(TokenIds)
 
 
 def _prompt(value: Any) -> dict[str, Any]:
-    """A string or an array of token ids; either may stand alone in an array, as some clients send it."""
+    """The prompt: a string or an array of token ids; some clients wrap either in an array of one element."""
     if value is None:
         raise InvalidRequestError("prompt is missing", param="prompt")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):

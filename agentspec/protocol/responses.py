@@ -55,7 +55,7 @@ class Accumulator:
         self.speculation = delta.speculation or self.speculation
 
     def all(self) -> list[tuple[int, Choice]]:
-        """The choices in order; an answer without any delta has an empty one."""
+        """The choices in order; an answer without any delta has one empty choice."""
         return sorted(self.choices.items()) or [(0, Choice())]
 
 

@@ -144,7 +144,7 @@ class Body(Model):
 
     @classmethod
     def finish(cls, body: Mapping[str, Any]) -> None:
-        """Raises `InvalidRequestError` for a field of `body` that is neither acted on nor known to be inert."""
+        """Raise `InvalidRequestError` for a field of `body` that is neither declared nor known to be inert."""
         for name, value in body.items():
             if name not in cls.model_fields and name not in INERT and value is not None:
                 shown = shown_name(name)
@@ -163,7 +163,7 @@ def wrong_type(name: str, expected: str, value: Any) -> InvalidRequestError:
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value of this type."""
+    """JSON's name for the type of `value`, with its article."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -192,5 +192,5 @@ def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
 
 
 def short(value: Any) -> str:
-    """A value in a message: numbers and booleans as they are, anything else by its type."""
+    """A value as an error message shows it: numbers and booleans literally, other values by their type."""
     return repr(value) if isinstance(value, (int, float)) else kind_of(value)

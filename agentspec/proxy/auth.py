@@ -59,7 +59,7 @@ class Authenticator:
 
 
 def read_caller(headers: Headers, tenant: str) -> Caller:
-    """The caller that the headers describe. Raises `InvalidRequestError` naming the header that is wrong."""
+    """The caller that the headers describe. Raises `InvalidRequestError` that names the wrong header."""
     labels = read_labels(headers)
     return Caller(tenant, labels, speculation=read_switch(headers, "speculation"), store=read_switch(headers, "store"))
 

@@ -29,7 +29,7 @@ URL_FIELDS = frozenset({"api_base", "base_url", "model_url"})
 _TEXT_FIELDS = frozenset(
     "messages prompt input prediction metadata response_format guided_json structured_outputs".split()
 )
-_SCHEMA_FIELDS = frozenset({"parameters", "input_schema"})  # of a tool
+_SCHEMA_FIELDS = frozenset({"parameters", "input_schema"})  # of a tool's description
 _LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
 
 
@@ -43,7 +43,7 @@ def check_upstream_fields(fields: Mapping[str, Any], max_messages: int) -> None:
 
 
 def _addressed(fields: Mapping[str, Any]) -> Iterator[str]:
-    """The dotted paths of fields that name a URL, at any depth, outside of texts and of the schemas of tools."""
+    """The dotted paths of fields that name a URL, at any depth except inside texts and tool schemas."""
     waiting: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in _TEXT_FIELDS]
     yield from (name for name in fields if name.lower() in URL_FIELDS)
     while waiting:

@@ -52,12 +52,12 @@ class RequestRecord:
         return time.perf_counter() - self.started
 
     def token_arrived(self) -> None:
-        """Note the time of the first token; later calls do nothing."""
+        """Record the time of the first token; later calls do nothing."""
         if self.first_token is None:
             self.first_token = self.seconds
 
     def read(self, delta: Delta) -> None:
-        """Note the counts that a delta carries."""
+        """Record the counts that a delta carries."""
         self.usage = delta.usage or self.usage
         self.speculation = delta.speculation or self.speculation
 

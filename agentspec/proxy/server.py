@@ -49,7 +49,7 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
 
 
 def _end_process() -> NoReturn:
-    """End with status 0 without waiting for threads: one of them is inside a library and cannot be interrupted."""
+    """End the process with status 0 without waiting for the loading thread, which cannot be interrupted."""
     child.end_all()
     logging.shutdown()
     sys.stdout.flush()
@@ -82,7 +82,7 @@ class GatewayServer(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 timeout_graceful_shutdown=1,
-                timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close first
+                timeout_keep_alive=75,  # longer than clients keep idle connections, so that the client closes first
             )
         )
         self._app = app

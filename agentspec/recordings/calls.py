@@ -19,7 +19,7 @@ from agentspec.types import Labels, Message
 
 
 class Format(StrEnum):
-    """The format of a file. This module only recognises `checkpoints` and `export`; others read them."""
+    """The format of a file. This module recognises `checkpoints` and `export` but does not read them."""
 
     trace = "trace"
     log = "log"

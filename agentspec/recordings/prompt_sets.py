@@ -10,7 +10,7 @@ PromptSet = Literal["edit", "edit_short", "edit_warm", "control"]
 
 
 def load_prompts(name: PromptSet) -> list[str]:
-    """The user messages of one set, in file order. Their format is described in `prompts/README.md`."""
+    """The user messages of one set, in file order. `prompts/README.md` describes the format."""
     return [_message(record) for record in _records(name)]
 
 

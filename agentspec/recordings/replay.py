@@ -51,7 +51,7 @@ class Replay:
     predicted: list[NDArray[np.float32]] = field(default_factory=list)  # of each step's nodes
     accepted: list[NDArray[np.bool_]] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)  # of each step
-    extend_seconds: float = 0.0  # of all calls, as below
+    extend_seconds: float = 0.0  # of all calls, like the fields below
     open_seconds: float = 0.0
     close_seconds: float = 0.0
     prompt_tokens: int = 0

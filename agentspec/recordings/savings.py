@@ -11,7 +11,7 @@ from rich.table import Table
 
 from agentspec.recordings.replay import Replay
 
-_POINTS = 10  # measured over time
+_POINTS = 10  # at most so many windows of calls
 
 
 @dataclass(frozen=True, slots=True)

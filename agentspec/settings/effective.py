@@ -33,7 +33,7 @@ def effective_values(settings: Settings) -> list[EffectiveValue]:
 
 
 def _flatten(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every single value below a table of settings, with its key."""
+    """Yield every single value below a table of settings, with its key."""
     children: Any = None
     if isinstance(value, BaseModel):
         children = ((name, getattr(value, name)) for name in type(value).model_fields)

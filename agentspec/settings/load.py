@@ -299,7 +299,7 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
 
 
 def _where(key: Key, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
-    """The file or variable that holds `key`, or else the table it belongs to."""
+    """The file or variable that sets `key`, or else the source of another key in the same table."""
     nearest = [known for known in origins if known[: len(key)] == key or key[: len(known)] == known]
     beside = [known for known in origins if known[:-1] == key[:-1]]
     source, origin = origins[(nearest or beside)[0]] if nearest or beside else ("default", "")

@@ -35,7 +35,7 @@ __all__ = [
     "workflow",
 ]
 
-WORKFLOW_KEY = "agentspec_workflow"  # in the metadata of a LangChain run: the workflow of the model calls inside
+WORKFLOW_KEY = "agentspec_workflow"  # key in a LangChain run's metadata for the workflow of its model calls
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -59,7 +59,7 @@ def step(
     speculation: bool | None = None,
     model: str | None = None,
 ) -> Callable[[F], F]:
-    """Decorate a function, coroutine function or (async) generator function: its model calls carry these labels.
+    """Decorate a function, coroutine function or (async) generator function; its model calls carry these labels.
 
     Omitted labels are inherited from the step or workflow around the call. `speculation=False` turns drafting off
     inside; it never changes an answer. Inside, `ChatAgentSpec` uses `model` instead of its own model, unless a call
@@ -111,7 +111,7 @@ def current_model() -> str | None:
 
 
 def headers(labels: Labels | None = None, *, speculation: bool | None = None) -> dict[str, str]:
-    """The request headers that carry labels to a gateway; the current ones by default. Non-ASCII is percent-encoded."""
+    """The headers that send `labels`, by default the current ones, to a gateway. Non-ASCII is percent-encoded."""
     labels = current_labels() if labels is None else labels
     speculation = current_speculation() if speculation is None else speculation
     return label_headers(labels, speculation=speculation is not False, keep=" ")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
 _DISTRIBUTIONS = {"faiss": "faiss-cpu"}  # distributions whose name differs from the package's by more than a dash
-_ROOM = 2 << 30  # bytes a built-in model needs while it is prepared, generously
+_ROOM = 2 << 30  # bytes; more than a built-in model needs while it is prepared
 
 
 @dataclass(frozen=True, slots=True)
