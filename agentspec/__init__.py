@@ -1,7 +1,7 @@
 """Speculation middleware: agent workflows run faster, and not one token of their output changes.
 
-Everything public can be taken from here (`__init__.pyi` lists it); each name loads its module when it is first used, so
-that `import agentspec` itself is quick and imports neither torch nor numpy.
+All public names can be imported from here (`__init__.pyi` lists them). Each name loads its module on first use, so
+`import agentspec` itself is quick and imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 class _Package(ModuleType):
-    """Keeps `agentspec.step` the decorator: importing the package of that name would otherwise replace it."""
+    """Keeps `agentspec.step` bound to the decorator: importing the package of that name would otherwise rebind it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name == "step" and isinstance(value, ModuleType)):

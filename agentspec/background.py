@@ -1,7 +1,7 @@
-"""One background event loop for callers outside the runtime's own: in a thread, shared by the process.
+"""One background event loop per process, in its own thread, for callers that do not run on the runtime's loop.
 
-`iterate_sync` and `call_sync` serve synchronous callers, `iterate_async` any asyncio loop. The loop is started on
-demand and closed at exit, with the runtimes that live on it.
+`iterate_sync` and `call_sync` serve synchronous callers, `iterate_async` callers on any asyncio loop. The loop starts
+on demand and closes at exit, together with the runtimes that use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _BackgroundLoop:
-    """The process's one background event loop and the runtimes that live on it."""
+    """The process's one background event loop, and the runtimes that use it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -77,9 +77,9 @@ class _BackgroundLoop:
 
 
 def _at_exit(function: Callable[[], object]) -> None:
-    """Call `function` while threads still run: an `atexit` handler comes after the thread pools have ended.
+    """Call `function` at exit while threads still run: `atexit` handlers run after the thread pools have ended.
 
-    The hooks run last in, first out, so the pools' own, which they set when first imported, must be there already.
+    These hooks run last in, first out, so the thread pools' hook, which their import registers, must come first.
     """
     import concurrent.futures.thread  # noqa: F401
 
@@ -90,17 +90,17 @@ _loop = _BackgroundLoop()
 
 
 def shared_runtime(model: str | None = None) -> Runtime:
-    """The process's own runtime, from `$AGENTSPEC_CONFIG` and the environment, closed at exit.
+    """The process's shared runtime, configured by `$AGENTSPEC_CONFIG` and the environment, closed at exit.
 
-    Where nobody configured any backend, `model` may be whatever the local engine can load: a built-in name, a folder,
-    a GGUF file or a model-hub id. Its engine is then built beside the default one and shares its cache.
-    Drive it through `iterate_sync` or `iterate_async` only: its connections belong to the background loop.
+    If no backend is configured, `model` may be anything that the local engine can load: a built-in name, a folder,
+    a GGUF file or a model-hub id. Its engine is then built in addition to the default one and shares its cache.
+    Use the runtime through `iterate_sync` or `iterate_async` only: its connections belong to the background loop.
     """
     return _loop.runtime(model)
 
 
 def remote_runtime(settings: OpenAISettings) -> Runtime:
-    """The process's own runtime for one endpoint, which takes any model name. Equal settings share connections."""
+    """The process's shared runtime for one endpoint, with any model name. Equal settings share connections."""
     return _loop.remote(settings)
 
 
@@ -128,7 +128,7 @@ def iterate_sync(make: Callable[[], AsyncIterator[T]]) -> Generator[T, None, Non
 async def iterate_async(make: Callable[[], AsyncIterator[T]]) -> AsyncGenerator[T]:
     """Iterate `make()` on the background loop from any asyncio loop. Closing the iterator cancels the work.
 
-    What lives across calls (connections, engines) then belongs to one loop, however many loops the callers come from.
+    Connections and engines thus belong to one loop, even if the callers run on several loops.
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[_Item[T]] = asyncio.Queue()
@@ -154,7 +154,7 @@ class _Item(Generic[T]):
 
 
 async def _pump(make: Callable[[], AsyncIterator[T]], put: Callable[[_Item[T]], object]) -> None:
-    """Iterate in one task from start to end, as cancel scopes inside generators require."""
+    """Iterate within a single task from start to end, as cancel scopes inside generators require."""
     error: BaseException | None = None
     try:
         iterator = make()
@@ -164,7 +164,7 @@ async def _pump(make: Callable[[], AsyncIterator[T]], put: Callable[[_Item[T]], 
     except Exception as raised:
         error = raised
     except BaseException:
-        error = ShuttingDownError("the generation was cancelled")  # seen only by a consumer that did not ask for it
+        error = ShuttingDownError("the generation was cancelled")  # only a consumer that did not cancel sees it
         raise
     finally:
         put(_Item(error=error, last=True))

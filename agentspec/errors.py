@@ -1,4 +1,4 @@
-"""The one error tree. Every class knows the HTTP status and the OpenAI `type` and `code` it is reported with.
+"""The error classes, each with the HTTP status and the OpenAI `type` and `code` that the gateway reports.
 
 AgentSpecError
 ├── ConfigurationError            settings that cannot work; says which setting to change
@@ -8,21 +8,21 @@ AgentSpecError
 ├── AuthenticationError      401  missing or wrong API key
 ├── RequestTooLargeError     413  body over the configured limit
 ├── OverloadedError          429  queue full; `retry_after` seconds
-├── NotReadyError            503  the server still loads its models
-├── ShuttingDownError        503  the server drains
+├── NotReadyError            503  the server is still loading its models
+├── ShuttingDownError        503  the server is draining
 ├── RequestTimeoutError      504  no answer within the request's time limit
-├── ModelUnavailableError    500  a model's files cannot be had, read or verified
+├── ModelUnavailableError    500  a model's files cannot be fetched, read or verified
 ├── EngineError              500  the local engine failed on this request
-├── CacheError               500  the cache cannot do what was asked
+├── CacheError               500  the cache cannot do what the caller requested
 │   ├── CacheClosedError          used after close()
 │   ├── CacheLockedError          another process writes to the folder
-│   ├── CacheUnavailableError     the database cannot be had now: no permission, no room, no server
+│   ├── CacheUnavailableError     the database cannot be used now: no permission, disk full, no server
 │   └── CacheFormatError          files on disk cannot be used
-│       ├── CacheVersionError     of another version of the format, or another byte order
-│       ├── CacheNamespaceError   of another tenant, model, tokenizer or chat template
-│       └── CacheDamagedError     not what was once written
-├── KnowledgeBaseError       502  a knowledge base could not be asked, or gave no usable answer
-└── UpstreamError            502  an upstream could not be reached or broke off
+│       ├── CacheVersionError     they have another version of the format, or another byte order
+│       ├── CacheNamespaceError   they belong to another tenant, model, tokenizer or chat template
+│       └── CacheDamagedError     their content differs from what was written
+├── KnowledgeBaseError       502  a knowledge base could not be searched, or gave no usable answer
+└── UpstreamError            502  an upstream could not be reached, or ended the answer early
     ├── UpstreamTimeoutError 504  an upstream did not answer in time
     └── UpstreamStatusError       an upstream answered with an error; `status`, `body` and `headers` are its own
 """
@@ -34,7 +34,7 @@ from typing import Any
 
 
 class AgentSpecError(Exception):
-    """Base of every error that agentspec raises on purpose."""
+    """The base class of all errors that agentspec raises deliberately."""
 
     status = 500
     type = "server_error"
@@ -157,7 +157,7 @@ class UpstreamTimeoutError(UpstreamError):
 
 
 class UpstreamStatusError(UpstreamError):
-    """An upstream's own error answer, kept whole so that a gateway can pass it on unchanged."""
+    """An upstream's error response, kept whole so that a gateway can pass it on unchanged."""
 
     code = "upstream_status"
 

@@ -1,4 +1,4 @@
-"""LangGraph: tells model calls which graph they were made in."""
+"""LangGraph support: labels model calls with the graph that makes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ G = TypeVar("G", bound=Pregel[Any, Any, Any, Any])
 def label(graph: G, workflow: str | None = None) -> G:
     """A copy of a compiled graph whose `ChatAgentSpec` calls carry `workflow`, by default the graph's own name.
 
-    LangGraph itself tells its nodes their node name and the thread id, which become step and session, but not the
-    graph's name. Of labelled graphs inside each other the outermost names the workflow.
+    LangGraph passes to each node its node name and the thread id, which become step and session, but not the graph's
+    name. If labelled graphs are nested, the outermost one names the workflow.
     """
     return graph.with_config(metadata={WORKFLOW_KEY: workflow or graph.get_name()})

@@ -1,4 +1,4 @@
-"""The wiring: builds the cache and the backends that the settings name, and runs one request on the right one."""
+"""Builds the cache and the backends that the settings name, and runs each request on the backend of its model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a model name leads: a backend and the name that the backend itself knows the model by."""
+    """The backend that serves a model name, and the backend's own name for the model."""
 
     backend_name: str
     backend: Backend
@@ -41,12 +41,12 @@ class Route:
 
 
 class Runtime:
-    """One cache and one backend per `[backends.NAME]` table, and the model names that lead to them.
+    """One cache, one backend per `[backends.NAME]` table, and the model names that the backends serve.
 
-    `backends` gives ready ones: each replaces the configured backend of its name, and a name that is not configured is
-    a model name as well. Without `settings` the given ones are all there is. `cache` gives an open cache, which stays
-    its owner's to close; `knowledge` open knowledge bases in place of the configured ones of their names. Nothing is
-    built before `start()`. Thread-safe, except that `aclose` is called once nothing new arrives.
+    `backends` are ready backends: each replaces the configured backend of its name; a name that is not configured
+    becomes a model name as well. Without `settings`, only these backends exist. `cache` is an open cache, which the
+    caller closes; `knowledge` are open knowledge bases, which replace the configured ones of the same names. Nothing is
+    built before `start()`. Thread-safe, except that `aclose` may only be called once no new request arrives.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class Runtime:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Runtime:
-        """A runtime that builds everything `settings` names."""
+        """A runtime that builds all backends that `settings` names."""
         return cls(settings)
 
     @property
     def ready(self) -> bool:
-        """Whether every backend is built and requests are taken."""
+        """Whether every backend is built and the runtime accepts requests."""
         return self._started and not self._closed
 
     @property
     def cache(self) -> SuffixCache:
-        """The token memory that all backends share, opened on first use. Raises `CacheError`s if it cannot be."""
+        """The token cache that all backends share, opened on first use. Raises `CacheError` if it cannot be opened."""
         if self._given_cache is not None:
             return self._given_cache
         with self._opening:
@@ -91,10 +91,10 @@ class Runtime:
             return self._own_cache
 
     def start(self) -> None:
-        """Build the backends: blocks for as long as their models take to load. Idempotent.
+        """Build the backends. Blocks until their models are loaded. Idempotent.
 
-        Raises `ConfigurationError` or `ModelUnavailableError`; what was built before the failure is kept for the next
-        try and released by `aclose`.
+        Raises `ConfigurationError` or `ModelUnavailableError`. Backends built before the failure are kept for the next
+        call; `aclose` releases them.
         """
         with self._building:
             for name, settings in self.settings.backends.items():
@@ -106,26 +106,26 @@ class Runtime:
             self._started = True
 
     async def start_for(self, model: str) -> None:
-        """`start` in a thread unless that was done. Raises `ModelNotFoundError` before it, and what `start` raises."""
+        """Call `start` in a thread unless it is done. Raises `ModelNotFoundError` first, and what `start` raises."""
         self._resolve(model)
         if not self.ready:
             await anyio.to_thread.run_sync(self.start)
 
     def models(self) -> list[str]:
-        """The model names that `route` knows; a sole upstream takes further ones."""
+        """The model names that `route` knows; a sole upstream accepts further names."""
         return list(self._names)
 
     @property
     def takes_any_model(self) -> bool:
-        """Whether names that `models` does not list lead to the sole upstream."""
+        """Whether requests for names that `models` does not list go to the sole upstream."""
         return self._passthrough is not None
 
     def backends(self) -> dict[str, Backend]:
-        """The backends by name; none before `start()`."""
+        """The backends by name; empty before `start()`."""
         return dict(self._backends) if self.ready else {}
 
     def route(self, model: str) -> Route:
-        """Where `model` leads. Raises `ModelNotFoundError` for an unknown name, `NotReadyError` before `start()`."""
+        """The backend for `model`. Raises `ModelNotFoundError` if it is unknown, `NotReadyError` before `start()`."""
         backend_name, upstream_model = self._resolve(model)
         if not self.ready:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
@@ -134,9 +134,9 @@ class Runtime:
         return Route(backend_name, self._backends[backend_name], upstream_model)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        """Run `request` on the backend its model leads to, starting the runtime if need be.
+        """Run `request` on the backend of its model, and start the runtime first if necessary.
 
-        Closing the iterator cancels the work. Raises what `route`, `start` and the backend raise.
+        Closing the iterator cancels the request. Raises what `route`, `start` and the backend raise.
         """
         await self.start_for(request.model)
         route = self.route(request.model)
@@ -150,14 +150,14 @@ class Runtime:
                 yield delta
 
     async def aclose(self) -> None:
-        """Cancel what runs, release the backends, then flush and close the cache. Idempotent."""
+        """Cancel running requests, release the backends, then flush and close the cache. Idempotent."""
         await self.close_backends()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.close_cache)
 
     async def close_backends(self) -> None:
         """The first half of `aclose`, for runtimes that share a cache. Idempotent."""
-        self._closed = True  # a start() under way stops after the backend it is building
+        self._closed = True  # a running start() stops after the backend that it is building
         with anyio.CancelScope(shield=True):
             while not self._building.acquire(blocking=False):
                 await anyio.sleep(0.05)
@@ -171,7 +171,7 @@ class Runtime:
                 self._building.release()
 
     def close_cache(self) -> None:
-        """Flush and close the cache, unless it was given or never opened. Blocks; idempotent."""
+        """Flush and close the cache, unless the caller passed it or nobody opened it. Blocks; idempotent."""
         if self._own_cache is not None:
             self._own_cache.close()
 
@@ -256,21 +256,21 @@ def _model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, 
 
 
 def _base_backend(settings: Settings, strategy: StrategySettings) -> str:
-    """The backend of a strategy's base model, which answers and whose limits therefore hold."""
+    """The backend of a strategy's base model: it writes the answer, so its limits apply."""
     base = settings.models.get(strategy.base)
     return base.backend if isinstance(base, ModelSettings) else strategy.base
 
 
 def _run_apart(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine to its end on a loop of its own, from a thread that may have one already."""
+    """Run a coroutine to its end on a new event loop, from a thread that may already run one."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: asyncio.run(make())).result()
 
 
 def named_model(settings: Settings, name: str) -> tuple[str, str]:
-    """The backend and its model that a strategy means by `name`: a plain model's, or a backend's own.
+    """The backend name and upstream model for `name` in a strategy's settings: a plain model or a backend.
 
-    Raises `ConfigurationError` where no setting names that model.
+    Raises `ConfigurationError` if no setting names the upstream model.
     """
     model = settings.models.get(name)
     backend_name = model.backend if isinstance(model, ModelSettings) else name
@@ -282,7 +282,7 @@ def named_model(settings: Settings, name: str) -> tuple[str, str]:
 
 
 def unreachable(settings: Settings) -> dict[str, str]:
-    """The backends that no model name leads to, each with what to change."""
+    """Maps each backend that no model name reaches to advice on what to change."""
     reached = {backend for backend, _ in _model_names(settings, {}).values()} | {_passthrough(settings, {})}
     for strategy in settings.models.values():
         if isinstance(strategy, StrategySettings):
@@ -296,7 +296,7 @@ def _advice(name: str, settings: Settings) -> str:
 
 
 def _passthrough(settings: Settings, given: Mapping[str, Backend]) -> str | None:
-    """The backend that takes any model name: a sole upstream, as long as nobody listed the names that exist."""
+    """The backend that accepts any model name: a sole upstream, unless the settings list model names."""
     only = list({**settings.backends, **given})
     if settings.models or len(only) != 1:
         return None

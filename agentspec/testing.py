@@ -1,4 +1,4 @@
-"""Fakes for tests of code that uses agentspec: a backend that plays a script, an encoder that only knows words."""
+"""Fakes for tests of code that uses agentspec: backends that answer from a script, an encoder without a model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _WORD = re.compile(r"\n\n|(?:(?!\n\n)\s)*\S+|(?:(?!\n\n)\s)+")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One scripted generation: `text`, cut into one token a word, or `token_ids`.
+    """One scripted generation: `text`, split into one token per word, or `token_ids`.
 
-    `latency` is the number of seconds before each token, `first_latency` those before the first one in addition.
+    `latency` is the delay before each token in seconds, `first_latency` an additional delay before the first token.
     With `error`, the generation raises it after `error_after` deltas (0: before the first). `extra` is sent on a
-    delta of its own before the end (an upstream's `tool_calls`, say). `usage` replaces the counts found. `top` gives
-    the tokens that could have stood first, with their probabilities, for requests that ask for `logprobs`.
+    separate delta before the end (an upstream's `tool_calls`, say). `usage` replaces the counts that the fake computes.
+    `top` maps alternatives for the first token to their probabilities, for requests that ask for `logprobs`.
     """
 
     text: str = ""
@@ -52,13 +52,13 @@ Scripted = Script | Callable[[GenerateRequest], Script]
 
 
 class FakeBackend:
-    """A `Backend` that answers from a script: `FakeBackend("first answer", "second")`, then from its start again.
+    """A `Backend` that answers from a script, `FakeBackend("first answer", "second")`, and repeats it when it ends.
 
     A script entry is a text, token ids, an exception to raise, an `Answer`, or a function from the request to one of
     these. `max_tokens`, `stop`, `stop_token_ids`, `logprobs` and `prediction` act as on a real backend; other sampling
     options do nothing, since the script decides. More than `max_active` generations at once raise `OverloadedError`.
 
-    `requests` lists every request seen, `cancelled` those given up before their end; `active` counts the running.
+    `requests` lists all requests, `cancelled` the requests cancelled before their end; `active` counts running ones.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class FakeBackend:
         return self._capabilities
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the words of `text`, blanks before a word being part of it."""
+        """The ids of the words of `text`; a word includes the blanks before it."""
         return [self._vocabulary.id_of(word) for word in _WORD.findall(text)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`; an id that `encode` never gave is written ` <id>`."""
+        """The text of `token_ids`; an id that `encode` never returned becomes ` <id>`."""
         return "".join(self._vocabulary.word_of(token_id) for token_id in token_ids)
 
     def prompt_text(self, request: GenerateRequest) -> str:
-        """The prompt of `request` as text, whatever form it has: what a model would read."""
+        """The prompt of `request` as the text that a model would read, whatever form the request has."""
         if request.messages is not None:
             tools = request.tools or request.extra.get("tools") or ()
             return _rendered(request.messages, tools, start=not request.continue_final)
@@ -176,7 +176,7 @@ class FakeBackend:
         return [*deltas, Delta(finish_reason=reason, usage=usage, speculation=speculation)]
 
     def _tops(self, request: GenerateRequest, top: Mapping[str, float], delta: Delta) -> tuple[TokenLogprob, ...]:
-        """The first token's scripted alternatives; one that is not scripted counts as hardly possible."""
+        """The first token with its scripted alternatives; a token without a scripted probability gets 1e-9."""
         entries = [TokenLogprob(self.encode(word)[0], word, math.log(max(p, 1e-9))) for word, p in top.items()]
         said = math.log(max(top.get(delta.text, 0.0), 1e-9))
         chosen = TokenLogprob(delta.token_ids[0], delta.text, said)
@@ -214,16 +214,16 @@ class FakeBackend:
             kept.append(word[:left])
             left -= len(word)
         at, stop = min((text.find(stop), stop) for stop in sampling.stop if stop in text)
-        used = _covering(words, at + len(stop))  # the tokens that complete the stop were generated, without a text
+        used = _covering(words, at + len(stop))  # the tokens of the stop string count as generated, without text
         return token_ids[:used], [*kept, *([""] * (used - len(kept)))], "stop"
 
 
 class ThinkingModel(FakeBackend):
-    """A `FakeBackend` that thinks: what it writes depends on what it reads, as a model's greedy answer does.
+    """A `FakeBackend` that reasons: its output depends on its prompt alone, as a greedy model's output does.
 
-    `step` gets the thinking so far and gives what comes next, of which a request's stops cut the first step. As a judge
-    it says `score(step)`, or, asked whether two steps are the same, `same(draft, own)`. Behind closed thinking it says
-    `answer`.
+    `step` gets the thinking so far and returns its continuation, which a request's stop strings cut to one step. To a
+    judge's prompt the model answers `score(step)`, or, to the question whether two steps are the same, the verdict of
+    `same(draft, own)`. After `</think>` it writes `answer`.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class ThinkingModel(FakeBackend):
 
     @property
     def asked(self) -> list[str]:
-        """The prompts of the questions that this model was asked as a judge."""
+        """The prompts of the requests that used this model as a judge."""
         return [prompt for request in self.requests if _is_question(prompt := self.prompt_text(request))]
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
@@ -258,9 +258,9 @@ class ThinkingModel(FakeBackend):
 
 
 class FakeEncoder:
-    """An `Encoder` without a model: every word is a direction of its own, a text the direction of their sum.
+    """An `Encoder` without a model: each word has a random vector, and a text has the direction of their sum.
 
-    `encoded` lists the texts that were encoded one by one. Each of those takes `latency` seconds.
+    `encoded` lists the texts passed to `encode`; each such call takes `latency` seconds.
     """
 
     def __init__(self, dimensions: int = 16, *, latency: float = 0.0) -> None:
@@ -304,7 +304,7 @@ def _is_question(prompt: str) -> bool:
 
 
 def _covering(words: list[str], length: int) -> int:
-    """How many words it takes to have `length` characters."""
+    """The number of words that together have at least `length` characters."""
     count = 0
     while length > 0:
         length -= len(words[count])
@@ -313,14 +313,14 @@ def _covering(words: list[str], length: int) -> int:
 
 
 def _rendered(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, start: bool) -> str:
-    """A chat template like many: the tools, then each message under its role. Without `start` the last stays open."""
+    """A typical chat template: tools, then each message under its role. Without `start` the last message stays open."""
     text = f"<|tools|>\n{json.dumps(list(tools))}<|end|>\n" if tools else ""
     text += "".join(f"<|{message['role']}|>\n{_text(message.get('content'))}<|end|>\n" for message in messages)
     return f"{text}<|assistant|>\n" if start else text.removesuffix("<|end|>\n")
 
 
 class _Vocabulary:
-    """Words numbered in the order in which they were first seen. Thread-safe."""
+    """Numbers words in the order in which they are first seen. Thread-safe."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
@@ -362,7 +362,7 @@ def _usage(
 
 
 def _logprobs(request: GenerateRequest, token_id: int, word: str) -> tuple[TokenLogprob, ...]:
-    """Certainty: the script leaves no other token."""
+    """Log-probability 0 for the token: the script leaves no alternative."""
     if not request.sampling.logprobs:
         return ()
     certain = TokenLogprob(token_id=token_id, text=word, logprob=0.0)

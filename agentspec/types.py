@@ -1,7 +1,7 @@
-"""The shared vocabulary: what a request asks for, what comes back, what was drafted.
+"""The data types that all packages share: requests, sampling parameters, deltas, drafts and counts.
 
-Plain frozen dataclasses without behaviour beyond validation. This module imports nothing of agentspec's
-except the error tree, and no third-party package at run time, so that every layer may use it for free.
+They are plain frozen dataclasses without behaviour beyond validation. This module imports only the error classes of
+agentspec, and no third-party package at run time, so every layer may import it at no cost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What isolates cached tokens: drafts never cross a namespace.
+    """Isolates cached tokens: no draft comes from another namespace.
 
     A tenant comes from an API key or the operator's settings, never from a request. The three hashes name
     the model, tokenizer and chat template that the token ids belong to; they are empty where no model is involved.
@@ -40,7 +40,7 @@ class Namespace:
 
     @classmethod
     def of(cls, value: str | Namespace) -> Namespace:
-        """A plain string means that tenant with no model."""
+        """`value` itself, or the namespace of the tenant that a string names, without a model."""
         return value if isinstance(value, Namespace) else cls(tenant=value)
 
     @property
@@ -52,7 +52,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Who is asking: they select statistics and strategies, and never isolate or change an answer."""
+    """Identifies the caller. Labels select statistics and strategies; they neither isolate data nor change answers."""
 
     session: str | None = None
     workflow: str | None = None
@@ -79,14 +79,14 @@ class Draft:
 
 
 class Source:
-    """Values of `Draft.source`: where a node's token came from. The governor calibrates each separately."""
+    """Values of `Draft.source`: where a node's token came from. The governor calibrates each source separately."""
 
     SESSION = 0  # the session's own prompts and outputs
-    SHARED = 1  # closed requests of the same namespace
+    SHARED = 1  # finished requests of the same namespace
     PREDICTION = 2  # the text a client sent as `prediction`
     NGRAM = 3  # the request's own text, without a token cache
     MODEL = 4  # a small model
-    GRAMMAR = 5  # tokens that the request's grammar leaves no choice about
+    GRAMMAR = 5  # tokens that the request's grammar forces
 
     NAMES = ("session", "shared", "prediction", "ngram", "model", "grammar")
 
@@ -95,8 +95,8 @@ class Source:
 class StructuredOutputs:
     """The form an answer must have; exactly one field is given. The names are vLLM's.
 
-    `json` is a JSON schema, `json_object` any JSON object, `regex` matches the whole answer, `choice` lists the answers
-    allowed, `grammar` is a context-free grammar in Lark's or GBNF's notation with the rule `start` or `root`.
+    `json` is a JSON schema, `json_object` allows any JSON object, `regex` matches the whole answer, `choice` lists the
+    allowed answers, `grammar` is a context-free grammar in Lark's or GBNF's notation with the rule `start` or `root`.
     """
 
     json: Mapping[str, Any] | bool | None = None
@@ -121,11 +121,11 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Defaults are OpenAI's; `temperature` 0 is greedy.
+    """How tokens are sampled. Defaults are OpenAI's; `temperature` 0 is greedy.
 
-    `n` answers are drawn independently. Before `min_tokens` neither an end token nor a stop string ends an answer;
-    with `ignore_eos` the model's own end never does. `bad_words` never appear. `prompt_logprobs` asks for those of the
-    prompt, with as many of the best tokens each.
+    `n` answers are sampled independently. Before `min_tokens` neither an end token nor a stop string ends an answer;
+    with `ignore_eos` the model's end token never does. `bad_words` never appear. `prompt_logprobs` requests the
+    log-probability of each prompt token, with those of that many most probable tokens at its position.
 
     Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
     """
@@ -187,14 +187,14 @@ class SamplingParams:
 class GenerateRequest:
     """One generation. Exactly one of `messages`, `text` and `token_ids` is the prompt.
 
-    `tools` are described as OpenAI's API does; `tool_choice` is "auto", "none", "required" or a tool's name.
-    `template_arguments` reach the chat template (`enable_thinking`, say). `return_prompt` asks for the prompt on the
-    first delta. Reasoning before the answer is split off unless `split_reasoning` is off.
+    `tools` have the form of OpenAI's API; `tool_choice` is "auto", "none", "required" or a tool's name.
+    `template_arguments` are passed to the chat template (`enable_thinking`, say). `return_prompt` requests the prompt
+    on the first delta. Reasoning before the answer is split off unless `split_reasoning` is off.
 
-    `extra` holds request fields that only an upstream understands; the local engine refuses what it cannot honour
-    before it gets this far. `speculation=False` never changes the answer, only how it is computed. A request with a
-    lower `priority` is served first, as in vLLM. `latency_target_ms_per_token` is what the stream should keep after
-    its first token: drafts are spent on it before any are spent on throughput. No request is refused for it.
+    `extra` holds request fields that only an upstream understands; fields that the local engine does not support are
+    refused earlier. `speculation=False` never changes the answer, only how it is computed. A request with a lower
+    `priority` is served first, as in vLLM. `latency_target_ms_per_token` is the time per token that the stream should
+    keep after its first token: drafts serve this target before they serve throughput. No request is refused for it.
     """
 
     model: str
@@ -242,7 +242,7 @@ class GenerateRequest:
 class TokenLogprob:
     """One token with its natural-log probability under the model's raw distribution (before temperature).
 
-    `rank` counts from 1, the most probable token; 0 where it was not asked for.
+    `rank` counts from 1, the most probable token; 0 if the rank was not requested.
     """
 
     token_id: int
@@ -254,7 +254,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt as the model read it. `logprobs`, where asked for, has no entry for the first token, which nothing
+    """The prompt as the model read it. `logprobs`, if requested, has no entry for the first token, which nothing
     precedes."""
 
     text: str = ""
@@ -275,10 +275,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What speculation did for one generation. `steps` counts verification forwards, the first token's included.
+    """What speculation did for one generation. `steps` counts verification forwards, including the first token's.
 
-    `estimated_seconds_saved` compares with the measured cost of one-token steps on the same engine: an estimate,
-    since the run without speculation did not happen.
+    `estimated_seconds_saved` compares the time taken with the measured cost of one-token steps on the same engine. It
+    is an estimate, since the run without speculation did not happen.
     """
 
     drafted: int = 0
@@ -289,12 +289,12 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class StepSpeculation(Speculation):
-    """What delegating steps of thinking did for one answer, which is lossy: `knobs` are what trades quality for speed.
+    """What delegating reasoning steps did for one answer. It is lossy: the settings in `knobs` trade quality for speed.
 
-    `drafted` and `accepted` count the small model's tokens, `steps` the steps of the thinking. `spent_tokens` has all
-    that each role generated, what was dropped included. `estimated_seconds_saved` compares the thinking's time with
-    that of as many tokens at the base model's own pace, measured while it writes; below 0, time was lost. `degraded`
-    has the models that were given up, and why. `trace` is the answer's name for `agentspec trace show`.
+    `drafted` and `accepted` count the small model's tokens, `steps` the reasoning steps. `spent_tokens` counts all
+    tokens that each role generated, dropped ones included. `estimated_seconds_saved` compares the time of the reasoning
+    with that of as many tokens at the base model's own pace, measured while it writes; below 0, time was lost.
+    `degraded` maps each abandoned model to the reason. `trace` is the answer's id for `agentspec trace show`.
     """
 
     lossy: bool = True
@@ -311,11 +311,12 @@ class StepSpeculation(Speculation):
 
 @dataclass(frozen=True, slots=True)
 class KnnSpeculation(Speculation):
-    """What speculative retrieval did for one answer of KNN-LM, which is that of searching for every token.
+    """What speculative retrieval did for one answer of KNN-LM. The answer equals that of a search for every token.
 
-    `drafted` and `accepted` count guessed tokens, `wrong` those found to be so: what was guessed behind them never was.
-    `decided` tokens needed no neighbours; the others are `queries`, asked in `searches`, each a batch: `strides` has
-    their sizes. The seconds are those of the model, of guessing beside it, and of searching the datastore.
+    `drafted` and `accepted` count guessed tokens. `wrong` counts the guesses that a search refuted; guesses after a
+    wrong one are dropped unverified. `decided` tokens needed no neighbours. The others needed `queries`, sent in
+    `searches` batches, whose sizes are in `strides`. The seconds are those of the model, of guessing beside it, and of
+    searching the datastore.
     """
 
     lossy: bool = False
@@ -332,12 +333,13 @@ class KnnSpeculation(Speculation):
 
 @dataclass(frozen=True, slots=True)
 class RetrievalSpeculation(Speculation):
-    """What guessing documents did for one answer, which is the one of sequential retrieval: nothing is lost.
+    """What guessing documents did for one answer. The answer equals that of sequential retrieval.
 
     `drafted` and `accepted` count the tokens generated from guessed documents, `steps` the rounds of the answer.
-    `queries` went to the knowledge base in `batches`; `hit_rate` is the share of guesses that were right, None without
-    any; `strides` has the number of guesses that each batch verified, 0 where the document was waited for. `redone`
-    counts batches that met another version of the knowledge base. `seconds` has the time by part of the work.
+    `queries` counts the queries sent to the knowledge base in `batches`; `hit_rate` is the share of right guesses, None
+    without guesses; `strides` has the number of guesses that each batch verified, 0 where generation waited for the
+    document. `redone` counts batches that met another version of the knowledge base. `seconds` has the time by part of
+    the work.
     """
 
     lossy: bool = False
@@ -354,10 +356,11 @@ class RetrievalSpeculation(Speculation):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer. The last one carries `finish_reason`, `usage` and, where there was any, `speculation`.
+    """A piece of an answer. The last delta carries `finish_reason`, `usage` and, where there was any, `speculation`.
 
-    Of several choices each has an `index` and an end; the totals stand on the last end of all. `extra` holds fields of
-    a message delta that have no name here: `tool_calls`, `reasoning` (also as `reasoning_content`), an upstream's own.
+    With several choices, each has its `index` and its own last delta; the very last delta carries the totals. `extra`
+    holds message fields without a name here: `tool_calls`, `reasoning` (also as `reasoning_content`), an upstream's own
+    fields.
     """
 
     text: str = ""

@@ -1,4 +1,4 @@
-"""The `agentspec` program. Commands import what they need when they run, so that `--help` is quick."""
+"""The `agentspec` program. Each command imports its modules when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 

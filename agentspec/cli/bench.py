@@ -1,4 +1,4 @@
-"""`agentspec bench`: the measurements whose figures the documentation quotes."""
+"""`agentspec bench` runs the measurements whose figures the documentation quotes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Prompts(StrEnum):
 
     @property
     def sets(self) -> list[Any]:
-        """The sets of prompts besides the control, which is always measured."""
+        """The sets of prompts to measure besides the control set, which is always measured."""
         named = {Prompts.edit: ["edit"], Prompts.short: ["edit_short"], Prompts.control: []}
         return named.get(self, ["edit", "edit_short"])
 
@@ -331,7 +331,7 @@ def _publish(
     wide: bool = True,
     subject: Mapping[str, str] | None = None,
 ) -> R:
-    """Call `measure(progress=...)`, print its report, and write the files asked for, with `conditions` in the JSON."""
+    """Call `measure(progress=...)`, print its report, and write the requested files, with `conditions` in the JSON."""
     from rich.console import Console
 
     from agentspec.benchmarks.report import conditions, print_report, write_json

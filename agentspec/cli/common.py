@@ -1,4 +1,4 @@
-"""What all commands share: one line for an error, --config and --json, settings."""
+"""Shared by all commands: errors as one line, the options --config and --json, and the settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ConfigOption = Annotated[
 ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file or model-hub id")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-# Which extra brings a package that a command may miss.
+# The packages that each extra installs and a command may need.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "huggingface_hub"),
     "proxy": ("starlette", "uvicorn", "jinja2", "prometheus_client", "structlog"),
@@ -57,13 +57,13 @@ class ErrorGroup(TyperGroup):
 
 
 def extra_of(module: str | None) -> str | None:
-    """The extra that brings `module`, None for a module of no extra."""
+    """The extra that installs `module`; None if no extra does."""
     package = (module or "").partition(".")[0]
     return next((extra for extra, packages in EXTRAS.items() if package in packages), None)
 
 
 def config_file(given: Path | None) -> Path | None:
-    """The file to read: the one named, or `agentspec.toml` in the current folder if there is one."""
+    """The configuration file: `given`, else `agentspec.toml` in the current folder if it exists."""
     return DEFAULT_FILE if given is None and DEFAULT_FILE.is_file() else given
 
 
@@ -78,14 +78,14 @@ def print_json(value: Any) -> None:
 
 
 def require_writable(*paths: Path | None) -> None:
-    """Raise for a file that could not be written, now rather than after a quarter of an hour of measuring."""
+    """Raise `typer.BadParameter` for a file that cannot be written: better now than after a long measurement."""
     for path in paths:
         if path and not os.access(path.absolute().parent, os.W_OK):
             raise typer.BadParameter(f"{path.parent} is not a folder that can be written to")
 
 
 def require_plot(path: Path | None) -> None:
-    """As `require_writable`, for a plot; raises `ModuleNotFoundError` where matplotlib is missing (extra `bench`)."""
+    """As `require_writable`, for a plot; raises `ModuleNotFoundError` if matplotlib is missing (extra `bench`)."""
     require_writable(path)
     if path is not None:
         import_module("matplotlib")

@@ -1,4 +1,4 @@
-"""`agentspec config`: what is configured, where each value comes from, and whether it can work."""
+"""`agentspec config` shows the settings and their sources, and checks whether they can work."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _assignment(value: EffectiveValue) -> str:
 
 
 def _read_secrets(settings: Settings) -> None:
-    """Read every key once, so that a missing one is found now and not at the first request."""
+    """Read every key once, so that a missing key is found now and not at the first request."""
     from agentspec.backends.settings import OpenAISettings
     from agentspec.reasoning.retrieval.knowledge.settings import RemoteSettings
     from agentspec.settings.api_keys import read_keys, read_secret

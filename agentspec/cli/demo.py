@@ -1,4 +1,4 @@
-"""`agentspec demo`: a self-refinement workflow in LangGraph, the same calls with speculation off and on."""
+"""`agentspec demo` runs a self-refinement workflow in LangGraph with speculation off and on, and compares the calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DemoCall:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDifference:
-    """Where the answers of the two modes first differ: `position` counts characters."""
+    """The first difference between the answers of the two modes: `position` counts characters."""
 
     task: int
     step: str
@@ -97,7 +97,7 @@ def demo(
 
 
 def _runtime(model: str) -> Runtime:
-    """One engine for both modes with an empty cache in memory; no key/value rows are kept from call to call."""
+    """One engine for both modes, with an empty in-memory cache; it keeps no KV slots from call to call."""
     from agentspec.runtime import Runtime
     from agentspec.settings.load import load_settings
 
@@ -113,7 +113,7 @@ def _runtime(model: str) -> Runtime:
 def _run(
     runtime: Runtime, model: str, tasks: int, max_tokens: int, advance: Callable[[str, str], None]
 ) -> list[DemoCall]:
-    """Task by task, the modes taking turns at going first, so that whatever else the machine does hits both."""
+    """Run each task in both modes. The modes take turns at going first, so that other load affects both alike."""
     from agentspec.step import workflow
 
     graphs = {mode: _graph(runtime, model, max_tokens, mode, advance) for mode in MODES}
@@ -127,7 +127,7 @@ def _run(
 
 
 def _graph(runtime: Runtime, model: str, max_tokens: int, mode: str, advance: Callable[[str, str], None]) -> Any:
-    """write -> critique -> revise. Calls with speculation off leave nothing behind that the others could draft from."""
+    """The graph write -> critique -> revise. Calls with speculation off store nothing that others could draft from."""
     from langgraph.graph import END, START, StateGraph
 
     from agentspec.langchain import ChatAgentSpec
@@ -172,7 +172,7 @@ def divergences(calls: Sequence[DemoCall]) -> list[AnswerDifference]:
 
 
 def statement(calls: Sequence[DemoCall], differences: Sequence[AnswerDifference]) -> str:
-    """Whether the outputs are identical, as compared."""
+    """The text that says whether the outputs are identical, and where they differ."""
     compared = sum(call.mode == "off" for call in calls)
     characters = sum(len(call.text) for call in calls if call.mode == "off")
     if not differences:
@@ -190,7 +190,7 @@ def statement(calls: Sequence[DemoCall], differences: Sequence[AnswerDifference]
 
 @contextmanager
 def _progress(console: Console, calls: int) -> Iterator[Callable[[str, str], None]]:
-    """Two bars of calls done and pieces streamed: `advance(mode, step)`, with an empty step for a mere piece."""
+    """Show a bar per mode of finished calls and streamed pieces: `advance(mode, step)`, with step "" for a piece."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (
@@ -244,7 +244,7 @@ def _cells(off: StepRow, on: StepRow) -> list[str]:
 
 
 def speedup(off: StepRow, on: StepRow) -> float | None:
-    """Tokens per second on over off, prefill included in both."""
+    """Tokens per second with speculation divided by those without, prefill included in both."""
     before, after = off.tokens_per_second, on.tokens_per_second
     return after / before if before and after else None
 

@@ -1,4 +1,4 @@
-"""`agentspec kb`: knowledge bases on disk, and one of them as a service."""
+"""`agentspec kb` builds, searches and serves knowledge bases on disk."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def _search(folder: Path, query: str, count: int) -> tuple[Hit, ...]:
 
 
 def _lasting(model: str) -> str:
-    """A model's folder by its whole path, other names as they are."""
+    """The absolute path of a model's folder; other names unchanged."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.exists() else model
 

@@ -1,4 +1,4 @@
-"""`agentspec knn`: datastores of KNN-LM, and answers with one."""
+"""`agentspec knn` builds KNN-LM datastores and generates text with them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def build(
 
 
 def settings_of(neighbours: int | None, weight: float | None, distance: float | None) -> KnnSettings:
-    """The settings given, the others as they are by default."""
+    """`KnnSettings` with the given values, and defaults for the others."""
     from agentspec.reasoning.settings import KnnSettings
 
     given = {"neighbours": neighbours, "weight": weight, "temperature": distance}
@@ -70,7 +70,7 @@ def settings_of(neighbours: int | None, weight: float | None, distance: float | 
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """A bar of documents, with entries and their pace beside it."""
+    """A progress bar of documents, with the number of entries and the time remaining."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 

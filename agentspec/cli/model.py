@@ -1,4 +1,4 @@
-"""`agentspec model`: fetching models and finding where they lie."""
+"""`agentspec model` fetches models and shows where they are stored."""
 
 from __future__ import annotations
 

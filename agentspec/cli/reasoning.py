@@ -1,4 +1,4 @@
-"""`agentspec reasoning`: choosing a strategy's threshold on problems of one's own."""
+"""`agentspec reasoning` chooses a strategy's threshold on the user's own problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of recorded calls and documents that commands read: options, progress, bad lines."""
+"""How commands read files of recorded calls and documents: options, progress and bad lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Advance(Protocol):
-    """Moves the bar of `what` on by `count`."""
+    """Advances the progress bar of `what` by `count`."""
 
     def __call__(self, what: str, count: int, *, total: int | None = None) -> None: ...
 
@@ -32,7 +32,7 @@ SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines th
 
 
 def recorded_calls(file: Path, format_: Format | None, on_bad: OnBad) -> Iterator[RecordedCall]:
-    """The calls of a file of any format but an export, which holds no text to read."""
+    """The calls of a file of any format except an export, which holds tokens and no calls."""
     format_ = format_ or detect(file)
     if format_ is Format.checkpoints:
         from agentspec.langchain import checkpoints
@@ -44,7 +44,7 @@ def recorded_calls(file: Path, format_: Format | None, on_bad: OnBad) -> Iterato
 
 
 def choose(skip_bad: bool, console: Console) -> tuple[OnBad, list[BadLineError]]:
-    """What to do about bad lines, and those that were left out so far."""
+    """The handler of bad lines, and the list of bad lines that it has skipped so far."""
     bad: list[BadLineError] = []
 
     def skip(error: BadLineError) -> None:
@@ -62,9 +62,9 @@ def counted(items: Iterator[T], what: str, advance: Advance) -> Iterator[T]:
 
 @contextmanager
 def progress(*, sized: bool = False) -> Iterator[tuple[Console, Advance]]:
-    """Bars on stderr: `advance(what, count)`, where another `what` begins a bar of its own, of `total` if given.
+    """Show progress bars on stderr: `advance(what, count)` moves the bar of `what`, and creates it at the first call.
 
-    `sized` shows how much of the total is done, and the time left.
+    `sized` shows how much of `total` is done, and the time left.
     """
     from rich.console import Console
     from rich.progress import (

@@ -1,4 +1,4 @@
-"""`agentspec serve`: the gateway."""
+"""`agentspec serve` runs the gateway."""
 
 from __future__ import annotations
 

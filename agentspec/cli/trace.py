@@ -1,4 +1,4 @@
-"""`agentspec trace`: what a strategy decided for an answer, step by step."""
+"""`agentspec trace` shows what a strategy decided for an answer, step by step."""
 
 from __future__ import annotations
 

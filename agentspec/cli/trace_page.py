@@ -1,4 +1,4 @@
-"""A trace for reading: as lines for a terminal, and as one page of HTML that needs nothing else."""
+"""Renders a trace as lines for a terminal, and as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of the answer: who wrote it, what became of it, and what was noted beside it."""
+    """A piece of the answer: its author, its text, a note on it, and whether it was dropped."""
 
     author: str
     text: str
@@ -25,7 +25,7 @@ class Passage:
 
 
 def passages(records: Sequence[Record]) -> Iterator[Passage]:
-    """What was written, in order, dropped drafts included, with score and time beside it."""
+    """The passages of a trace in order, dropped drafts included, with score and time in their notes."""
     proposed: Record | None = None
     noted = ""
     for record in records:
@@ -54,7 +54,7 @@ def passages(records: Sequence[Record]) -> Iterator[Passage]:
 
 
 def lines(records: Sequence[Record]) -> Iterator[Text]:
-    """For a terminal: the heading and what was asked, then each passage under its note."""
+    """The lines for a terminal: the heading and the request's messages, then each passage after its note."""
     yield Text(_title(records[0]), style="bold")
     for message in records[0]["messages"]:
         yield Text(_harmless(f"{message.get('role', '')}: {message.get('content', '')}"), style="italic")
@@ -66,12 +66,12 @@ def lines(records: Sequence[Record]) -> Iterator[Text]:
 
 
 def _harmless(text: str) -> str:
-    """`text` without what would steer the terminal."""
+    """`text` without control characters, which could steer the terminal."""
     return text.translate(_CONTROLS)
 
 
 def page(records: Sequence[Record]) -> str:
-    """One page of HTML. Every text of a model's or a user's is escaped, and nothing is fetched."""
+    """One HTML page. It escapes all text of models and users, and loads no other resources."""
     first = records[0]
     asked = "".join(_paragraph("asked", str(m.get("role", "")), str(m.get("content", ""))) for m in first["messages"])
     body = "".join(

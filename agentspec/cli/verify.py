@@ -1,4 +1,4 @@
-"""`agentspec verify`: whether speculation leaves answers alone on this machine, with this model."""
+"""`agentspec verify` checks that speculation does not change the answers of a model on this machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def verify(
 
 
 def _prompts(backend: TorchBackend, calls: Path | None) -> Iterator[Sequence[int]]:
-    """Token ids of the prompts of recorded calls, or of built-in ones: text that repeats and text that does not."""
+    """Token ids of the prompts of recorded calls, or of built-in prompts with and without repeating text."""
     from agentspec.cli.recorded_files import recorded_calls
     from agentspec.recordings.calls import refuse
     from agentspec.recordings.prompt_sets import load_prompts
@@ -76,7 +76,10 @@ def _prompts(backend: TorchBackend, calls: Path | None) -> Iterator[Sequence[int
 def _questions(
     backend: TorchBackend, prompts: Iterator[Sequence[int]], limit: int, max_tokens: int
 ) -> list[ExactnessCase]:
-    """Each prompt that leaves room for an answer, greedy and sampled. Raises `ConfigurationError` if there is none."""
+    """A greedy and a sampled case for each prompt that leaves room for an answer.
+
+    Raises `ConfigurationError` if no prompt does.
+    """
     from agentspec.backends.torch.exactness import ExactnessCase
 
     fitting = list(islice((p for p in prompts if p and len(p) + max_tokens <= backend.context_length), limit))
@@ -105,7 +108,7 @@ def _print(found: ExactnessReport, backend: TorchBackend) -> None:
 
 
 def _said(divergence: TokenDivergence, backend: TorchBackend) -> str:
-    """The worst divergence: where, what, and how far apart the two tokens were."""
+    """Describe a divergence: its position, the two tokens, and the difference of their scores."""
     off, on = (repr(backend.decode([token])) if token >= 0 else "the end" for token in (divergence.off, divergence.on))
     return (
         f"  {divergence.way}, answer {divergence.question + 1}, token {divergence.position + 1}: {on} for {off}; scores"

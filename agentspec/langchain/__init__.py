@@ -1,4 +1,4 @@
-"""A LangChain chat model on the in-process runtime or on a remote gateway, and retrievers that speculate."""
+"""A LangChain chat model for the in-process runtime or a remote gateway, and retrievers that speculate."""
 
 from agentspec.langchain.chat_model import ChatAgentSpec
 from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge

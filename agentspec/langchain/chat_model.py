@@ -38,21 +38,22 @@ from agentspec.step.decorator import current_model, current_speculation, observe
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
-_OWN = ("model", "prediction", "speculation", "session", "store")  # further options that may be set per call
+_OWN = ("model", "prediction", "speculation", "session", "store")  # options besides sampling that may be set per call
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
 _RETRIED = (429, 502, 503, 504)
 
 
 class ChatAgentSpec(BaseChatModel):
-    """Chat with a model that agentspec runs or reaches.
+    """A chat model that runs in this process or is served by an OpenAI-compatible endpoint.
 
-    `ChatAgentSpec(model="smollm2-135m")` runs it in this process (`background.shared_runtime`, or the `runtime`
-    given, which stays yours to close). With `base_url` it talks to an agentspec gateway, or to any OpenAI-compatible
-    endpoint, under `api_key` (or `$AGENTSPEC_API_KEY`).
+    `ChatAgentSpec(model="smollm2-135m")` runs the model in this process, on `background.shared_runtime` or on the
+    `runtime` passed, which the caller closes. With `base_url` it calls an agentspec gateway, or any OpenAI-compatible
+    endpoint, with `api_key` (or `$AGENTSPEC_API_KEY`).
 
-    Every sampling option may be set here or per call. What an option of `SamplingParams` does not cover goes to the
-    endpoint as it is; the local engine refuses what it cannot honour. `model`, `speculation` and `session` are those of
-    the step around the call where it names any, `session` then to LangGraph's `thread_id`. Raises `AgentSpecError`s.
+    Every sampling option may be set here or per call. Options that `SamplingParams` lacks go to the endpoint unchanged;
+    the local engine refuses those that it does not support. The `model` of a surrounding step applies unless the call
+    names one. Where neither this object nor the call sets `speculation` or `session`, the step's apply, and LangGraph's
+    `thread_id` as the last choice for the session. Raises `AgentSpecError`s.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -88,7 +89,7 @@ class ChatAgentSpec(BaseChatModel):
     session: str | None = None
     store: bool = True
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    streaming: bool = False  # as LangChain means it: `invoke` shows its tokens to callbacks as they come
+    streaming: bool = False  # LangChain's option: `invoke` reports tokens to callbacks as they arrive
     timeout: float | None = Field(default=None, gt=0)
     max_retries: int = Field(default=2, ge=0)
 
@@ -180,7 +181,7 @@ class ChatAgentSpec(BaseChatModel):
         parallel_tool_calls: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """This model with tools that it may call. The local engine supports them; an endpoint must as well.
+        """This model with tools that it may call. The local engine supports tools; an endpoint must as well.
 
         `tool_choice` is a tool's name, "auto", "none", "required" (also "any" and True), or OpenAI's object.
         """
@@ -201,7 +202,7 @@ class ChatAgentSpec(BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """This model answering in `schema`: by a tool call, by a JSON schema, or as any JSON (`json_mode`).
+        """This model with answers in `schema`: by a tool call, by a JSON schema, or as any JSON (`json_mode`).
 
         The local engine supports all three; an endpoint must support the method.
         """
@@ -224,7 +225,7 @@ class ChatAgentSpec(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None,
         options: Mapping[str, Any],
     ) -> GenerateRequest:
-        """One call as a request, labelled here, in the caller's own context."""
+        """The request of one call. Its labels are read here, in the caller's context."""
         left = {name: value for name, value in options.items() if value is not None and name != "stream"}
         if fixed := [name for name in _FIXED if name in left]:
             raise InvalidRequestError(f"{fixed[0]} is set once, on ChatAgentSpec, not per call", param=fixed[0])
@@ -254,7 +255,7 @@ class ChatAgentSpec(BaseChatModel):
         )
 
     async def _answer(self, call: GenerateRequest) -> AsyncGenerator[Delta]:
-        """The answer to `call`, counted on its step when it ends, fails or is given up."""
+        """Yield the answer to `call`; count the call on its step when it finishes, fails or is aborted."""
         began = time.perf_counter()
         usage: Usage | None = None
         speculation: Speculation | None = None
@@ -263,7 +264,7 @@ class ChatAgentSpec(BaseChatModel):
             with anyio.fail_after(self.timeout):
                 runtime = self._runtime(call.model)
                 await runtime.start_for(call.model)
-                began = time.perf_counter()  # loading a model is no model time
+                began = time.perf_counter()  # the time to load a model does not count
                 async with aclosing(self._attempts(runtime, call)) as deltas:
                     async for delta in deltas:
                         usage, speculation = delta.usage or usage, delta.speculation or speculation
@@ -277,7 +278,7 @@ class ChatAgentSpec(BaseChatModel):
             observe(usage, speculation, time.perf_counter() - began, labels=call.labels, failed=failed)
 
     async def _attempts(self, runtime: Runtime, call: GenerateRequest) -> AsyncGenerator[Delta]:
-        """Try again, at most `max_retries` times, as long as nothing has come and it may go better the next time."""
+        """Run `call`, with at most `max_retries` retries while no delta has arrived and the error is temporary."""
         for attempt in range(self.max_retries + 1):
             begun = False
             try:
@@ -301,7 +302,7 @@ class ChatAgentSpec(BaseChatModel):
 
 
 def _result(chunks: list[tuple[int, AIMessageChunk]]) -> ChatResult:
-    """One generation for each choice."""
+    """A result with one generation per choice."""
     choices: dict[int, list[AIMessageChunk]] = {}
     for index, chunk in chunks:
         choices.setdefault(index, []).append(chunk)
@@ -336,7 +337,7 @@ def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
 
 
 def _predicted(prediction: Any) -> str | None:
-    """The text of a prediction, which is itself or OpenAI's `{"type": "content", "content": text or parts}`."""
+    """The text of a prediction: a string, or OpenAI's `{"type": "content", "content": text or parts}`."""
     content = prediction.get("content") if isinstance(prediction, Mapping) else prediction
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
@@ -346,11 +347,11 @@ def _predicted(prediction: Any) -> str | None:
 def _temporary(error: OverloadedError | UpstreamError) -> bool:
     if isinstance(error, UpstreamStatusError):
         return error.status in _RETRIED
-    return not isinstance(error, UpstreamTimeoutError)  # which has cost its whole time limit already
+    return not isinstance(error, UpstreamTimeoutError)  # a timeout has already used up the time limit
 
 
 def _delay(error: OverloadedError | UpstreamError, attempt: int) -> float:
-    """Seconds to wait: what the server asks for, else twice as long each time; never more than half a minute."""
+    """Seconds before the next attempt: what the server asks for, else doubled each time; at most 30."""
     asked = error.retry_after if isinstance(error, OverloadedError) else None
     if isinstance(error, UpstreamStatusError):
         stated = {name.lower(): value for name, value in error.headers.items()}.get("retry-after", "")

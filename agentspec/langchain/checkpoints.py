@@ -1,8 +1,8 @@
-"""Model calls out of LangGraph's checkpoints: every answer in a graph's state, with the messages that it followed.
+"""Reads model calls from LangGraph's checkpoints: every answer in a graph's state, with the messages before it.
 
-Checkpoints are read with LangGraph's own saver from a snapshot of the database, so that the graph may run on. Its
-serializer is held to the types that LangGraph itself lists as safe, and takes msgpack only: no pickle, no constructors
-named by the file.
+LangGraph's own saver reads the checkpoints from a snapshot of the database, so the graph may keep running. The
+serializer is restricted to msgpack and to the types that LangGraph lists as safe: no pickle, no constructors named by
+the file.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _OLDEST_FIRST = "SELECT thread_id, checkpoint_ns, checkpoint_id FROM checkpoints
 
 
 class MessagesOnly(JsonPlusSerializer):
-    """LangGraph's serializer without the types that are not known to be safe."""
+    """LangGraph's serializer, restricted to types that are known to be safe."""
 
     def __init__(self) -> None:
         super().__init__(pickle_fallback=False, allowed_json_modules=None, allowed_msgpack_modules=None)
 
     def loads_typed(self, data: tuple[str, bytes]) -> Any:
-        """Raises `ValueError` for anything but msgpack and bytes."""
+        """Deserialize `data`. Raises `ValueError` for any format except msgpack and bytes."""
         if data[0] not in ("msgpack", "null", "bytes"):
             raise ValueError(f"stored as {data[0]!r}, which is not read; only msgpack is")
         return super().loads_typed(data)
@@ -49,8 +49,8 @@ class MessagesOnly(JsonPlusSerializer):
 def read(path: Path, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:
     """The model calls of a SQLite file of checkpoints, oldest first, each once.
 
-    Session is the thread, step the node that answered where one alone ran. Raises `ConfigurationError` for a file that
-    holds no checkpoints, and where langgraph-checkpoint-sqlite is not installed.
+    The session is the thread id; the step is the node that ran, if only one did. Raises `ConfigurationError` for a file
+    without checkpoints, and if langgraph-checkpoint-sqlite is not installed.
     """
     with _saver(path) as saver:
         seen: dict[str, set[bytes]] = defaultdict(set)
@@ -67,7 +67,7 @@ def read(path: Path, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:
 
 
 class _Graph:
-    """One graph or subgraph of a thread as it went; all of them share what was `seen` of the thread's messages."""
+    """Follows one graph or subgraph of a thread; all graphs of a thread share `seen`, the digests of its messages."""
 
     def __init__(self, session: str, seen: set[bytes]) -> None:
         self._session = session
@@ -75,7 +75,7 @@ class _Graph:
         self._versions: Mapping[str, Any] = {}
 
     def calls(self, found: CheckpointTuple, place: str) -> list[RecordedCall]:
-        """The answers that this checkpoint is the first to hold."""
+        """The calls whose answers appear in this checkpoint for the first time."""
         state, step = found.checkpoint, self._step(found.checkpoint.get("versions_seen") or {})
         created_at = datetime.fromisoformat(state["ts"]).timestamp()
         calls = []
@@ -97,14 +97,14 @@ class _Graph:
         return new
 
     def _step(self, versions: Mapping[str, Any]) -> str | None:
-        """The node that ran before this checkpoint, by the versions that nodes had seen; None for several."""
+        """The node that ran before this checkpoint, found by the versions that nodes had seen; None for several."""
         ran = [node for node, seen in versions.items() if seen != self._versions.get(node) and node[:2] != "__"]
         self._versions = versions
         return ran[0] if len(ran) == 1 else None
 
 
 def _messages(channel: Any) -> list[BaseMessage]:
-    """The messages of a channel that holds a list of nothing else."""
+    """The messages of a channel that holds only messages; empty for other channels."""
     if isinstance(channel, list) and all(isinstance(item, BaseMessage) for item in channel):
         return channel
     return [channel] if isinstance(channel, BaseMessage) else []
@@ -123,7 +123,7 @@ def _saver(path: Path) -> Iterator[SqliteSaver]:
 
 @contextmanager
 def _snapshot(path: Path, folder: Path) -> Iterator[sqlite3.Connection]:
-    """A copy of the database as it is now, which the saver may change as it likes."""
+    """A copy of the current database, which the saver may change."""
     with closing(sqlite3.connect(folder / "checkpoints.sqlite", check_same_thread=False)) as copy:
         try:
             with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as original:

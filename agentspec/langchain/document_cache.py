@@ -1,4 +1,4 @@
-"""What a retriever answered before, by scope, and a guess at what it will answer next."""
+"""Caches the past answers of a retriever by scope, and guesses its next answer from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_SCOPES = 1024
 
 
 def key_of(document: Document) -> str:
-    """A document's id, or a hash of its content where it has none."""
+    """A document's id, or a hash of its content if it has no id."""
     if document.id is not None:
         return f"id:{document.id}"
     content = json.dumps([document.page_content, document.metadata], sort_keys=True, default=str)
@@ -29,12 +29,12 @@ def key_of(document: Document) -> str:
 
 
 def copies(documents: Sequence[Document]) -> list[Document]:
-    """Documents that may be changed without changing `documents`."""
+    """Deep copies, which the caller may change without changing `documents`."""
     return [document.model_copy(deep=True) for document in documents]
 
 
 class ScopeDocuments:
-    """The documents of one scope. Not thread-safe: `DocumentCaches` guards it."""
+    """The cached documents of one scope. Not thread-safe: `DocumentCaches` holds a lock around each use."""
 
     def __init__(self) -> None:
         self.characters = 0
@@ -44,7 +44,7 @@ class ScopeDocuments:
         self._metric = LexicalMetric()
 
     def learn(self, query: str, documents: Sequence[Document]) -> None:
-        """Take in copies of what the retriever answered."""
+        """Store copies of the documents that the retriever returned for `query`."""
         keys = tuple(key_of(document) for document in documents)
         for key, document in zip(keys, copies(documents), strict=True):
             self._forget(key)
@@ -57,7 +57,7 @@ class ScopeDocuments:
         self._usual = len(keys)
 
     def guess(self, query: str, k: int | None, score: Score | None) -> list[Document] | None:
-        """The earlier answer to the same query, or else the best of what is here; None where that is too little."""
+        """The earlier answer to the same query, else the best-ranked cached documents; None if there are too few."""
         keys = self._answers.get(query)
         if keys is not None and all(key in self._documents for key in keys):
             return [self._documents[key][0] for key in keys[:k]]
@@ -68,7 +68,7 @@ class ScopeDocuments:
         return [kept[at][0] for at in best_rows(self._scores(query, kept, score), wanted)]
 
     def shrink(self) -> bool:
-        """Drop the oldest answer, or the oldest document where no answer is left; whether there was anything."""
+        """Evict the oldest answer, or without answers the oldest document. Returns whether anything was evicted."""
         if self._answers:
             self.characters -= len(self._answers.popitem(last=False)[0])
         elif self._documents:
@@ -88,15 +88,15 @@ class ScopeDocuments:
 
 
 class RequestScope:
-    """A scope with an end: what arrives later is not cached."""
+    """The scope of one request. Documents that arrive after its end are not cached."""
 
     over = False
 
 
 class DocumentCaches:
-    """The caches of all scopes, in at most `max_characters` of text: the least recently used goes first. Thread-safe.
+    """The caches of all scopes, with at most `max_characters` of text. Evicts the least recently filled. Thread-safe.
 
-    The scope None has no cache: nothing is learnt and nothing guessed.
+    The scope None has no cache: nothing is stored and nothing guessed.
     """
 
     def __init__(self, max_characters: int) -> None:
@@ -124,7 +124,7 @@ class DocumentCaches:
                 pass
 
     def guess(self, scope: Hashable, query: str, k: int | None, score: Score | None) -> list[Document] | None:
-        """A copy of what the scope's cache guesses."""
+        """A copy of the guess of the scope's cache; None without a guess."""
         with self._lock:
             cache = self._caches.get(scope)
             guess = None if cache is None else cache.guess(query, k, score)

@@ -1,4 +1,4 @@
-"""Between LangChain's retrievers and our knowledge bases: either as the other."""
+"""Adapters between LangChain's retrievers and agentspec's knowledge bases, in both directions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agentspec.reasoning.retrieval.knowledge.memory import require_count
 class KnowledgeRetriever(BaseRetriever):
     """A knowledge base as a LangChain retriever: the best `k` documents, without scores, which depend on the query.
 
-    `abatch` asks for all queries at once. The knowledge base stays its owner's to close.
+    `abatch` searches for all queries at once. The caller closes the knowledge base.
     """
 
     base: Any = Field(description="A `KnowledgeBase`")
@@ -47,7 +47,7 @@ class KnowledgeRetriever(BaseRetriever):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[list[Document]]:
-        """The documents of each query by one search, which reports to no callbacks; if it fails, all fail."""
+        """The documents of each query, from one search without callbacks; if the search fails, every query fails."""
         try:
             return await self._search(inputs, kwargs.get("k") or self.k)
         except Exception as error:
@@ -62,10 +62,10 @@ class KnowledgeRetriever(BaseRetriever):
 
 
 class RetrieverKnowledge:
-    """A LangChain retriever as a `KnowledgeBase`, whose order is the retriever's own.
+    """A LangChain retriever as a `KnowledgeBase`; documents keep the retriever's order.
 
-    It ranks by words in the cache, since nobody knows how the retriever does. Speculating on it is exact as long as the
-    retriever answers a query the same way each time; `version` is whatever the owner changes when that changes.
+    Cached documents are ranked by words, since the retriever's own ranking is unknown. Speculation is exact as long as
+    the retriever gives the same answer to the same query; its owner changes `version` when the answers change.
     """
 
     def __init__(self, retriever: BaseRetriever, *, version: str = "") -> None:
@@ -87,7 +87,7 @@ class RetrieverKnowledge:
         return SearchResult(version, tuple(_hits(documents)[:count] for documents in answers))
 
     async def aclose(self) -> None:
-        """Nothing: the retriever is its owner's."""
+        """Do nothing: the retriever belongs to the caller."""
 
 
 def _langchain(hit: Hit) -> Document:

@@ -1,4 +1,4 @@
-"""Whose call it is: the step around it, or else the LangGraph node that makes it."""
+"""Labels of a LangChain model call, from the surrounding step or else from the LangGraph node that makes the call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentspec.types import Labels
 def labels_of_call(session: str | None, metadata: Mapping[str, Any] | None) -> Labels:
     """The labels of a model call made now.
 
-    `metadata` is the call's own; that of the run around it, which LangGraph fills in for its nodes, comes second.
-    An active `@step` names step and workflow; without one they are the node's and the graph's name. The session is the
-    one given, the step's, or the graph's `thread_id`.
+    `metadata` is the call's own; it overrides the metadata of the surrounding run, which LangGraph sets for its nodes.
+    An active `@step` names step and workflow; without a step, the node and the graph name them. The session is
+    `session`, else the step's, else the graph's `thread_id`.
     """
     around = current_labels()
     run = {**_run_metadata(), **(metadata or {})}

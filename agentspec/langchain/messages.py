@@ -1,4 +1,4 @@
-"""Between LangChain's messages and ours: prompts out, deltas back as message chunks, tools as OpenAI describes them."""
+"""Converts LangChain's messages and tools to OpenAI's form, and deltas to LangChain's message chunks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SENT_BACK = ("text", "image_url", "image", "file", "input_audio", "audio")
 
 
 def to_openai(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Messages as the OpenAI API takes them. An assistant's reasoning is not sent back."""
+    """Convert messages to the form of the OpenAI API. An assistant's reasoning is not sent back."""
     converted = convert_to_openai_messages([_without_thoughts(message) for message in messages])
     return converted if isinstance(converted, list) else [converted]
 
 
 def to_chunk(delta: Delta, model_name: str) -> AIMessageChunk:
-    """One delta as a message chunk; the last one closes the message with usage and metadata."""
+    """Convert one delta to a message chunk; the last chunk completes the message with usage and metadata."""
     extra = dict(delta.extra)
     calls = extra.pop("tool_calls", None) or []
     reasoning = _reasoning(extra)
@@ -42,7 +42,7 @@ def to_chunk(delta: Delta, model_name: str) -> AIMessageChunk:
 
 
 def to_usage_metadata(usage: Usage) -> UsageMetadata:
-    """Token counts in LangChain's form; prediction counts are output details of their own."""
+    """Convert token counts to LangChain's form; prediction counts become separate output details."""
     output: dict[str, int] = {}
     if usage.accepted_prediction_tokens is not None:
         output["accepted_prediction"] = usage.accepted_prediction_tokens
@@ -58,7 +58,7 @@ def to_usage_metadata(usage: Usage) -> UsageMetadata:
 
 
 def to_tool_choice(choice: dict[str, Any] | str | bool, names: Sequence[str]) -> dict[str, Any] | str:
-    """Which tool must be called, said as OpenAI says it. Raises `InvalidRequestError` for a tool that is not there."""
+    """A tool choice in OpenAI's form. Raises `InvalidRequestError` for a tool that is not in `names`."""
     if choice is True or choice == "any":
         return "required"
     if isinstance(choice, dict):
@@ -73,7 +73,7 @@ def to_tool_choice(choice: dict[str, Any] | str | bool, names: Sequence[str]) ->
 
 
 def _without_thoughts(message: BaseMessage) -> BaseMessage:
-    """An answer given back as history, without blocks that only a reader of that answer needs."""
+    """An earlier answer without the content blocks that are not sent back, such as reasoning."""
     if not isinstance(message, AIMessage) or isinstance(message.content, str):
         return message
     kept = [part for part in message.content if isinstance(part, str) or part.get("type") in _SENT_BACK]
@@ -81,7 +81,7 @@ def _without_thoughts(message: BaseMessage) -> BaseMessage:
 
 
 def _reasoning(extra: dict[str, Any]) -> str:
-    """Takes the upstream's thinking out of `extra`, whichever of its two names it has there."""
+    """Remove the upstream's reasoning from `extra`, under either of its two names, and return it."""
     found = [extra.pop(name) for name in ("reasoning_content", "reasoning") if isinstance(extra.get(name), str)]
     return next((text for text in found if text), "")
 

@@ -1,4 +1,4 @@
-"""Coalesces calls to a retriever: equal calls in flight share an answer, those of one loop turn go in one batch."""
+"""Coalesces retriever calls: equal calls in flight share an answer, calls of one event-loop turn share a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Place = tuple[asyncio.AbstractEventLoop | None, Hashable]
 
 @dataclass(frozen=True, slots=True)
 class RetrieverCall:
-    """One query. Equal calls of one scope may share an answer; a call of the scope None shares with none."""
+    """One query. Equal calls of one scope may share an answer; a call whose scope is None shares nothing."""
 
     query: str
     scope: Hashable
@@ -32,7 +32,7 @@ class RetrieverCall:
 
 
 class RequestCoalescer:
-    """Calls `retriever`. Thread-safe; calls in flight in an event loop are shared within that loop alone."""
+    """Coalesces calls to `retriever`. Thread-safe; calls in an event loop are shared within that loop only."""
 
     def __init__(self, retriever: BaseRetriever) -> None:
         self._retriever = retriever
@@ -44,7 +44,7 @@ class RequestCoalescer:
         self.coalesced = 0
 
     def ask(self, call: RetrieverCall, *, early: bool = False) -> Documents:
-        """The answer, from an equal call in flight if there is one. With `early` the next equal call gets it too."""
+        """The answer, from an equal call in flight if there is one. With `early`, the next equal call gets it too."""
         place = (None, (call.scope, call.query))
         future: Future[Documents] = Future()
         if (other := self._join(place, call, future, early)) is not None:
@@ -57,7 +57,7 @@ class RequestCoalescer:
         return future.result()
 
     async def aask(self, call: RetrieverCall, *, early: bool = False) -> Documents:
-        """As `ask`; different calls of one turn of the event loop go to the retriever's `abatch` together."""
+        """As `ask`; different calls made in one event-loop turn go to the retriever's `abatch` together."""
         loop = asyncio.get_running_loop()
         place = (loop, (call.scope, call.query))
         future: asyncio.Future[Documents] = loop.create_future()
@@ -72,7 +72,7 @@ class RequestCoalescer:
         return copies(documents) if other else documents
 
     def _join(self, place: _Place, call: RetrieverCall, future: Any, early: bool) -> Any:
-        """The equal call to wait for; None if `future` now is the one that others wait for."""
+        """The future of an equal call to wait for; None if other callers now wait for `future`."""
         if call.scope is None:
             return None
         with self._lock:
@@ -88,7 +88,7 @@ class RequestCoalescer:
             return None
 
     def _complete(self, place: _Place, *, failed: bool) -> None:
-        """No longer in flight. Those who waited see a failure too; the next call asks again."""
+        """Remove a finished call. Callers waiting for it get its failure too; the next call queries the retriever."""
         with self._lock:
             self._in_flight.pop(place, None)
             if failed:
@@ -108,7 +108,7 @@ class RequestCoalescer:
                 _settle(future, answer)
         finally:
             for _, future in batch:
-                future.cancel()  # of those that have no answer because this was cancelled
+                future.cancel()  # futures without an answer: this task was cancelled
 
     async def _answers(self, calls: Sequence[RetrieverCall]) -> Sequence[Documents | Exception]:
         try:

@@ -1,4 +1,4 @@
-"""`SpeculativeRetriever`: a drop-in around a LangChain retriever that answers early, or asks less often."""
+"""`SpeculativeRetriever` wraps a LangChain retriever and answers early, or queries it less often."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-THREADS = 8  # that ask behind synchronous calls
-MAX_CORRECTIONS = 1024  # kept for `corrections`
-_SILENT: RunnableConfig = {"callbacks": []}  # a run that may be over has no use for reports
+THREADS = 8  # for retriever calls in the background of synchronous calls
+MAX_CORRECTIONS = 1024  # the most that are kept for `corrections`
+_SILENT: RunnableConfig = {"callbacks": []}  # no callbacks: the run may be over
 
 _request: ContextVar[RequestScope | None] = ContextVar("agentspec_retrieval_request", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A guess that was handed out and turned out wrong: `documents` is what the retriever says.
+    """A guess that was returned and turned out wrong; `documents` is the retriever's answer.
 
-    Where the retriever failed instead, `documents` is empty and `error` is its exception.
+    If the retriever failed, `documents` is empty and `error` is its exception.
     """
 
     query: str
@@ -52,7 +52,7 @@ class Correction:
 
 @dataclass(slots=True)
 class RetrievalStats:
-    """Calls, those that joined an equal one under way, guesses made, and what became of them."""
+    """Counts of calls, of calls that joined an equal call in flight, of guesses, and of right and wrong guesses."""
 
     calls: int = 0
     joined: int = 0
@@ -62,16 +62,16 @@ class RetrievalStats:
 
 
 class SpeculativeRetriever(BaseRetriever):
-    """Around `retriever`, whose word stays the last.
+    """Wraps `retriever` and guesses its answers from the documents that it returned before.
 
-    With `mode="exact"` every call returns what the retriever returns. With `mode="correct"` a call returns at once what
-    the documents seen so far suggest; the retriever is asked behind it, and where it disagrees a `Correction` goes to
-    `on_correction` (called in the thread or event loop that verified) and to `corrections`. `ahead` needs no mode: it
-    goes on with a guess and starts again where that was wrong.
+    With `mode="exact"` every call returns the retriever's answer. With `mode="correct"` a call returns a guess at once
+    if the cached documents allow one, and queries the retriever in the background. If the retriever disagrees, a
+    `Correction` goes to `on_correction` (called in the thread or event loop that verified) and to `corrections`.
+    `ahead` works in both modes: it goes on with a guess and starts again if the guess was wrong.
 
-    Documents are remembered within a `scope`: one request (a `with retriever.request():` block, or else the calls of
-    one run of LangChain), one session (LangGraph's thread, `agentspec.workflow`), or everything that goes through this
-    object, which must then serve one tenant alone.
+    Documents are cached per `scope`: one request (a `with retriever.request():` block, or else the calls of one run of
+    LangChain), one session (LangGraph's thread, `agentspec.workflow`), or all calls of this object, which must then
+    serve one tenant only.
     """
 
     retriever: BaseRetriever
@@ -97,13 +97,13 @@ class SpeculativeRetriever(BaseRetriever):
 
     @property
     def stats(self) -> RetrievalStats:
-        """What happened so far."""
+        """The counts so far."""
         with self._lock:
             return replace(self._stats, joined=self._coalescer.coalesced)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """What is called inside is one request; its documents are forgotten at the end."""
+        """Calls inside the block belong to one request; its cached documents are deleted at the end."""
         request = RequestScope()
         token = _request.set(request)
         try:
@@ -113,23 +113,23 @@ class SpeculativeRetriever(BaseRetriever):
             self._caches.end(request)
 
     def prefetch(self, queries: Iterable[str]) -> None:
-        """Ask the retriever now, in threads, what will be asked for soon: the next equal call gets that answer.
+        """Query the retriever in threads for queries expected soon; the next equal call gets the answer.
 
-        Raises `ConfigurationError` outside every scope, where no call could get it.
+        Raises `ConfigurationError` outside every scope, where no call could get the answer.
         """
         for query in queries:
             self._later(self._truth, self._early_call(query), early=True)
 
     async def aprefetch(self, queries: Iterable[str]) -> None:
-        """As `prefetch`, for calls in this event loop. Returns when the answers are there; a task need not wait."""
+        """As `prefetch`, for calls in this event loop. Returns when all answers have arrived; run it as a task."""
         truths = [self._atruth(self._early_call(query), early=True) for query in queries]
         await asyncio.gather(*truths, return_exceptions=True)
 
     async def ahead(self, query: str, then: Callable[[list[Document]], Awaitable[T]]) -> T:
-        """`then(documents)`, begun on a guess while the retriever is asked, and again from the start if that was wrong.
+        """Run `then` on guessed documents while the retriever is queried, and run it again if the guess was wrong.
 
-        The result is that of the retriever's documents, whatever `mode` is. What `then` does to the world outside, it
-        may do twice: a guess that was wrong is cancelled wherever it stands.
+        Returns the result of `then` for the retriever's documents, whatever `mode` is. Side effects of `then` may
+        happen twice: the run on a wrong guess is cancelled at any point.
         """
         call = self._call_here(query)
         self._count(calls=1)
@@ -150,20 +150,20 @@ class SpeculativeRetriever(BaseRetriever):
         return await then(documents)
 
     def corrections(self) -> list[Correction]:
-        """The corrections that came since the last time, in their order."""
+        """The corrections since the last call, in order of arrival."""
         with self._lock:
             found, self._corrections = self._corrections, []
         return found
 
     def settle(self) -> list[Correction]:
-        """Wait until everything asked in threads is answered; then `corrections`."""
+        """Wait for all retriever calls in threads, then return `corrections()`."""
         with self._lock:
             behind = list(self._behind)
         wait(behind)
         return self.corrections()
 
     async def asettle(self) -> list[Correction]:
-        """As `settle`, also for what was asked in this event loop. RetrieverCall it before the loop ends."""
+        """As `settle`, also for verifications in this event loop. Call it before the loop ends."""
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(task for task in self._tasks if task.get_loop() is loop))
         return await asyncio.to_thread(self.settle)
@@ -196,7 +196,7 @@ class SpeculativeRetriever(BaseRetriever):
         return RetrieverCall(query, self._scope_of(config, parent), config)
 
     def _call_here(self, query: str) -> RetrieverCall:
-        """A call made directly in the run around it, not through `invoke`."""
+        """A call made directly inside the surrounding run, not through `invoke`."""
         config = ensure_config()
         return self._call(query, config, getattr(config.get("callbacks"), "parent_run_id", None))
 
@@ -207,7 +207,7 @@ class SpeculativeRetriever(BaseRetriever):
         return call
 
     def _scope_of(self, config: RunnableConfig, parent: UUID | None) -> Hashable:
-        """Whose calls share documents; None for a call that stands alone."""
+        """The scope whose calls share documents; None for a call that shares none."""
         if self.scope == "retriever":
             return "retriever"
         if self.scope == "session":
@@ -271,7 +271,7 @@ class SpeculativeRetriever(BaseRetriever):
                 setattr(self._stats, name, getattr(self._stats, name) + count)
 
     def _later(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
-        """Run it in a thread, in this context."""
+        """Run `function` in a thread, with the current context variables."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(THREADS, "agentspec-retrieval")
@@ -285,6 +285,6 @@ class SpeculativeRetriever(BaseRetriever):
 
 
 async def _abandoned(task: asyncio.Future[Any]) -> None:
-    """Cancel what is not needed any more, and wait until it has ended; how it ends is nobody's concern."""
+    """Cancel `task` and wait until it has ended, ignoring its result or error."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

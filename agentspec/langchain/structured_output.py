@@ -1,4 +1,4 @@
-"""Answers parsed into a schema: by a tool call, by a JSON schema, or as free JSON."""
+"""Parses answers into a schema: from a tool call, from JSON of that schema, or from any JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Schema = dict[str, Any] | type
 
 
 def tool_parser(schema: Schema) -> Runnable[Any, Any]:
-    """Reads the arguments of the first tool call: an instance of a pydantic class, else a dictionary."""
+    """A parser of the first tool call's arguments into an instance of a pydantic class, else a dictionary."""
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         return PydanticToolsParser(tools=[schema], first_tool_only=True)
     return JsonOutputKeyToolsParser(key_name=_function(schema)["name"], first_tool_only=True)
 
 
 def json_parser(schema: Schema) -> Runnable[Any, Any]:
-    """Reads the message's text as JSON: an instance of a pydantic class, else a dictionary."""
+    """A parser of the message's JSON text into an instance of a pydantic class, else a dictionary."""
     parser: BaseOutputParser[Any] = JsonOutputParser()
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         parser = PydanticOutputParser(pydantic_object=schema)
@@ -43,7 +43,7 @@ def response_format(schema: Schema, method: Method, strict: bool | None) -> dict
 def with_raw(
     llm: Runnable[LanguageModelInput, Any], parser: Runnable[Any, Any]
 ) -> Runnable[LanguageModelInput, dict[str, Any]]:
-    """`{"raw": message, "parsed": value or None, "parsing_error": error or None}` instead of the value alone."""
+    """Returns `{"raw": message, "parsed": value or None, "parsing_error": error or None}` in place of the value."""
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     both = RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")

@@ -1,4 +1,4 @@
-"""Answers of `/v1/chat/completions`."""
+"""Writes the answers of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentspec.types import Delta, GenerateRequest, Prompt, TokenLogprob
 
 @dataclass(slots=True)
 class ChatWriter:
-    """Writes chat answers. The role stands in the first chunk's delta of every choice."""
+    """Writes chat answers. The first chunk of each choice carries the role."""
 
     request: GenerateRequest
     format: AnswerFormat

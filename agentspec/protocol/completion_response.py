@@ -1,4 +1,4 @@
-"""Answers of `/v1/completions`."""
+"""Writes the answers of `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentspec.types import Delta, GenerateRequest, Prompt, TokenLogprob
 class CompletionWriter:
     """Writes text completions. `text_offset` counts characters from the start of the choice's text.
 
-    With `echo` the prompt stands before every choice, with its tokens' log-probabilities where they were asked for.
+    With `echo` every choice begins with the prompt, and with the log-probabilities of its tokens if requested.
     """
 
     request: GenerateRequest
@@ -70,7 +70,7 @@ class CompletionWriter:
         }
 
     def _echoed(self, index: int, prompt: Prompt) -> dict[str, list[Any]] | None:
-        """The prompt's entries; its first token, which nothing precedes, has no log-probability."""
+        """The log-probability entries of the prompt; its first token, which nothing precedes, has None."""
         if prompt.logprobs is None:
             return None
         known = self._logprobs(index, prompt.logprobs)

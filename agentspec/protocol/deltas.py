@@ -1,4 +1,4 @@
-"""Chunks of an answer, as OpenAI-compatible servers write them, read as deltas."""
+"""Reads the chunks that OpenAI-compatible servers send as deltas."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from agentspec.errors import UpstreamError
 from agentspec.protocol.usage import read_speculation, read_usage
 from agentspec.types import Delta, FinishReason, TokenLogprob
 
-UNKNOWN_TOKEN = -1  # token id of a logprob whose upstream names tokens by text alone
+UNKNOWN_TOKEN = -1  # token id of a logprob from an upstream that names tokens only by their text
 _FINISH: dict[str, FinishReason] = {"function_call": "tool_calls", "abort": "cancelled"}
 _KNOWN_FINISH = ("stop", "length", "tool_calls", "content_filter", "cancelled")
 _MESSAGE_FIELDS = ("role", "content")
 
 
 def to_delta(chunk: Any) -> Delta:
-    """One chunk of a stream, or a whole answer, as a delta. Only the first choice counts.
+    """Read one chunk of a stream, or a whole answer, as a delta. Ignores all choices but the first.
 
-    Raises `UpstreamError` for a chunk of the wrong shape and for one that reports an error.
+    Raises `UpstreamError` for a chunk of the wrong shape and for a chunk that reports an error.
     """
     try:
         if chunk.get("error"):

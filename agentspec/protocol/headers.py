@@ -1,4 +1,4 @@
-"""The `x-agentspec-*` headers: labels and switches of a request, the strategy of an answer."""
+"""The `x-agentspec-*` headers: a request's labels and switches, and the strategy that wrote an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%"
 
 
 def label_headers(labels: Labels, *, speculation: bool = True, store: bool = True, keep: str = "") -> dict[str, str]:
-    """Labels and switches as headers. Blanks, `%` and what is not ASCII are percent-encoded, unless in `keep`."""
+    """Labels and switches as headers. Blanks, `%` and non-ASCII characters not in `keep` are percent-encoded."""
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
     headers = {f"{PREFIX}{name}": quote(value, safe=_PRINTABLE + keep) for name, value in named.items() if value}
     switches = {"speculation": speculation, "store": store}
@@ -23,7 +23,7 @@ def label_headers(labels: Labels, *, speculation: bool = True, store: bool = Tru
 
 
 def read_labels(headers: Mapping[str, str]) -> Labels:
-    """The labels of a request. Raises `InvalidRequestError` naming the header that is wrong."""
+    """The labels of a request. Raises `InvalidRequestError` that names the wrong header."""
     return Labels(**{field.name: _label(headers, field.name) for field in fields(Labels)})
 
 
@@ -37,14 +37,14 @@ def read_switch(headers: Mapping[str, str], name: str) -> bool:
 
 
 def strategy_headers(summary: str, *, lossy: bool, speculation: bool) -> dict[str, str]:
-    """Names the strategy that answers, under `lossy` where the answer may differ from the base model's."""
+    """The header that names an answer's strategy: `lossy` if the answer may differ from the base model's."""
     if not lossy:
         return {f"{PREFIX}lossless": summary}
     return {f"{PREFIX}lossy": summary} if speculation else {}
 
 
 def _label(headers: Mapping[str, str], name: str) -> str | None:
-    """A label, percent-decoded; empty counts as none."""
+    """A label, percent-decoded; None if the header is empty."""
     header = PREFIX + name
     try:
         value = unquote(headers.get(header, ""), errors="strict")

@@ -1,4 +1,4 @@
-"""The messages and tools of a chat request, as chat templates read them."""
+"""Parses the messages and tools of a chat request into the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Message(Model):
     content: Content = REQUIRED
 
     def template_fields(self) -> dict[str, Any]:
-        """What the message has beside role and content."""
+        """The message's fields besides role and content."""
         return {}
 
 
@@ -47,7 +47,7 @@ class _ToolCall(Model):
 
 
 class _AssistantMessage(Model):
-    """An earlier answer, with its calls and thoughts."""
+    """An earlier answer of the model, with its tool calls and reasoning."""
 
     name: Any = None
     tool_calls: list[_ToolCall] | None = None
@@ -62,7 +62,7 @@ class _AssistantMessage(Model):
 
 
 class _ToolMessage(Model):
-    """The result of a call."""
+    """The result of a tool call."""
 
     tool_call_id: Text = REQUIRED
     name: Text | None = None
@@ -77,7 +77,7 @@ _MODELS = {"assistant": _AssistantMessage, "tool": _ToolMessage}
 
 
 def parse_message(value: Any, name: str) -> dict[str, Any]:
-    """One message as a chat template reads it. Raises `InvalidRequestError` naming what is wrong below `name`."""
+    """One message as a chat template reads it. Raises `InvalidRequestError` that names the wrong part of `name`."""
     if not isinstance(value, dict):
         raise wrong_type(name, "an object", value)
     role = validated(_ROLE, value.get("role"), f"{name}.role")
@@ -94,7 +94,7 @@ def parse_message(value: Any, name: str) -> dict[str, Any]:
 
 
 def _tidied(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant's message in one of the forms it comes in: calls without content, thoughts by either name."""
+    """An assistant message in uniform shape: content may be missing beside tool calls, reasoning has two names."""
     calls, content = message.get("tool_calls") or [], message.get("content")
     thoughts = message.get("reasoning_content") or message.get("reasoning") or None
     return {
@@ -128,7 +128,7 @@ class _Tool(Model):
 
 
 def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
-    """`tools` as their clients described them, but for nulls."""
+    """`tools` as the client described them, without null fields."""
     names = [_Tool.parse(tool, f"tools[{index}]").function.name for index, tool in enumerate(tools)]
     if len(set(names)) < len(names):
         raise InvalidRequestError("two tools have the same name", param="tools")
@@ -137,7 +137,7 @@ def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def parse_tool_choice(value: Any) -> str:
-    """ "none", "auto", "required" or the name of a tool."""
+    """The tool choice: "none", "auto", "required" or the name of a tool."""
     if not isinstance(value, str):
         return _NamedTool.parse(value, "tool_choice").function.name
     if value not in _CHOICES:
@@ -152,14 +152,14 @@ class _Prediction(Model):
 
 
 def parse_prediction(value: Any) -> str:
-    """The text of `{"type": "content", "content": text or parts}`."""
+    """The text of a prediction `{"type": "content", "content": text or parts}`."""
     prediction = _Prediction.parse(value, "prediction")
     if len(value) > 2:
         raise InvalidRequestError("prediction holds fields other than type and content", param="prediction")
     return prediction.content
 
 
-# What the template's own caller decides, and how it is called.
+# Arguments that agentspec itself sets when it applies the chat template.
 _FIXED = frozenset(
     "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding"
     " truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()

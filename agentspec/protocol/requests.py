@@ -1,7 +1,7 @@
-"""The bodies of `/v1/chat/completions` and `/v1/completions` as requests for a backend.
+"""Parses the bodies of `/v1/chat/completions` and `/v1/completions` into requests for a backend.
 
-Field names and meanings are OpenAI's and vLLM's. Every field is acted on, known to be inert, or refused: what would
-change the answer is not ignored in silence.
+Field names and meanings are OpenAI's and vLLM's. Every field is acted on, known to be inert, or refused: no field that
+would change the answer is silently ignored.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SAMPLING = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How an answer is written: as a stream or whole, and what it holds beside text.
+    """How an answer is written: as a stream or whole, and what it contains besides text.
 
     `usage` adds the usage as a stream's last chunk, `echo` the prompt in front of a text completion.
     """
@@ -82,7 +82,7 @@ Biases = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], Fie
 
 
 class _CommonBody(Body):
-    """What both routes take, and what a client in this process may set as `extra`."""
+    """The fields of both routes that an in-process client may also set in `extra`."""
 
     n: Count | None = None
     min_tokens: Count | None = None
@@ -99,7 +99,7 @@ class _CommonBody(Body):
     latency_target_ms_per_token: Number | None = None
     return_token_ids: bool | None = None
     stream_options: dict[str, Any] | None = None
-    # Accepted only with the value that describes what is done anyway.
+    # Accepted only with the value that describes what the engine does anyway.
     skip_special_tokens: Annotated[Any, only(True)] = None
     spaces_between_special_tokens: Annotated[Any, only(True)] = None
     include_stop_str_in_output: Annotated[Any, only(False)] = None
@@ -107,17 +107,17 @@ class _CommonBody(Body):
     length_penalty: Annotated[Any, only(1.0)] = None
 
     def rules(self) -> dict[str, Any]:
-        """How many answers, how long and of what form at least, as sampling parameters."""
+        """The sampling parameters for the number, minimum length and form of the answers."""
         form = parse_form(self.given(*_FORM))
         return self.given(*_RULES) | ({} if form is None else {"structured_outputs": form})
 
     def service(self) -> dict[str, Any]:
-        """How soon the request is to be served. Its `priority` may put it behind others, never before them."""
+        """The scheduling fields. A client's `priority` may put its request after others, never before them."""
         return self.given("priority", "latency_target_ms_per_token")
 
 
 class _GenerationBody(_CommonBody):
-    """What both routes take. A client may write "off" as -1 for `top_k`, and one stop string without an array."""
+    """The fields of both routes. A client may turn `top_k` off with -1, and send one stop string without an array."""
 
     model: Text = ""
     stream: bool = False
@@ -136,11 +136,11 @@ class _GenerationBody(_CommonBody):
     best_of: Any = None
 
     def sampling(self, **others: Any) -> SamplingParams:
-        """The sampling parameters that both routes spell alike, with `others`."""
+        """The sampling parameters that both routes spell alike, updated with `others`."""
         return SamplingParams(**{**self.given(*_SAMPLING), **self.rules(), **others})
 
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether a stream ends with a usage chunk."""
         options = self.stream_options or {}
         if options and not self.stream:
             raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
@@ -152,7 +152,7 @@ class _GenerationBody(_CommonBody):
         return usage
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuse fields that `sampling` cannot honour."""
+        """Refuse fields that `sampling` does not support."""
         if self.stream and sampling.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs needs stream = false", param="prompt_logprobs")
         if self.best_of is not None and (type(self.best_of), self.best_of) != (int, sampling.n):
@@ -161,7 +161,7 @@ class _GenerationBody(_CommonBody):
 
 
 class _ChatFields(Body):
-    """What only chat requests have beside messages."""
+    """The fields besides messages that only chat requests have."""
 
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
@@ -176,7 +176,7 @@ class _ChatFields(Body):
     add_generation_prompt: bool | None = None
 
     def chat(self, plain: GenerateRequest) -> dict[str, Any]:
-        """The fields of a `GenerateRequest` that only chat requests have; those of `plain` where the body has none."""
+        """The fields of a `GenerateRequest` that only chat requests have; a field missing here comes from `plain`."""
         tools = plain.tools if self.tools is None else parse_tools(self.tools)
         choice = plain.tool_choice if self.tool_choice is None else parse_tool_choice(self.tool_choice)
         names = [tool["function"]["name"] for tool in tools]
@@ -192,9 +192,9 @@ class _ChatFields(Body):
         }
 
     def _start(self, plain: GenerateRequest) -> dict[str, Any]:
-        """Whether the last message is continued, and whether the template opens an answer.
+        """Whether the model continues the last message, and whether the template opens an answer.
 
-        vLLM's rule: a continued message leaves no room for the start of a new one.
+        As in vLLM, a request cannot both continue a message and start a new one.
         """
         continued = _or(self.continue_final_message, plain.continue_final)
         started = _or(self.add_generation_prompt, plain.start_answer and not continued)
@@ -235,7 +235,7 @@ class _CompletionBody(_GenerationBody):
 
 
 def parse_chat(body: Mapping[str, Any], *, max_messages: int) -> tuple[GenerateRequest, AnswerFormat]:
-    """A chat request. Raises `InvalidRequestError` with `param` for a field that is wrong or cannot be honoured."""
+    """Parse a chat request. Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported."""
     fields = _ChatBody.parse(body)
     plain = GenerateRequest(model=fields.model, messages=_messages(fields.messages or [], max_messages))
     usage = fields.includes_usage()
@@ -258,7 +258,7 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int) -> tuple[GenerateR
 
 
 def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFormat]:
-    """A request to complete text or token ids. Raises as `parse_chat` does."""
+    """Parse a request to complete text or token ids. Raises what `parse_chat` raises."""
     fields = _CompletionBody.parse(body)
     prompt = _prompt(fields.prompt)
     usage = fields.includes_usage()
@@ -285,13 +285,13 @@ def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFo
 
 
 class _ChatExtra(_ChatFields, _CommonBody):
-    """What a client in this process may set as `extra` of a chat request."""
+    """The fields that an in-process client may set in `extra` of a chat request."""
 
 
 def with_extra(request: GenerateRequest) -> GenerateRequest:
-    """`request` with those fields of its `extra` in their places that the local engine acts on.
+    """`request` with the fields of its `extra` that the local engine supports moved to their own places.
 
-    Raises `InvalidRequestError` for the others: what would change the answer is not ignored in silence.
+    Raises `InvalidRequestError` for unsupported fields: no field that would change the answer is silently ignored.
     """
     if not request.extra:
         return request
@@ -319,7 +319,7 @@ _TOKEN_IDS: TypeAdapter[Any] = TypeAdapter(TokenIds)
 
 
 def _prompt(value: Any) -> dict[str, Any]:
-    """A string or an array of token ids; either may stand alone in an array, as some clients send it."""
+    """The prompt: a string or an array of token ids; some clients wrap either in an array of one element."""
     if value is None:
         raise InvalidRequestError("prompt is missing", param="prompt")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):

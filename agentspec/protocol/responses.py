@@ -1,4 +1,4 @@
-"""What the answers of both routes share: choices put together from deltas, and what every chunk repeats."""
+"""Shared by the writers of both routes: assembles choices from deltas, and builds the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of an answer as far as it has come."""
+    """One choice of an answer, as far as it has been generated."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Accumulator:
-    """Puts a whole answer together from its deltas: its choices, and what they share."""
+    """Assembles a whole answer from its deltas: the choices, and the fields that they share."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt: Prompt | None = None
@@ -55,12 +55,12 @@ class Accumulator:
         self.speculation = delta.speculation or self.speculation
 
     def all(self) -> list[tuple[int, Choice]]:
-        """The choices in order; an answer without any delta has an empty one."""
+        """The choices in order; an answer without any delta has one empty choice."""
         return sorted(self.choices.items()) or [(0, Choice())]
 
 
 def _with_calls(calls: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whole tool calls with what the next pieces add to them: a head with a new id, or more of the arguments."""
+    """Add the next pieces to the tool calls: a piece begins a new call or continues the arguments of a call."""
     calls = [{**call, "function": dict(call["function"])} for call in calls]
     for position, piece in enumerate(pieces):
         index = piece.get("index", position)
@@ -82,13 +82,13 @@ class ResponseWriter(Protocol):
         ...
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """The chunks that one delta becomes: none if it is empty, two if it is the last and usage is wanted."""
+        """The chunks of one delta: none if it is empty, two if it is the last one and the client requested usage."""
         ...
 
 
 @dataclass(slots=True)
 class ChunkBuilder:
-    """What every chunk of an answer repeats, and the switches for what its end carries."""
+    """Builds the chunks of an answer: the fields that each chunk repeats, and the counts that the last one carries."""
 
     kind: str
     prefix: str
@@ -107,7 +107,7 @@ class ChunkBuilder:
         return {**head, "choices": choices, **more}
 
     def chunk(self, choice: dict[str, Any], delta: Delta, **more: Any) -> Iterator[dict[str, Any]]:
-        """The chunk of `choice`; after the last choice's end the usage on a chunk of its own, where requested."""
+        """The chunk of `choice`; after the end of the last choice also a usage chunk, if requested."""
         self._ended += delta.finish_reason is not None
         ends = delta.finish_reason is not None and self._ended == self.request.sampling.n
         null_usage = {"usage": None} if self.format.usage else {}
@@ -126,7 +126,7 @@ class ChunkBuilder:
 
 
 def prompt_logprobs(prompt: Prompt) -> list[dict[str, Any] | None] | None:
-    """vLLM's `prompt_logprobs`: for each token itself and the best ones by id; nothing for the first."""
+    """vLLM's `prompt_logprobs`: per prompt token, that token and the most probable ones by id; None for the first."""
     if prompt.logprobs is None:
         return None
     return [None, *({str(one.token_id): _ranked(one) for one in (*token.top, token)} for token in prompt.logprobs)]
@@ -137,7 +137,7 @@ def _ranked(token: TokenLogprob) -> dict[str, Any]:
 
 
 def encode(value: Any) -> bytes:
-    """Compact JSON in UTF-8; what cannot be text (half a surrogate pair) becomes a question mark."""
+    """Compact JSON in UTF-8; half a surrogate pair, which UTF-8 cannot encode, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 

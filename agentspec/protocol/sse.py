@@ -1,4 +1,4 @@
-"""Server-sent events: written, decoded from bytes that may be cut anywhere, and passed on as they are.
+"""Writes server-sent events, decodes them from bytes that may be cut anywhere, and passes them on unchanged.
 
 Source: HTML Living Standard, section 9.2.6 "Interpreting an event stream". Only `data` matters to OpenAI's protocol;
 comments and the other fields are skipped.
@@ -22,17 +22,16 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def event(data: bytes) -> bytes:
-    """One event on the wire; `data` is a line, as encoded JSON is."""
+    """The bytes of one event; `data` must be a single line, as encoded JSON is."""
     return b"data: " + data + b"\n\n"
 
 
 class SseDecoder:
-    """Feed it bytes, take the `data` of every event that became complete.
+    """Takes bytes and yields the `data` of every event that they complete.
 
-    Lines end in LF, CRLF or CR. Splitting is done on bytes, where those never occur inside a UTF-8 sequence, and an
-    event is decoded only once whole, so a cut between any two bytes is harmless. An event that the stream's end cuts
-    off is dropped, as the standard requires. Raises `UpstreamError` for an event above `max_event_bytes`, which also
-    bounds the memory held.
+    Lines end in LF, CRLF or CR, bytes that never occur inside a UTF-8 sequence. An event is decoded only when complete,
+    so a cut between any two bytes is harmless. An event that the stream's end cuts off is dropped, as the standard
+    requires. Raises `UpstreamError` for an event above `max_event_bytes`, which also bounds the memory used.
     """
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
@@ -83,9 +82,9 @@ class SseDecoder:
 
 
 class EventSplitter:
-    """Cuts a stream of bytes behind its events and passes every byte on, looking only for counts and for the end.
+    """Cuts a byte stream after whole events and passes every byte on, looking only for counts and for the end.
 
-    The piece of an event that has no end yet is held back, up to `MAX_HELD` bytes: no client can use it.
+    It holds back an incomplete event, up to `MAX_HELD` bytes, since no client can use it.
     """
 
     def __init__(self) -> None:
@@ -95,7 +94,7 @@ class EventSplitter:
         self._cut_event = False
 
     def feed(self, piece: bytes) -> bytes:
-        """The bytes that may go out now: everything up to the last event's end, or all if too much is held."""
+        """The bytes to send now: all up to the end of the last whole event, or everything if too much is held."""
         searched = max(0, len(self._held) - 3)
         self._held += piece
         end = 0
@@ -113,16 +112,16 @@ class EventSplitter:
         return out
 
     def counting_events(self) -> Iterator[str]:
-        """The data of the last events that passed in pieces with usage or speculation."""
+        """The data of the events in the last few pieces that contained usage or speculation."""
         decoder = SseDecoder(max_event_bytes=2 * MAX_HELD)
         with suppress(UpstreamError):
             for piece in self._counting:
                 yield from decoder.feed(piece)
 
     def rest(self) -> bytes:
-        """What is still held at a good end: an upstream may leave out the last blank line."""
+        """The bytes still held after a complete stream: an upstream may omit the last blank line."""
         return bytes(self._held)
 
     def separator(self) -> bytes:
-        """What ends an event of which a part went out already."""
+        """The blank line that ends an event of which a part was already sent; empty if there is none."""
         return b"\n\n" if self._cut_event else b""

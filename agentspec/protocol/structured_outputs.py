@@ -1,4 +1,4 @@
-"""The form of an answer, by OpenAI's `response_format`, vLLM's `structured_outputs` or its older `guided_*` fields."""
+"""Parses the form of an answer: OpenAI's `response_format`, vLLM's `structured_outputs` or older `guided_*` fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_CHOICES = 4096
 
 
 def _schema(value: Any) -> Any:
-    if isinstance(value, str):  # vLLM takes a schema written out as well
+    if isinstance(value, str):  # vLLM also accepts a schema as a JSON string
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
@@ -37,7 +37,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
 
 
 def parse_form(fields: Mapping[str, Any]) -> StructuredOutputs | None:
-    """The form that one of `fields` describes; None for any text. Raises `InvalidRequestError` with `param`."""
+    """The form that one of `fields` requires; None if it allows any text. Raises `InvalidRequestError` with `param`."""
     given = {name: form for name, value in fields.items() if (form := _form(name, value)) is not None}
     if len(given) > 1:
         raise InvalidRequestError(f"send one of {', '.join(given)}, not all", param=next(iter(given)))

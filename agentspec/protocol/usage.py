@@ -9,12 +9,12 @@ from typing import Any
 
 from agentspec.types import KnnSpeculation, RetrievalSpeculation, Speculation, StepSpeculation, Usage
 
-_MOST = 2**53  # what a JSON number surely holds
+_MOST = 2**53  # every JSON parser keeps integers exact up to here
 _KINDS = (StepSpeculation, RetrievalSpeculation, KnnSpeculation)
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's `usage`. The prediction counts are there only if the request carried a prediction."""
+    """OpenAI's `usage` object. It has prediction counts only if the request carried a prediction."""
     accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
     counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
     details = {} if accepted is None else {"completion_tokens_details": counts}
@@ -28,9 +28,9 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def read_usage(value: Mapping[str, Any]) -> Usage:
-    """A `usage` object of the Chat Completions or the Responses API.
+    """Read a `usage` object of the Chat Completions or the Responses API.
 
-    Raises `AttributeError`, `TypeError`, `ValueError` or `OverflowError` for one of the wrong shape.
+    Raises `AttributeError`, `TypeError`, `ValueError` or `OverflowError` for an object of the wrong shape.
     """
     prompt = value.get("prompt_tokens_details") or value.get("input_tokens_details") or {}
     completion = value.get("completion_tokens_details") or {}
@@ -44,12 +44,12 @@ def read_usage(value: Mapping[str, Any]) -> Usage:
 
 
 def speculation_object(speculation: Speculation) -> dict[str, Any]:
-    """A gateway's `speculation`: the fields of the strategy's own class."""
+    """A gateway's `speculation` object: the fields of the class that the strategy reports."""
     return asdict(speculation) | {"estimated_seconds_saved": round(speculation.estimated_seconds_saved, 6)}
 
 
 def read_speculation(value: Mapping[str, Any]) -> Speculation | None:
-    """A gateway's `speculation` object as the class it came from; None for another product's object of this name.
+    """Read a gateway's `speculation` object as the class it came from; None for another product's object.
 
     Raises as `read_usage` does.
     """
@@ -66,7 +66,7 @@ def read_speculation(value: Mapping[str, Any]) -> Speculation | None:
 
 
 def numbers_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes sense as a count, or as an object of `..._details`: reading what is left cannot fail."""
+    """The valid counts and `..._details` objects in `value`, which `read_usage` and `read_speculation` can read."""
     found: dict[str, Any] = {}
     for name, one in value.items():
         if name.endswith("_details"):

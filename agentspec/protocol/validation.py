@@ -1,4 +1,4 @@
-"""Request bodies as pydantic models whose refusals are sentences that name the field, as OpenAI's `param` does."""
+"""Pydantic models of request bodies. Their errors are sentences that name the field, as OpenAI's `param` does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 MAX_STOPS = 64
 MAX_TOKEN_ID = 2**31 - 1
 
-# Accepted and without effect on a local answer: they address a hosted service's billing, storage or abuse handling.
+# Accepted without effect on a local answer: these fields serve a hosted service's billing, storage or abuse handling.
 INERT = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
 )
-# Lists and objects whose items are not named in a refusal: `stop`, not `stop[3]`.
+# Lists and objects whose items an error does not name: `stop`, not `stop[3]`.
 _UNDIVIDED = re.compile(r"(^|\.)(bad_words|logit_bias|prompt|stop|stop_token_ids|(guided_)?choice)$")
 _EXPECTED = {
     "bool_type": "a boolean",
@@ -34,7 +34,7 @@ _EXPECTED = {
 
 
 class Refused(ValueError):
-    """A value that is refused. `sentence` continues the field's name, or that of the part `below` it."""
+    """Raised for a refused value. `sentence` follows the field's name, or the name of its part `below`."""
 
     def __init__(self, sentence: str, below: str = "") -> None:
         super().__init__(sentence)
@@ -54,7 +54,7 @@ def must(holds: Callable[[Any], bool], sentence: str) -> AfterValidator:
 
 
 def only(*allowed: Any) -> BeforeValidator:
-    """Accept a field that is not supported where it changes nothing: with one of the values in `allowed`."""
+    """Accept an unsupported field only with one of the `allowed` values, with which it changes nothing."""
 
     def check(value: Any) -> Any:
         if not any(value == choice and type(value) is type(choice) for choice in allowed):
@@ -65,7 +65,7 @@ def only(*allowed: Any) -> BeforeValidator:
 
 
 def is_text(value: str) -> bool:
-    """Whether a string from JSON, where half a surrogate pair can be written, is one that UTF-8 has."""
+    """Whether UTF-8 can encode `value`: JSON can write half a surrogate pair, UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -74,7 +74,7 @@ def is_text(value: str) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """A string, or an array of `{"type": "text", "text": ...}` parts, which are joined as they are."""
+    """The text of a string, or of an array of `{"type": "text", "text": ...}` parts, joined without separator."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -101,7 +101,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-REQUIRED: Any = Field(default=None, validate_default=True)  # what is missing counts as null
+REQUIRED: Any = Field(default=None, validate_default=True)  # a missing field counts as null
 NOT_TEXT = " holds half a surrogate pair, which is not text"
 Text = Annotated[str, must(is_text, NOT_TEXT)]
 Content = Annotated[Text, BeforeValidator(text_of)]
@@ -113,7 +113,7 @@ FewTokenIds = Annotated[list[Count], Field(max_length=MAX_STOPS, fail_fast=True)
 
 
 def validated(type: TypeAdapter[T], value: Any, name: str) -> T:
-    """`value`, which stands at `name`, as this type. Raises `InvalidRequestError` with `param`."""
+    """Validate the value of the field `name`. Raises `InvalidRequestError` with `param`."""
     try:
         return type.validate_python(value, strict=True)
     except ValidationError as error:
@@ -121,13 +121,13 @@ def validated(type: TypeAdapter[T], value: Any, name: str) -> T:
 
 
 class Model(BaseModel):
-    """An object in a request; fields that it does not declare are left out."""
+    """An object in a request; it ignores fields that it does not declare."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     @classmethod
     def parse(cls, value: Any, name: str = "") -> Self:
-        """`value`, which stands at `name`, as this model. Raises `InvalidRequestError` with `param`."""
+        """Validate the value of the field `name` as this model. Raises `InvalidRequestError` with `param`."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
@@ -135,7 +135,7 @@ class Model(BaseModel):
 
 
 class Body(Model):
-    """The top-level fields of a request, None where absent or null. What has no field here is refused by `finish`."""
+    """The top-level fields of a request, None if absent or null. `finish` refuses fields that are not declared here."""
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], name: str = "") -> Self:
@@ -144,7 +144,7 @@ class Body(Model):
 
     @classmethod
     def finish(cls, body: Mapping[str, Any]) -> None:
-        """Raises `InvalidRequestError` for a field of `body` that is neither acted on nor known to be inert."""
+        """Raise `InvalidRequestError` for a field of `body` that is neither declared nor known to be inert."""
         for name, value in body.items():
             if name not in cls.model_fields and name not in INERT and value is not None:
                 shown = shown_name(name)
@@ -153,28 +153,28 @@ class Body(Model):
                 )
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of the fields `names` that the request has."""
+        """The fields among `names` that the request sets."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def wrong_type(name: str, expected: str, value: Any) -> InvalidRequestError:
-    """The refusal of a value of another JSON type."""
+    """The error for a value of another JSON type."""
     return InvalidRequestError(f"{name} must be {expected}, not {kind_of(value)}", param=name)
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value of this type."""
+    """JSON's name for the type of `value`, with its article."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def shown_name(name: str) -> str:
-    """A client's own name for a field, fit for a message."""
+    """A client's name for a field, shortened to 80 ASCII characters for a message."""
     return name[:80].encode("ascii", "replace").decode()
 
 
 def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
-    """pydantic's first error as a sentence."""
+    """Turn pydantic's first error into a sentence."""
     found = error.errors(include_url=False)[0]
     for part in found["loc"]:
         if not _UNDIVIDED.search(name):
@@ -192,5 +192,5 @@ def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
 
 
 def short(value: Any) -> str:
-    """A value in a message: numbers and booleans as they are, anything else by its type."""
+    """A value as an error message shows it: numbers and booleans literally, other values by their type."""
     return repr(value) if isinstance(value, (int, float)) else kind_of(value)

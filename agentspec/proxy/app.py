@@ -1,4 +1,4 @@
-"""The gateway's routes, and nothing beside them: a path that is not listed here reaches no upstream."""
+"""The gateway's application and its routes. A path that is not listed here reaches no upstream."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMiddleware:
     """The gateway as an ASGI application, to be run with its lifespan.
 
-    The lifespan starts the runtime in a thread; generating requests are answered 503 until that is done. Its end closes
-    the runtime. Raises `ConfigurationError` for an API key that cannot be read.
+    The lifespan starts the runtime in a thread; until that is done, generation requests get 503. The end of the
+    lifespan closes the runtime. Raises `ConfigurationError` for an API key that cannot be read.
     """
     settings = settings or runtime.settings
     limiter = ConcurrencyLimiter(settings.server.max_concurrent)
@@ -52,7 +52,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
 
 
 class Pages:
-    """The routes that inform about the gateway itself. `registry` has its metrics."""
+    """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
 
     def __init__(self, runtime: Runtime, limiter: ConcurrencyLimiter) -> None:
         self._runtime = runtime
@@ -77,11 +77,11 @@ class Pages:
         }
 
     async def health(self, request: Request) -> Response:
-        """The process answers; nothing more is checked."""
+        """Report that the process answers; nothing else is checked."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Whether a request sent now would be taken: 200, or 503 while loading or draining."""
+        """Report whether the gateway accepts requests: 200, or 503 while it loads or drains."""
         status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
         return _json({"status": status}, 200 if status == "ready" else 503)
 
@@ -103,7 +103,7 @@ class Pages:
         return _json(found)
 
     async def _objects(self, request: Request) -> list[dict[str, Any]]:
-        """The configured models; where none is, those of the sole upstream, which then takes any name."""
+        """The configured models; without any, the models of the sole upstream, which then accepts any name."""
         names = self._runtime.models()
         if names or not (self._runtime.ready and self._runtime.takes_any_model):
             return [self._object(name) for name in names]
@@ -120,7 +120,7 @@ def _route(path: str, handler: Any, method: str) -> Route:
 
 
 class _RecordedRoute(Route):
-    """A route that enters its path into the request's record, before anything can fail inside it."""
+    """A route that first stores its path in the request's record, so that failed requests have it too."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         RequestRecord.of(scope).route = self.path
@@ -135,7 +135,7 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _index_size(runtime: Runtime) -> tuple[int, int] | None:
-    """Bytes and sequences of the index; None where no local engine keeps one."""
+    """Bytes and sequences of the token index; None if no local engine keeps one."""
     local = any(backend.local for backend in runtime.settings.backends.values())
     if not (local and runtime.ready):
         return None
@@ -144,7 +144,7 @@ def _index_size(runtime: Runtime) -> tuple[int, int] | None:
 
 
 async def _samples(runtime: Runtime) -> list[BackendSample]:
-    """The counts of all backends that have some now."""
+    """The current counts of all backends that report any."""
     counting = {name: backend for name, backend in runtime.backends().items() if isinstance(backend, ReportsMetrics)}
     found = await asyncio.gather(*(backend.metrics(name) for name, backend in counting.items()))
     return [sample for sample in found if sample is not None]

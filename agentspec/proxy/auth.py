@@ -1,4 +1,4 @@
-"""Who is asking: the API key, its tenant, and the labels and switches in the headers."""
+"""Identifies a request's caller by its headers: the API key and its tenant, the labels and the switches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Tenant, labels and switches of one request. The tenant comes from the key alone."""
+    """Tenant, labels and switches of one request. The tenant comes from the API key alone."""
 
     tenant: str
     labels: Labels
@@ -29,12 +29,12 @@ class Caller:
     store: bool
 
     def sign(self, request: GenerateRequest) -> GenerateRequest:
-        """`request` as one of this caller."""
+        """`request` with this caller's tenant, labels and switches."""
         return replace(request, tenant=self.tenant, labels=self.labels, speculation=self.speculation, store=self.store)
 
 
 class Authenticator:
-    """The API keys. Only their SHA-256 is kept; every comparison looks at every key, in constant time each."""
+    """Checks API keys. Keeps only their SHA-256, and compares a client's key with every one in constant time."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._tenants = [(_digest(key.get_secret_value().encode()), tenant) for key, tenant in read_keys(keys)]
@@ -43,7 +43,10 @@ class Authenticator:
         return bool(self._tenants)
 
     def tenant(self, headers: Headers) -> str:
-        """Whose request this is. Raises `AuthenticationError` unless there are no keys at all."""
+        """The tenant of the request's key; without configured keys the default tenant.
+
+        Raises `AuthenticationError` for a missing or wrong key.
+        """
         if not self._tenants:
             return DEFAULT_TENANT
         given = headers.getlist("authorization")
@@ -56,13 +59,13 @@ class Authenticator:
 
 
 def read_caller(headers: Headers, tenant: str) -> Caller:
-    """The caller that the headers describe. Raises `InvalidRequestError` naming the header that is wrong."""
+    """The caller that the headers describe. Raises `InvalidRequestError` that names the wrong header."""
     labels = read_labels(headers)
     return Caller(tenant, labels, speculation=read_switch(headers, "speculation"), store=read_switch(headers, "store"))
 
 
 def request_id(headers: Headers) -> str:
-    """The client's own id where it is harmless, or a new one."""
+    """The client's `x-request-id` if it is short and of harmless characters, else a new id."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
 

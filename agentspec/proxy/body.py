@@ -1,4 +1,4 @@
-"""Reads a request's body, and checks that it is one JSON object which every parser reads alike."""
+"""Reads a request's body, and checks that it is one JSON object that all parsers read in the same way."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BLANKS = " \t\n\r"
 async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """The request's body. Reads at most `limit` bytes, whatever Content-Length claims.
 
-    Raises `RequestTooLargeError`, `InvalidRequestError` for a body that is compressed, not declared as JSON, of two
-    lengths or slower than a minute, and starlette's `ClientDisconnect`.
+    Raises `RequestTooLargeError`, starlette's `ClientDisconnect`, and `InvalidRequestError` for a body that is
+    compressed, not declared as JSON, takes more than a minute, or has both Transfer-Encoding and Content-Length.
     """
     _check_headers(headers)
     length = headers.get("content-length", "0")
@@ -36,8 +36,8 @@ async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
 def parse_object(body: bytes) -> dict[str, Any]:
     """`body` as a JSON object. Raises `InvalidRequestError` for anything else.
 
-    Refused as well, since another parser might read them otherwise: NaN and infinities, duplicate keys, and nesting
-    beyond what the parser takes.
+    Also refuses what another parser might read differently: NaN and infinities, duplicate keys, and nesting beyond
+    the parser's limit.
     """
     try:
         value = json.loads(body.decode(), parse_constant=_constant, object_pairs_hook=_object)
@@ -51,9 +51,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def set_value(body: bytes, key: str, value: Any) -> bytes:
-    """`body`, an object that `parse_object` took, with one top-level value set and every other byte kept.
+    """Set one top-level value of `body`, an object that `parse_object` accepts, and keep every other byte.
 
-    A key that is not there yet comes first.
+    A new key becomes the first one.
     """
     text, decoder = body.decode(), json.JSONDecoder()
     first = position = _skip(text, 0, "{")
@@ -89,7 +89,7 @@ def _check_headers(headers: Headers) -> None:
         raise InvalidRequestError(f"Content-Encoding {encoding[:40]!r} is not taken; send the body uncompressed")
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        # Other types could be sent by any web page without asking (CORS "simple requests").
+        # Any web page may send other types without a preflight request (CORS "simple requests").
         raise InvalidRequestError(f"set Content-Type to application/json, not {media_type[:80]!r}")
 
 

@@ -1,4 +1,4 @@
-"""The hot path: one request for text, from bytes to bytes."""
+"""The generation endpoints: read a request, generate the answer or forward the request, and send the answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EVENT_STREAM = [
 
 @dataclass(frozen=True, slots=True)
 class GenerationEndpoint:
-    """`POST` to one of the generating routes, as an ASGI application. Errors are raised to the middleware around it."""
+    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses."""
 
     path: str
     runtime: Runtime
@@ -74,7 +74,7 @@ class GenerationEndpoint:
     def _parse(
         self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
     ) -> tuple[GenerateRequest, ResponseWriter]:
-        """The request for `backend`, and what writes its answer."""
+        """The request for `backend`, and the writer of its answer."""
         if self.path not in (routes := backend.capabilities.routes):
             refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
             raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
@@ -113,7 +113,7 @@ async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, recor
 
 
 async def send_sse(deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send) -> None:
-    """Answer with server-sent events. What fails before the first delta is raised and gets its own status."""
+    """Answer with server-sent events. An error before the first delta is raised and gets its own HTTP status."""
     async with aclosing(deltas):
         first = await anext(deltas, Delta(finish_reason="stop"))
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})

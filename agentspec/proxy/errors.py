@@ -1,4 +1,4 @@
-"""Errors as HTTP responses in OpenAI's shape: the only place that maps the error tree."""
+"""Turns errors into HTTP responses of OpenAI's shape; no other module maps the error classes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """An error as it is sent: HTTP status, extra headers, JSON body; `code` is its name in logs."""
+    """An error response: HTTP status, extra headers, JSON body; `code` names the error in logs."""
 
     status: int
     body: bytes
@@ -39,7 +39,7 @@ class ErrorResponse:
 
 
 def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
-    """How `error` is answered. One that was not raised on purpose reveals only the request's id in the log."""
+    """The response for `error`. For an unexpected error it tells only the request id to look up in the log."""
     if isinstance(error, UpstreamStatusError):
         kept = {name: error.headers[name] for name in _RETRY_HEADERS if name in error.headers}
         return ErrorResponse(error.status, error.upstream_body, "upstream_status", kept)
@@ -51,19 +51,19 @@ def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
 
 
 def error_event(error: Exception, request_id: str = "") -> bytes:
-    """The event that ends a stream which `error` broke off."""
+    """The event that ends a stream after `error` interrupted it."""
     return event(encode(_body(error, request_id)))
 
 
 def unexpected(error: Exception) -> BaseException | None:
-    """An error that was not raised on purpose: `error` itself, or what made the engine fail; None for any other."""
+    """The unexpected exception: `error` itself, or the cause of an `EngineError`; None for other deliberate errors."""
     if isinstance(error, (AgentSpecError, HTTPException)):
         return error.__cause__ if isinstance(error, EngineError) else None
     return error
 
 
 def log_unexpected(error: Exception, request_id: str) -> None:
-    """Log where an unexpected error arose, with the request's id, which the client gets in its answer."""
+    """Log where an unexpected error arose, with the request id, which the client gets in its response."""
     if (culprit := unexpected(error)) is not None:
         logger.error("internal error", request_id=request_id, exception=class_of(culprit), frames=frames_of(culprit))
 
@@ -80,7 +80,7 @@ def _body(error: Exception, request_id: str) -> dict[str, Any]:
 
 
 def outcome(error: Exception) -> str:
-    """How metrics label a request that ended with `error`: one of a fixed set."""
+    """The metrics label, one of a fixed set, for a request that ended with `error`."""
     if isinstance(error, (OverloadedError, ShuttingDownError, NotReadyError)):
         return "rejected"
     return "client_error" if 400 <= error_response(error).status < 500 else "server_error"
@@ -95,7 +95,7 @@ def _headers(error: Exception) -> dict[str, str]:
 
 
 def _http(error: HTTPException) -> ErrorResponse:
-    """No such route, or not with this method."""
+    """The response for an unknown route or a method that the route does not allow."""
     message = {404: "no such route", 405: "method not allowed here"}.get(
         error.status_code, HTTPStatus(error.status_code).phrase
     )

@@ -1,4 +1,4 @@
-"""A knowledge base as an HTTP service: the other end of `reasoning/retrieval/knowledge/remote.py`."""
+"""Serves a knowledge base over HTTP; `reasoning/retrieval/knowledge/remote.py` is the client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_BODY_BYTES = 8 << 20
 
 
 def create_service(base: KnowledgeBase) -> Starlette:
-    """An ASGI application that answers `POST /search` and `GET /health`, and closes `base` when it ends."""
+    """An ASGI application that answers `POST /search` and `GET /health`, and closes `base` when its lifespan ends."""
 
     async def search(request: Request) -> Response:
         queries, count, fingerprint = await _read_search(request)
@@ -50,7 +50,7 @@ def create_service(base: KnowledgeBase) -> Starlette:
 
 
 def serve(base: KnowledgeBase, host: str, port: int) -> None:
-    """Serve until told to stop. Raises `ConfigurationError` where it cannot listen."""
+    """Serve until a signal stops the server. Raises `ConfigurationError` if it cannot listen."""
     logs.configure("INFO")
     if is_unprotected(ServerSettings(host=host, port=port)):
         logs.logger.warning("everybody who reaches this address can read the corpus", host=host)
@@ -73,7 +73,7 @@ async def _read_search(request: Request) -> tuple[list[Query], int, str | None]:
 
 
 def _usable(query: Query, fingerprint: str | None, encoder: Encoder | None) -> bool:
-    """Whether a client's vector is one that the knowledge base would have made of the text itself."""
+    """Whether the client's vector comes from the encoder that the knowledge base itself uses."""
     if encoder is None or fingerprint != encoder.fingerprint:
         return False
     return isinstance(query.features, np.ndarray) and query.features.shape == (encoder.dimensions,)

@@ -1,4 +1,4 @@
-"""Limits of a request: how many may run at once, how long each may take, and for whom: clients may go away."""
+"""Limits on requests: how many run at once and how long each may take; cancels those of disconnected clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ConcurrencyLimiter:
-    """Bounds the requests being answered. `close` lets those running finish and turns new ones away."""
+    """Bounds the number of running requests. After `close`, running requests finish and new ones are refused."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -41,7 +41,7 @@ class ConcurrencyLimiter:
 
 
 class Deadline:
-    """A moment by which a request must be answered; it starts when it is built, on the running loop."""
+    """The time limit of one request, which starts when the object is created, by the clock of the running loop."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -49,7 +49,7 @@ class Deadline:
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Raise `RequestTimeoutError` inside the block once the moment has passed."""
+        """Raise `RequestTimeoutError` inside the block once the time is over."""
         limit = asyncio.timeout_at(self._at)
         try:
             async with limit:
@@ -62,7 +62,7 @@ class Deadline:
             raise
 
     async def within(self, items: AsyncIterator[T]) -> AsyncGenerator[T]:
-        """The same items, each waited for until the moment has passed. Closes `items` on the way out."""
+        """Yield `items`; raises `RequestTimeoutError` once the time is over. Closes `items` on the way out."""
         async with aclosing(cast(Any, items)):
             while True:
                 try:
@@ -75,9 +75,9 @@ class Deadline:
 
 @asynccontextmanager
 async def until_disconnect(receive: Receive) -> AsyncIterator[anyio.CancelScope]:
-    """Cancel the block when the client goes away; `cancelled_caught` of the scope is then true.
+    """Cancel the block when the client disconnects; `cancelled_caught` of the scope is then true.
 
-    The body must have been read: from here on `receive` only ever reports the disconnect.
+    The body must have been read, so that `receive` can only report the disconnect.
     """
     with anyio.CancelScope() as scope:
         watcher = asyncio.create_task(_cancel_on_disconnect(receive, scope))

@@ -1,4 +1,4 @@
-"""Building the backends while the server already answers /health."""
+"""Builds the backends while the server already answers /health."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agentspec.runtime import Runtime
 
 
 class Loading:
-    """Starts a runtime in a thread for the lifespan of the application. `error` is what the start failed with.
+    """Starts a runtime in a thread for the lifespan of the application. `error` is the exception of a failed start.
 
-    Where the process ends with the application, `abort()` before the end has it not wait for a load under way, which
-    cannot be interrupted: `left_behind` is then true, as its thread still runs.
+    Loading cannot be interrupted. If the process ends with the application, call `abort()` before: the lifespan then
+    does not wait for a model that is still loading, and sets `left_behind`, since the loading thread still runs.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -31,7 +31,7 @@ class Loading:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """Begin to load, and at the end close the runtime, which flushes the cache."""
+        """Begin to load. At the end, close the runtime, which flushes the cache."""
         task = asyncio.create_task(self._load())
         try:
             yield

@@ -1,6 +1,6 @@
-"""Structured logs: events with fields on the logger `agentspec.proxy`, one JSON object a line once `configure` ran.
+"""Structured logs on the logger `agentspec.proxy`: after `configure`, each event is one line with a JSON object.
 
-No body, header or key ever becomes a field, and of an exception only its class and frames do.
+Fields never hold a body, a header or a key, and of an exception only its class and frames.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
 
 
 def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Send every log record of the process to `stream` (standard error) as JSON, the HTTP client's warnings only."""
+    """Write the process's log records from `level` on to `stream` (stderr) as JSON; the HTTP client's from WARNING."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -40,12 +40,12 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for name in ("httpx", "httpcore"):  # they would write addresses and headers
+    for name in ("httpx", "httpcore"):  # at INFO and DEBUG they log addresses and headers
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _place_only(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """In place of a traceback, which ends with the exception's message."""
+    """Log class and frames in place of a traceback, which would end with the exception's message."""
     given = event.pop("exc_info", None)
     error = given[1] if isinstance(given, tuple) else given
     if isinstance(error, BaseException):

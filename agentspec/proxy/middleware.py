@@ -1,4 +1,4 @@
-"""Around every route: the request id, the key check, the error handler, one log line and the counters."""
+"""Wraps every route with the request id, the key check, the error handler, one log line and the counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPEN_ROUTES = ("/health",)
 
 @dataclass(slots=True)
 class GatewayMiddleware:
-    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` is the state of the start."""
+    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes."""
 
     routes: Router
     authenticator: Authenticator
@@ -72,7 +72,7 @@ class GatewayMiddleware:
 
 
 async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
-    """Answer with the error, unless the answer has begun: then the connection can only be cut."""
+    """Answer with the error, unless the response has begun: then the connection can only be closed."""
     failed = error_response(error, record.request_id)
     record.fail(outcome(error), failed.code)
     log_unexpected(error, record.request_id)

@@ -1,4 +1,4 @@
-"""Requests to upstream models: bytes in, the same bytes out."""
+"""Forwards requests to upstream models, and sends the upstream's answers back byte for byte."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from agentspec.types import Labels
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
 
-# Fields that could have a gateway further on send the request, and its key, to another address.
+# Fields that could make another gateway send the request, and its API key, to a different address.
 URL_FIELDS = frozenset({"api_base", "base_url", "model_url"})
-# Below these is text, or the shape of text: no server takes an address from there.
+# These fields hold text or a schema for text: no server takes an address from them.
 _TEXT_FIELDS = frozenset(
     "messages prompt input prediction metadata response_format guided_json structured_outputs".split()
 )
-_SCHEMA_FIELDS = frozenset({"parameters", "input_schema"})  # of a tool
-_LABELLED = (CHAT, COMPLETIONS)  # where vLLM takes arguments beside OpenAI's
+_SCHEMA_FIELDS = frozenset({"parameters", "input_schema"})  # of a tool's description
+_LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
 
 
 def check_upstream_fields(fields: Mapping[str, Any], max_messages: int) -> None:
-    """Refuse what must not travel on; everything else does. Raises `InvalidRequestError`."""
+    """Raise `InvalidRequestError` for a field that names a URL and for too many messages; the rest is forwarded."""
     for path in _addressed(fields):
         raise InvalidRequestError(f"{path} is refused: upstreams are configured, not requested", param=path)
     messages = fields.get("messages")
@@ -43,7 +43,7 @@ def check_upstream_fields(fields: Mapping[str, Any], max_messages: int) -> None:
 
 
 def _addressed(fields: Mapping[str, Any]) -> Iterator[str]:
-    """The dotted paths of fields that name a URL, at any depth, outside of texts and of the schemas of tools."""
+    """The dotted paths of fields that name a URL, at any depth except inside texts and tool schemas."""
     waiting: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in _TEXT_FIELDS]
     yield from (name for name in fields if name.lower() in URL_FIELDS)
     while waiting:
@@ -61,10 +61,10 @@ def _addressed(fields: Mapping[str, Any]) -> Iterator[str]:
 async def upstream_body(
     backend: Forwards, path: str, body: bytes, fields: Mapping[str, Any], labels: Labels, model: str
 ) -> bytes:
-    """`body`, which holds `fields`, under the upstream's name for the model, with the labels where the upstream reads
-    them; every other byte is kept.
+    """`body`, which holds `fields`, with the upstream's model name, and with the labels if the upstream reads them.
 
-    Token ids are not requested on behalf of a client: it would get events, and fields, that it did not request.
+    Every other byte is kept. Token ids are not requested on behalf of a client, which would otherwise get events and
+    fields that it did not request.
     """
     added = await backend.label_fields(labels, fields) if path in _LABELLED else {}
     if model != fields["model"]:
@@ -75,9 +75,9 @@ async def upstream_body(
 
 
 async def pass_through(scope: Scope, send: Send, backend: Forwards, path: str, body: bytes, deadline: Deadline) -> None:
-    """Send `body` on, and the answer back as it is, stream or not.
+    """Forward `body` to the upstream and send its answer back unchanged, streamed or whole.
 
-    Raises `UpstreamError` while nothing was sent yet; a stream that breaks later ends with an error event.
+    Raises `UpstreamError` before anything is sent; a stream that fails later ends with an error event.
     """
     record = RequestRecord.of(scope)
     query = scope.get("query_string", b"").decode("latin-1")
@@ -96,7 +96,7 @@ async def pass_through(scope: Scope, send: Send, backend: Forwards, path: str, b
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
-    """The client's headers, without the key where it was meant for this gateway."""
+    """The client's headers, without `authorization` if it holds a key for this gateway."""
     headers = dict(Headers(scope=scope)) | {"x-request-id": record.request_id}
     if record.has_gateway_key:
         headers.pop("authorization", None)
@@ -113,7 +113,7 @@ async def _send_whole(response: UpstreamResponse, content: bytes, record: Reques
 
 
 async def _send_stream(response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline) -> None:
-    """Pass whole events on, byte for byte. If the upstream breaks off inside one, the client gets an error event."""
+    """Send whole events, byte for byte. If the upstream stops inside an event, the client gets an error event."""
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
     events = EventSplitter()
     try:
@@ -134,7 +134,7 @@ async def _send_stream(response: UpstreamResponse, record: RequestRecord, send: 
 
 
 def note(record: RequestRecord, content: bytes) -> None:
-    """Read the counts of a JSON answer or event, where it has some that make sense."""
+    """Record the counts of a JSON answer or event; content without valid counts is ignored."""
     with suppress(UpstreamError, ValueError, RecursionError):
         record.read(to_delta(json.loads(content)))
 

@@ -1,4 +1,4 @@
-"""One request and its outcome: filled in while it is answered, then logged and counted once."""
+"""The record of one request and its outcome: filled in while the request runs, then logged and counted once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _KEY = "agentspec.request_record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """`model` stays None until it is known to be a configured one, so that no text of a client's is ever logged.
+    """One request and its outcome. `model` is None, "other" or a configured name: no client text is logged.
 
-    With `has_gateway_key` its Authorization was meant for this gateway. `response_headers` are what the backend adds to
-    the answer's.
+    `has_gateway_key` tells that the Authorization header is meant for this gateway. `response_headers` are the headers
+    that the backend adds to the response.
     """
 
     request_id: str
@@ -52,12 +52,12 @@ class RequestRecord:
         return time.perf_counter() - self.started
 
     def token_arrived(self) -> None:
-        """Note the time of the first token; later calls do nothing."""
+        """Record the time of the first token; later calls do nothing."""
         if self.first_token is None:
             self.first_token = self.seconds
 
     def read(self, delta: Delta) -> None:
-        """Note the counts that a delta carries."""
+        """Record the counts that a delta carries."""
         self.usage = delta.usage or self.usage
         self.speculation = delta.speculation or self.speculation
 
@@ -65,7 +65,7 @@ class RequestRecord:
         self.outcome, self.error = outcome, error
 
     def sending(self, send: Send) -> Send:
-        """`send`, which also notes the status and adds the request id and the backend's headers to the answer."""
+        """Wrap `send` to note the status and to add the request id and the backend's headers to the response."""
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":

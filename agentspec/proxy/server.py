@@ -1,4 +1,4 @@
-"""The gateway under uvicorn: starts, serves, drains."""
+"""Starts, runs and drains the gateway under uvicorn."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from agentspec.settings.load import ServerSettings, Settings
 def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     """Run the gateway until SIGTERM or SIGINT, then drain: new requests get 503, running ones `drain_timeout` seconds.
 
-    Returns once everything is flushed and closed; a stop while a model loads ends the process at once with
-    status 0, as nothing was served yet. Raises what building the backends raises.
+    Returns once everything is flushed and closed. A signal while a model loads ends the process at once with status 0,
+    since no request was served yet. Raises what building the backends raises.
     """
     logs.configure(log_level)
     runtime = Runtime.from_settings(settings)
@@ -49,7 +49,7 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
 
 
 def _end_process() -> NoReturn:
-    """End with status 0 without waiting for threads: one of them is inside a library and cannot be interrupted."""
+    """End the process with status 0 without waiting for the loading thread, which cannot be interrupted."""
     child.end_all()
     logging.shutdown()
     sys.stdout.flush()
@@ -58,7 +58,7 @@ def _end_process() -> NoReturn:
 
 
 def is_unprotected(server: ServerSettings) -> bool:
-    """Whether other machines may use the gateway without a key."""
+    """Whether other machines can use the gateway without an API key."""
     try:
         loopback = ipaddress.ip_address(server.host).is_loopback
     except ValueError:
@@ -67,7 +67,7 @@ def is_unprotected(server: ServerSettings) -> bool:
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn with a drain in place of its immediate stop; a second signal ends the drain at once."""
+    """A uvicorn server that drains instead of stopping immediately; a second signal ends the drain at once."""
 
     def __init__(self, app: GatewayMiddleware, settings: Settings) -> None:
         server = settings.server
@@ -82,7 +82,7 @@ class GatewayServer(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 timeout_graceful_shutdown=1,
-                timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close first
+                timeout_keep_alive=75,  # longer than clients keep idle connections, so that the client closes first
             )
         )
         self._app = app
@@ -97,7 +97,7 @@ class GatewayServer(uvicorn.Server):
         self.drain()
 
     def drain(self) -> None:
-        """Turn new requests away and stop once the running ones are done or out of time."""
+        """Refuse new requests and stop once the running ones are done or `drain_timeout` is over."""
         self._app.limiter.close()
         self._app.loading.abort()
         self._draining_since = time.monotonic()

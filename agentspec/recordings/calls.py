@@ -1,6 +1,6 @@
-"""Recorded model calls in JSON lines: traces, logged requests with their responses, conversations for fine-tuning.
+"""Reads recorded model calls from JSON lines: traces, logged requests with responses, conversations for fine-tuning.
 
-Lines that are not what their format says are reported by file and line; the caller chooses what to do about them.
+Lines that violate their format are reported with file and line number; the caller decides what to do with them.
 docs/cache.md describes the formats.
 """
 
@@ -19,7 +19,7 @@ from agentspec.types import Labels, Message
 
 
 class Format(StrEnum):
-    """What a file holds. `checkpoints` and `export` are read elsewhere and only recognised here."""
+    """The format of a file. This module recognises `checkpoints` and `export` but does not read them."""
 
     trace = "trace"
     log = "log"
@@ -30,9 +30,9 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call: what was asked (`prompt` where it was plain text), what the model answered, and where that stands.
+    """One call: the messages (or `prompt`, if it was plain text), the model's answer, and the place in the file.
 
-    `finished`: the answer came to its own end. `created_at` is in seconds since 1970, None where it was not recorded.
+    `finished` tells that no length limit cut the answer. `created_at` is in seconds since 1970, None if not recorded.
     """
 
     place: str
@@ -45,7 +45,7 @@ class RecordedCall:
 
 
 class BadLineError(ConfigurationError):
-    """A line that is not what its format says, with its file and number."""
+    """Raised for a line that violates its format, with the file and line number."""
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}")
@@ -53,18 +53,18 @@ class BadLineError(ConfigurationError):
 
 
 OnBad = Callable[[BadLineError], None]
-"""Told of each bad line, which is then left out; raising ends the reading."""
+"""Called for each bad line, which is then skipped; an exception that it raises ends the reading."""
 
 Parser = Callable[[dict[str, Any], str], Iterator[RecordedCall]]
 
 
 def refuse(error: BadLineError) -> None:
-    """The `OnBad` that takes no bad line."""
+    """The `OnBad` that raises for every bad line."""
     raise error
 
 
 def detect(path: Path) -> Format:
-    """The format of a file by its first line. Raises `ConfigurationError` for one that is none of them."""
+    """The format of a file, found by its first line. Raises `ConfigurationError` for an unknown format."""
     with _opened(path) as file:
         head = file.readline(1 << 26)
     if head.startswith(b"SQLite format 3\0"):
@@ -102,7 +102,7 @@ def read(path: Path, format_: Format, on_bad: OnBad = refuse) -> Iterator[Record
 def lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """(place, bytes) of every line that is not blank, of a file that may be compressed with gzip.
 
-    Raises `ConfigurationError` where it cannot be read.
+    Raises `ConfigurationError` if the file cannot be read.
     """
     with _opened(path) as file:
         try:
@@ -133,7 +133,7 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
 
 
 class _Traces:
-    """Each session's messages so far: a line holds what was added, and `reset` begins anew."""
+    """Keeps each session's messages: a line holds the messages added since, and `reset` starts an empty history."""
 
     def __init__(self) -> None:
         self._history: dict[str, list[Message]] = {}
@@ -149,7 +149,7 @@ class _Traces:
 
 
 def _parse_chat(record: dict[str, Any], place: str) -> Iterator[RecordedCall]:
-    """Every assistant message of a conversation is an answer to what stands before it."""
+    """Every assistant message of a conversation as the answer to the messages before it."""
     messages = _messages(record["messages"])
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
@@ -159,9 +159,9 @@ def _parse_chat(record: dict[str, Any], place: str) -> Iterator[RecordedCall]:
 
 
 def _parse_log(record: dict[str, Any], place: str) -> Iterator[RecordedCall]:
-    """A request and its response, each the body itself or an object around it, as batches have them.
+    """The calls of a request and its response, each of which is the body itself or, as in batches, an object with it.
 
-    The request may be missing, as it is from the output of a batch: its answers are then known by themselves.
+    The request may be missing, as in the output of a batch; its answers are then read without messages before them.
     """
     request, response = _body(record.get("request", record)), _body(record.get("response", record))
     if isinstance(response, str):

@@ -1,4 +1,4 @@
-"""A corpus in JSON lines: one document a line, `{"id", "text"}` with perhaps a `"title"` and `"metadata"`."""
+"""Reads a corpus of JSON lines: one document per line, `{"id", "text"}` with optional `"title"` and `"metadata"`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from agentspec.recordings.calls import BadLineError, OnBad, lines, refuse
 
 
 def read_corpus(path: Path, on_bad: OnBad = refuse) -> Iterator[Document]:
-    """The documents of a file, which may be compressed with gzip; an id that came before makes a bad line.
+    """The documents of a file, which may be compressed with gzip. A line that repeats an id is a bad line.
 
-    Raises `ConfigurationError` where the file cannot be read, and what `on_bad` raises.
+    Raises `ConfigurationError` if the file cannot be read, and what `on_bad` raises.
     """
     seen: dict[str, str] = {}
     for place, line in lines(path):
@@ -42,7 +42,7 @@ def _document(line: bytes, place: str) -> Document:
 
 
 def _id(fields: dict[str, Any], place: str) -> str:
-    """The document's id; a whole number is as good as its digits."""
+    """The document's id as a string; a whole number becomes its digits."""
     value = fields.get("id")
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise BadLineError(place, '"id" must be a text that is not empty, or a whole number')

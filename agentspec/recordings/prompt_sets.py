@@ -1,4 +1,4 @@
-"""The prompts that ship with the benchmarks: code edits, and open questions that do not repeat."""
+"""Loads the prompts that ship with the benchmarks: code edits, and open questions that do not repeat."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PromptSet = Literal["edit", "edit_short", "edit_warm", "control"]
 
 
 def load_prompts(name: PromptSet) -> list[str]:
-    """The user messages of one set, in file order. Their format is described in `prompts/README.md`."""
+    """The user messages of one set, in file order. `prompts/README.md` describes the format."""
     return [_message(record) for record in _records(name)]
 
 
 def load_codes(name: Literal["edit", "edit_short", "edit_warm"]) -> list[str]:
-    """The pieces of code that one set's tasks are about, in file order, each once."""
+    """The distinct pieces of code that the tasks of one set are about, in file order."""
     return list(dict.fromkeys(record["code"] for record in _records(name)))
 
 

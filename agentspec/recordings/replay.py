@@ -1,7 +1,7 @@
-"""Teacher-forced replay: recorded calls drafted step by step against what the model really wrote. Needs no model.
+"""Teacher-forced replay: drafts recorded calls step by step and compares with what the model wrote, without a model.
 
 A step is one verification: the target accepts the path of the draft that agrees with the recorded text and adds one
-token of its own. Tokens per step is therefore the speed-up that verification itself allows, all else being free.
+token of its own. Tokens per step is thus the speed-up that verification alone allows, if everything else were free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentspec.recordings.traces import EncodedCall
 
 
 class DraftTree(Protocol):
-    """The part of a `Draft` that is scored: parents stand before their children, -1 is the context."""
+    """The fields of a `Draft` that the replay scores. Parents precede their children; -1 is the context."""
 
     @property
     def tokens(self) -> NDArray[np.int32]: ...
@@ -43,7 +43,7 @@ Open = Callable[[EncodedCall], AbstractContextManager[OpenRequest]]
 
 @dataclass(slots=True)
 class Replay:
-    """What one pass over the calls of a file counted. Row i of `tokens`, `steps` and `drafted` is call i."""
+    """The counts of one pass over the calls of a file. Row i of `tokens`, `steps` and `drafted` is call i."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Replay:
     predicted: list[NDArray[np.float32]] = field(default_factory=list)  # of each step's nodes
     accepted: list[NDArray[np.bool_]] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)  # of each step
-    extend_seconds: float = 0.0  # of all calls, as below
+    extend_seconds: float = 0.0  # of all calls, like the fields below
     open_seconds: float = 0.0
     close_seconds: float = 0.0
     prompt_tokens: int = 0
@@ -70,14 +70,14 @@ class Replay:
         return [sum(self.tokens[i : i + window]) / sum(self.steps[i : i + window]) for i in starts]
 
     def hit_rate_by_call(self, window: int) -> list[float]:
-        """Share of steps with at least one accepted token, of the same calls."""
+        """Share of steps with at least one accepted token, for the same groups of calls."""
         hits = np.fromiter((bool(nodes.any()) for nodes in self.accepted), dtype=np.float64, count=len(self.accepted))
         ends = np.cumsum(self.steps)
         starts = range(0, len(self.steps), window)
         return [float(hits[(ends[i - 1] if i else 0) : ends[i : i + window][-1]].mean()) for i in starts]
 
     def calibration(self, bins: int = 10) -> list[tuple[float, float]]:
-        """(mean predicted, measured) acceptance of drafted nodes, in bins of equal count by prediction."""
+        """(mean predicted, measured) acceptance of drafted nodes, in bins of equal size, sorted by prediction."""
         predicted = np.concatenate(self.predicted)
         accepted = np.concatenate(self.accepted)
         groups = np.array_split(np.argsort(predicted, kind="stable"), bins)
@@ -103,7 +103,7 @@ def replay(calls: Sequence[EncodedCall], open_request: Open, budget: int) -> Rep
 
 
 def replay_cache(calls: Sequence[EncodedCall], budget: int) -> Replay:
-    """Replay over one cache in memory that is empty at the start, with the recorded sessions."""
+    """Replay `calls` with their sessions over one in-memory cache, which is empty at the start."""
     with SuffixCache.open() as cache:
         return replay(calls, lambda call: cache.request(call.prompt, session=call.session), budget)
 
@@ -129,7 +129,7 @@ def _replay_call(response: Tokens, request: OpenRequest, budget: int, result: Re
 
 
 def accepted_nodes(draft: DraftTree, actual: Tokens) -> NDArray[np.bool_]:
-    """Which nodes lie on the path that spells the beginning of `actual`: at most one a depth."""
+    """Whether each node lies on the path that spells the beginning of `actual`: at most one node per depth."""
     accepted = np.zeros(len(draft.tokens), dtype=np.bool_)
     expected = actual[: len(draft.tokens)].tolist()
     node, depth = -1, 0

@@ -1,4 +1,4 @@
-"""What a log of model calls would have saved: tokens per step and the share of steps that a draft helped, over time."""
+"""Savings for a log of model calls: tokens per step and the share of steps that a draft helped, over time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.table import Table
 
 from agentspec.recordings.replay import Replay
 
-_POINTS = 10  # of the course over time
+_POINTS = 10  # at most so many windows of calls
 
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """Of a whole log, and its course: row i of the last two is of calls `window * i` to `window * (i + 1)`.
+    """Savings over a whole log; row i of the two `_over_time` fields covers calls `window * i` to `window * (i + 1)`.
 
-    A step is one verification, which yields the accepted tokens and one more; without drafts a token takes a step.
+    A step is one verification, which yields the accepted tokens and one more; without drafts each token takes a step.
     """
 
     calls: int
@@ -72,7 +72,7 @@ def print_savings(savings: Savings, console: Console | None = None) -> None:
 
 
 def write_plot(savings: Savings, path: Path) -> None:
-    """Tokens per step and hit rate against the calls seen. Needs matplotlib (extra `bench`)."""
+    """Plot tokens per step and hit rate over the calls seen. Needs matplotlib (extra `bench`)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -1,7 +1,7 @@
-"""Recorded model calls as token arrays, read from gzip-compressed JSON lines.
+"""Reads recorded model calls as token arrays from gzip-compressed JSON lines.
 
 A line is one call: `{"session", "messages_delta": [{"role", "content"}], "response"}`. The delta holds the messages
-added since the session's previous call, that call's own answer excluded; `"reset": true` starts from an empty history.
+added since the session's previous call, except that call's answer; `"reset": true` starts from an empty history.
 Prompts are rendered as `<|im_start|>role\ncontent<|im_end|>\n` and end with `<|im_start|>assistant\n`; a response ends
 with `<|im_end|>`, which the model writes too.
 """
@@ -24,12 +24,12 @@ from agentspec.types import Message
 START, END = "<|im_start|>", "<|im_end|>"
 
 Encode = Callable[[str], Sequence[int]]
-"""Token ids of a text, nothing added."""
+"""Encodes a text as token ids and adds no special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedCall:
-    """One recorded call: the prompt, and what the model really wrote, its end of turn included."""
+    """One recorded call: the tokens of the prompt, and of the response with its end of turn."""
 
     session: str
     prompt: Tokens
@@ -37,7 +37,7 @@ class EncodedCall:
 
 
 def load_encoder(folder: Path) -> Encode:
-    """The `tokenizer.json` of a Hugging Face folder. Raises `ConfigurationError` where there is none to read."""
+    """An encoder from the `tokenizer.json` of a Hugging Face folder. Raises `ConfigurationError` if it is missing."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
@@ -48,16 +48,16 @@ def load_encoder(folder: Path) -> Encode:
 
 
 def read_calls(path: Path, encode: Encode, limit: int | None = None) -> list[EncodedCall]:
-    """The first `limit` calls of a trace. Raises `ConfigurationError` for a line that is no call, and as `chatml`."""
+    """The first `limit` calls of a trace. Raises `ConfigurationError` for a bad line, and what `chatml` raises."""
     return list(map(chatml(encode), islice(read(path, Format.trace), limit)))
 
 
 def chatml(encode: Encode) -> Callable[[RecordedCall], EncodedCall]:
-    """Recorded calls as token arrays, for models with a ChatML template.
+    """A function that turns recorded calls into token arrays, for models with a ChatML template.
 
-    Messages are encoded one by one, each once however many prompts repeat it. That is the encoding of the whole prompt
-    because the tokenizer splits at its special tokens first; raises `ConfigurationError` where `<|im_start|>` and
-    `<|im_end|>` are not single tokens, and for messages that are no text.
+    It encodes each distinct message once. The result equals the encoding of the whole prompt, because the tokenizer
+    splits at its special tokens first. Raises `ConfigurationError` if `<|im_start|>` or `<|im_end|>` is not a single
+    token, and for messages that are not text.
     """
     for mark in (START, END):
         if len(encode(mark)) != 1:

@@ -1,4 +1,4 @@
-"""API keys: whose they are, and reading them from variables and files."""
+"""API keys: their tenants, and reading the keys from variables and files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentspec.types import DEFAULT_TENANT
 
 
 class ApiKey(BaseModel):
-    """One `[[server.api_keys]]` entry: who the key belongs to and where the key itself is read from."""
+    """One `[[server.api_keys]]` entry: the key's tenant, and the variable or file that holds the key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,7 +29,7 @@ class ApiKey(BaseModel):
         return self
 
     def secret(self) -> SecretStr:
-        """The key, read now and without surrounding blanks. Raises `ConfigurationError` if it is not there."""
+        """Read the key and strip surrounding blanks. Raises `ConfigurationError` if it is missing or empty."""
         value = os.environ.get(self.key_env, "") if self.key_env is not None else read_secret(self.key_file)
         if not value.strip():
             where = f"environment variable {self.key_env!r}" if self.key_env else f"file {str(self.key_file)!r}"
@@ -38,7 +38,7 @@ class ApiKey(BaseModel):
 
 
 def read_keys(keys: Iterable[ApiKey]) -> list[tuple[SecretStr, str]]:
-    """Every API key, read now, and its tenant. Raises `ConfigurationError` where two tenants have the same key."""
+    """Read every API key; returns (key, tenant) pairs. Raises `ConfigurationError` if two tenants share a key."""
     read = [(key.secret(), key.tenant) for key in keys]
     owners: dict[str, str] = {}
     for secret, tenant in read:
@@ -52,7 +52,7 @@ def read_keys(keys: Iterable[ApiKey]) -> list[tuple[SecretStr, str]]:
 
 
 def read_secret(path: Path | str | None) -> str:
-    """The text of a key file, blanks around it removed. Raises `ConfigurationError` if it cannot be read."""
+    """The text of a key file without surrounding blanks. Raises `ConfigurationError` if it cannot be read."""
     file = Path(path or "").expanduser()
     try:
         return file.read_text().strip()

@@ -1,4 +1,4 @@
-"""Every setting as it applies, with its source, fit to be shown."""
+"""Lists every effective setting with its source, with secrets masked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentspec.settings.load import Settings, SourceKind
 
 @dataclass(frozen=True, slots=True)
 class EffectiveValue:
-    """One setting as it applies: its dotted key, its value as JSON data with secrets masked, and whence it came.
+    """One effective setting: its dotted key, its value as JSON data with secrets masked, and its source.
 
-    `origin` is the variable's or file's name, empty for flags and defaults.
+    `origin` is the name of the variable or file, empty for flags and defaults.
     """
 
     key: str
@@ -26,14 +26,14 @@ class EffectiveValue:
 
 
 def effective_values(settings: Settings) -> list[EffectiveValue]:
-    """Every value of `settings` in the order of the tables; one that is unset is listed as None."""
+    """Every value of `settings` in the order of the tables; unset values are listed as None."""
     return [
         EffectiveValue(".".join(key), _redact(value), *settings.origin(key)) for key, value in _flatten(settings, ())
     ]
 
 
 def _flatten(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every single value below a table of settings, with its key."""
+    """Yield every single value below a table of settings, with its key."""
     children: Any = None
     if isinstance(value, BaseModel):
         children = ((name, getattr(value, name)) for name in type(value).model_fields)

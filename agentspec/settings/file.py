@@ -1,4 +1,4 @@
-"""The configuration file: read, and refused where it holds a secret. Such files are copied and committed."""
+"""Reads the configuration file and refuses secrets in it, because such files are copied and committed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
-    """Raise `ConfigurationError` for a key or password in the tables of `file`, saying where it belongs."""
+    """Raise `ConfigurationError` for a key or password in the tables of `file`, and say where it belongs."""
     cache = file.get("cache")
     cache = cache if isinstance(cache, Mapping) else {}
     if "password" in cache or without_password(location := str(cache.get("path", ""))) != location:
@@ -48,7 +48,7 @@ def refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
 
 
 def _refuse_key(where: str, key: str, table: Mapping[str, Any], address: str) -> None:
-    """Refuse a key or a password in the table of something that is reached at an address."""
+    """Refuse a key or a password in the table of a backend or knowledge base that has an `address`."""
     variable = PREFIX + "__".join(env_key(part).upper() for part in (*key.split(".", 1), "api_key"))
     advice = f"files are copied and committed. Set {variable}, or name a file in {key}.api_key_file"
     if "api_key" in table:
@@ -58,12 +58,12 @@ def _refuse_key(where: str, key: str, table: Mapping[str, Any], address: str) ->
 
 
 def env_key(name: str) -> str:
-    """A name as a variable can spell it: small letters, digits, underscores."""
+    """`name` as an environment variable can spell it: lower-case letters, digits, underscores."""
     return "".join(c if c.isalnum() else "_" for c in name.lower())
 
 
 def tables(layer: Mapping[str, Any], section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The tables [section.NAME], whatever else stands there by mistake left out."""
+    """The tables [section.NAME]; other values in the section, written by mistake, are skipped."""
     tables = layer.get(section)
     for name, table in tables.items() if isinstance(tables, Mapping) else ():
         if isinstance(table, Mapping):

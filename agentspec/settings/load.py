@@ -1,9 +1,9 @@
-"""Settings of the whole application: each package's own, composed, frozen, and every value with its source.
+"""Settings of the whole application: combines the settings of all packages and records each value's source.
 
-Priority: flags over environment over file over defaults. The environment reaches any value as
-`AGENTSPEC_SECTION__KEY` (`AGENTSPEC_BACKENDS__LOCAL__DEVICE=cpu`), and `cache.path` as `AGENTSPEC_CACHE_PATH` too.
-Secrets come from the environment or from key files only; one written into the configuration file is refused, because
-such files are copied and committed.
+Priority: flags over environment over file over defaults. The variable `AGENTSPEC_SECTION__KEY` sets any value
+(`AGENTSPEC_BACKENDS__LOCAL__DEVICE=cpu`), and `AGENTSPEC_CACHE_PATH` also sets `cache.path`.
+Secrets come from the environment or from key files only; a secret in the configuration file is refused, because such
+files are copied and committed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, 
 
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
 ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
-"""Further names of variables, as plug-ins in other programs use them."""
+"""Additional variable names, which plug-ins in other programs use."""
 Key = tuple[str, ...]
 SourceKind = Literal["flag", "env", "file", "default"]
 
@@ -59,7 +59,7 @@ class ServerSettings(BaseModel):
 
 
 class ModelSettings(BaseModel):
-    """`[models.NAME]`: a name clients may ask for as `model`, and what answers it."""
+    """`[models.NAME]`: a name that clients may send as `model`, and the backend that answers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,7 +68,7 @@ class ModelSettings(BaseModel):
 
 
 def _strategy_of(table: Any) -> str:
-    """Which settings a [models.NAME] table is read as."""
+    """The tag of the settings class for a [models.NAME] table."""
     found = table.get("strategy") if isinstance(table, Mapping) else getattr(table, "strategy", None)
     return "plain" if found is None else str(found)
 
@@ -88,10 +88,10 @@ def _default_backends() -> dict[str, BackendSettings]:
 
 
 class Settings(BaseSettings):
-    """Everything that can be configured. Build it with `load_settings`; `Settings()` alone is the defaults.
+    """All settings. Build them with `load_settings`; `Settings()` has the defaults.
 
-    Without backends there is one, `local`, running the default model. Without models every backend's model is
-    reachable under its own name. The environment is read by `load_settings` only, which knows what overrides what.
+    If no backend is configured, the backend `local` runs the default model. If no model is configured, clients reach
+    each backend's model under its own name. Only `load_settings` reads the environment, and applies the priorities.
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=PREFIX, env_nested_delimiter="__")
@@ -106,7 +106,7 @@ class Settings(BaseSettings):
     _origins: dict[Key, tuple[SourceKind, str]] = PrivateAttr(default_factory=dict)
 
     def origin(self, key: Key) -> tuple[SourceKind, str]:
-        """Whence the value of `key` came, and the variable's or file's name."""
+        """The kind of source that set `key`, and the name of the variable or file."""
         return self._origins.get(key, ("default", ""))
 
     def set_origins(self, origins: Mapping[Key, tuple[SourceKind, str]]) -> None:
@@ -159,7 +159,7 @@ def load_settings(
     """Layer `overrides` (flags) over the environment over the file over the defaults.
 
     `path` defaults to `$AGENTSPEC_CONFIG`; without either no file is read. `only_overridden_backends` drops every
-    backend that `overrides` does not name, and all model names: what `--model` and `--upstream` ask for.
+    backend that `overrides` does not name, and all model names, as `--model` and `--upstream` require.
     Raises `ConfigurationError` naming the file or variable, the key and what to change.
     """
     if path is None and os.environ.get(CONFIG_VARIABLE):
@@ -185,7 +185,7 @@ def load_settings(
 
 
 def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
-    """`AGENTSPEC_SECTION__KEY` variables as nested tables. Names in `file` are met with case and punctuation folded."""
+    """`AGENTSPEC_SECTION__KEY` variables as nested tables. Names match those in `file` without case and punctuation."""
     # Only names with a double underscore are settings: AGENTSPEC_MODELS, the store's folder, is not the `models` table.
     names = [name for name in os.environ if _is_setting(name)]
     merged: dict[str, Any] = {}
@@ -204,7 +204,7 @@ def _read_environment(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unaliased(name: str) -> str:
-    """The variable that an alias stands for. Raises `ConfigurationError` where both are set and differ."""
+    """The variable that an alias stands for. Raises `ConfigurationError` if both are set and differ."""
     meant = ALIASES.get(name.upper(), name)
     if meant != name and os.environ.get(meant, os.environ[name]) != os.environ[name]:
         raise ConfigurationError(f"{name} and {meant} differ: unset one of them, they mean the same setting")
@@ -212,7 +212,7 @@ def _unaliased(name: str) -> str:
 
 
 def _is_setting(name: str) -> bool:
-    """Refuses `AGENTSPEC_SERVR__PORT` and `AGENTSPEC_CACHE_STORE`, which would otherwise do nothing in silence."""
+    """Whether the variable is a setting. Refuses misspelt ones: `AGENTSPEC_SERVR__PORT`, `AGENTSPEC_CACHE_STORE`."""
     if not name.upper().startswith(PREFIX):
         return False
     if name.upper() in ALIASES:
@@ -233,7 +233,7 @@ def _keep_backends(layer: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[
 
 
 def _default_backend(merged: dict[str, Any]) -> None:
-    """Without backends there is `local`; the environment or a flag may change it without repeating its kind."""
+    """Add the backend `local` if there is none, and its kind, which the environment and flags need not repeat."""
     if not merged.get("backends"):
         merged["backends"] = {"local": {}}
     local = merged["backends"].get("local") if isinstance(merged["backends"], dict) else None
@@ -261,7 +261,7 @@ def _overlay(
 
 
 def _variable(key: Key) -> str:
-    """The variable that a value of the environment came from."""
+    """The environment variable that set `key`."""
     name = PREFIX + "__".join(env_key(part).upper() for part in key)
     alias = next((alias for alias, meant in ALIASES.items() if meant == name), name)
     return alias if name not in os.environ and alias in os.environ else name
@@ -273,7 +273,7 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
-    """One pydantic error as one line: where it was written, which key, what is wrong and what would be right."""
+    """One pydantic error as one line: the value's source, its key, what is wrong and what would be right."""
     location = [str(part) for part in item["loc"]]
     if location[:1] in (["backends"], ["models"], ["knowledge"]) and len(location) > 2:
         del location[2]  # pydantic names the member of the union here
@@ -299,7 +299,7 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
 
 
 def _where(key: Key, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
-    """The file or variable that holds `key`, or else the table it belongs to."""
+    """The file or variable that sets `key`, or else the source of another key in the same table."""
     nearest = [known for known in origins if known[: len(key)] == key or key[: len(known)] == known]
     beside = [known for known in origins if known[:-1] == key[:-1]]
     source, origin = origins[(nearest or beside)[0]] if nearest or beside else ("default", "")
@@ -307,7 +307,7 @@ def _where(key: Key, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
 
 
 def _known(key: Key, merged: Mapping[str, Any]) -> str:
-    """The nearest known key of the table that the unknown `key` stands in, or all of them."""
+    """The known key nearest to the unknown `key` in its table, or all known keys of the table."""
     *parents, last = key
     table: type[BaseModel] = Settings
     match parents:

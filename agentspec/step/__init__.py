@@ -1,4 +1,4 @@
-"""`@step`: labels model calls with their step and workflow, and counts what each step costs."""
+"""`@step` labels model calls with their step and workflow, and counts what each step costs."""
 
 from agentspec.step.decorator import (
     async_httpx_hooks,

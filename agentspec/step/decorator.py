@@ -1,7 +1,7 @@
-"""`@step`: labels the model calls inside with their step and workflow, and counts what they cost.
+"""`@step` labels the model calls inside a function with their step and workflow, and counts what they cost.
 
-Labels travel in context variables, so they follow asyncio tasks, and threads started through `copy_context`.
-`ChatAgentSpec` reads them itself, a plain OpenAI client takes `httpx_hooks`.
+Labels are context variables, so they follow asyncio tasks, and threads started through `copy_context`.
+`ChatAgentSpec` reads the labels itself; a plain OpenAI client needs `httpx_hooks`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "workflow",
 ]
 
-WORKFLOW_KEY = "agentspec_workflow"  # in the metadata of a LangChain run: the workflow of the model calls inside
+WORKFLOW_KEY = "agentspec_workflow"  # key in a LangChain run's metadata for the workflow of its model calls
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -59,11 +59,11 @@ def step(
     speculation: bool | None = None,
     model: str | None = None,
 ) -> Callable[[F], F]:
-    """Decorate a function, coroutine function or (async) generator function: its model calls carry these labels.
+    """Decorate a function, coroutine function or (async) generator function; its model calls carry these labels.
 
-    What is not given is inherited from the step or workflow around the call. `speculation=False` turns drafting off
-    inside; it never changes an answer. `model` is what `ChatAgentSpec` asks inside in place of its own model, unless a
-    call names one. The function keeps its signature, so that a LangGraph node stays one.
+    Omitted labels are inherited from the step or workflow around the call. `speculation=False` turns drafting off
+    inside; it never changes an answer. Inside, `ChatAgentSpec` uses `model` instead of its own model, unless a call
+    names one. The function keeps its signature, so LangGraph still accepts it as a node.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f'write @step("name") with a name that is not empty, not {name!r}')
@@ -96,22 +96,22 @@ def workflow(name: str, *, session: str | None = None, speculation: bool | None 
 
 
 def current_labels() -> Labels:
-    """The labels that a model call made here and now carries."""
+    """The labels that a model call made now would carry."""
     return _scope.get().labels
 
 
 def current_speculation() -> bool | None:
-    """Whether the steps around ask for speculation; None if none sets it."""
+    """Whether the surrounding steps request speculation; None if no step sets it."""
     return _scope.get().speculation
 
 
 def current_model() -> str | None:
-    """The model that the steps around ask for; None if none names one."""
+    """The model that the surrounding steps request; None if no step names one."""
     return _scope.get().model
 
 
 def headers(labels: Labels | None = None, *, speculation: bool | None = None) -> dict[str, str]:
-    """The request headers that carry labels to a gateway; the current ones by default. Non-ASCII is percent-encoded."""
+    """The headers that send `labels`, by default the current ones, to a gateway. Non-ASCII is percent-encoded."""
     labels = current_labels() if labels is None else labels
     speculation = current_speculation() if speculation is None else speculation
     return label_headers(labels, speculation=speculation is not False, keep=" ")
@@ -138,7 +138,8 @@ def report() -> Report:
 def httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
     """`event_hooks` for a synchronous httpx or httpx2 client, such as the one inside an OpenAI client.
 
-    Requests get the current labels as headers; answers are counted on the step that asked, while they pass.
+    Requests get the current labels as headers. Each response is counted on the step that sent the request, while the
+    client reads it.
     """
     return {"request": [_send_labels], "response": [_observe_response]}
 
@@ -191,7 +192,7 @@ def _narrowed(*, speculation: bool | None, model: str | None = None, **labels: s
 
 
 class _StepRun:
-    """One run of a step's body. Each `with` enters the scope anew: a generator's body runs in its caller's context."""
+    """One run of a step's body. Each `with` enters the scope again: a generator's body runs in its caller's context."""
 
     def __init__(self, scope: _Scope) -> None:
         self._inner = scope

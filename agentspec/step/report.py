@@ -1,4 +1,4 @@
-"""What each workflow step cost and what speculation saved it: the counts behind `agentspec.report()`."""
+"""Counts what each workflow step cost and what speculation saved, for `agentspec.report()`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NO_STEP = "(no step)"
 class StepRow:
     """The totals of one step of one workflow.
 
-    `runs`, `errors` (runs that raised) and `seconds` (wall clock inside the step, steps inside it included) describe
-    the step's own code; the rest its model calls, those of steps inside it excluded. `verified_tokens` are the
-    completion tokens of calls that reported their verify steps.
+    `runs`, `errors` (runs that raised) and `seconds` (wall clock inside the step, nested steps included) describe the
+    step's own code. The other fields describe its model calls, without those of nested steps. `verified_tokens` are
+    the completion tokens of calls that reported their verify steps.
     """
 
     workflow: str | None = None
@@ -46,7 +46,7 @@ class StepRow:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens committed per verify step; None where no call reported any."""
+        """Tokens committed per verify step; None if no call reported verify steps."""
         return self.verified_tokens / self.verify_steps if self.verify_steps else None
 
     @property
@@ -56,7 +56,7 @@ class StepRow:
 
 
 class StepStatistics:
-    """Adds up runs and calls by (workflow, step). Thread-safe; past `max_rows` keys the rest share one row."""
+    """Adds up runs and calls by (workflow, step). Thread-safe; after `max_rows` keys, further keys share one row."""
 
     def __init__(self, max_rows: int = 1024) -> None:
         self._max_rows = max_rows
@@ -72,7 +72,7 @@ class StepStatistics:
     def add_call(
         self, key: Key, usage: Usage | None, speculation: Speculation | None, seconds: float, *, failed: bool = False
     ) -> None:
-        """Count one model call of `seconds` seconds; what is not known about it is None."""
+        """Count one model call of `seconds` seconds; `usage` and `speculation` are None if unknown."""
         used, speculated = usage or Usage(), speculation or Speculation()
         with self._lock:
             row = self._row(key)
@@ -92,12 +92,12 @@ class StepStatistics:
             self._put(row, added)
 
     def rows(self) -> list[StepRow]:
-        """The rows as they stand, in the order in which the steps were first seen."""
+        """The current rows, in the order in which the steps were first seen."""
         with self._lock:
             return list(self._rows.values())
 
     def reset(self) -> None:
-        """Forget everything counted so far."""
+        """Delete all counts."""
         with self._lock:
             self._rows.clear()
 
@@ -121,7 +121,7 @@ class Report:
         return iter(self.rows)
 
     def reset(self) -> None:
-        """Forget what the process counted so far. This snapshot stays as it is."""
+        """Delete the counts of the process. This snapshot keeps its rows."""
         self.statistics.reset()
 
     def __str__(self) -> str:

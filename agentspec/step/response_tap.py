@@ -1,6 +1,6 @@
-"""Reads usage and speculation from an HTTP answer while its client consumes it. Nothing is held back or changed.
+"""Reads usage and speculation from an HTTP response while its client reads it, without delaying or changing a byte.
 
-The streams and responses are those of httpx or of httpx2, told apart by shape: neither is imported here.
+Works with httpx and httpx2. It finds their stream classes by name, so it imports neither library.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NOTHING = asdict(Speculation())
 
 
 class ResponseTap:
-    """Fed the raw body piece by piece, finds `usage` and `speculation` in a JSON body or the last events of a stream.
+    """Takes a raw body piece by piece, and finds `usage` and `speculation` in a JSON body or in the events of a stream.
 
-    A body in an encoding other than gzip or deflate, or one that is not JSON, is left unread: both stay None.
+    A body that is not JSON, or has another encoding than gzip or deflate, is not read: both counts stay None.
     """
 
     def __init__(self, content_type: str, encoding: str = "") -> None:
@@ -36,7 +36,7 @@ class ResponseTap:
         self._found: dict[str, Any] = {}
 
     def feed(self, data: bytes) -> None:
-        """Read the next piece, cut anywhere."""
+        """Read the next piece of the body, which may be cut anywhere."""
         if self._unreadable:
             return
         try:
@@ -45,7 +45,7 @@ class ResponseTap:
             self._unreadable = True
 
     def finish(self) -> tuple[Usage | None, Speculation | None]:
-        """What was found once the body has ended, be it early."""
+        """The counts found, once the body has ended or was cut off."""
         if not self._unreadable and self._decoder is not None:
             with suppress(UpstreamError):
                 self._read(b"\n\n")  # the last event of a stream that was cut off, or that ends without a blank line
@@ -74,12 +74,12 @@ class ResponseTap:
 
 
 def _usage_of(value: Any) -> Usage | None:
-    """A `usage` object; what is no number counts as nothing, since reading must not break the answer."""
+    """Read a `usage` object and ignore values that are no numbers, since reading must not break the answer."""
     return read_usage(numbers_of(value)) if isinstance(value, Mapping) else None
 
 
 def _speculation_of(value: Any) -> Speculation | None:
-    """The counts of a gateway's `speculation` object, likewise."""
+    """Read the counts of a gateway's `speculation` object in the same way."""
     return read_speculation({**_NOTHING, **numbers_of(value)}) if isinstance(value, Mapping) else None
 
 
@@ -87,9 +87,9 @@ Done = Callable[[ResponseTap, bool], None]
 
 
 def tap(response: Any, done: Done, *, asynchronous: bool) -> None:
-    """Have `done(reader, failed)` called once when the body of an httpx or httpx2 `response` has ended or is closed."""
+    """Call `done(reader, failed)` once when the body of an httpx or httpx2 `response` has ended or is closed."""
     content_type = response.headers.get("content-type", "")
-    if response.is_stream_consumed:  # and `content` decoded
+    if response.is_stream_consumed:  # so `content` is complete and decoded
         reader = ResponseTap(content_type)
         reader.feed(response.content)
         done(reader, response.status_code >= 400)
@@ -112,7 +112,7 @@ def _once(done: Done, failed_status: bool) -> Done:
 
 @cache
 def _stream_class(base_name: str, kind: Any) -> Any:
-    """A stream class of the same library as `kind`, which passes bytes on and shows them to a reader."""
+    """A stream class of the same library as `kind` that passes bytes on and also feeds them to a reader."""
     base: Any = next(parent for parent in kind.__mro__ if parent.__name__ == base_name)
     return type("TappedStream", (_AsyncTapped if base_name == "AsyncByteStream" else _Tapped, base), {})
 

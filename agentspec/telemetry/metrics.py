@@ -1,6 +1,6 @@
-"""The gateway's Prometheus metrics. Labels are routes, configured model names and outcomes: never anything of a user's.
+"""The gateway's Prometheus metrics. Labels are routes, configured model names and outcomes, never user data.
 
-Ratios (acceptance, tokens per step) are left to queries over the counters.
+Queries compute ratios (acceptance, tokens per step) from the counters.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """Counters and histograms of one gateway, in a registry of their own.
+    """Counters and histograms of one gateway, in their own registry.
 
-    `models` are the names that may become a label value; every other one is counted as "other". `index_size` is asked
-    for (bytes, sequences) at each scrape and may answer None; `backends` likewise lists what backends count themselves.
+    `models` are the names that may become a label value; other names are counted as "other". Each scrape calls
+    `index_size`, which returns (bytes, sequences) or None, and `backends`, which returns the backends' own counts.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Metrics:
         registry.register(_OnScrape(lambda: _upstreams(backends())))
 
     def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
-        """Count one request that is over. `route` and `outcome` must come from a fixed set."""
+        """Count one finished request. `route` and `outcome` must come from a fixed set."""
         label = self._label(model)
         self._requests.labels(route, label, outcome).inc()
         self._duration.labels(route, label).observe(seconds)
@@ -87,7 +87,7 @@ class Metrics:
         self._steps.labels(label).inc(steps)
 
     def render(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _label(self, model: str | None) -> str:
@@ -97,7 +97,7 @@ class Metrics:
 
 
 class _OnScrape(Collector):
-    """Metrics that are looked up when somebody asks for them."""
+    """Metrics that are computed at each scrape."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families

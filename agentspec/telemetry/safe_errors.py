@@ -1,4 +1,4 @@
-"""What logs may contain of an error: its class and where it arose. No message that may quote a prompt."""
+"""Describes errors for logs by class and location, without messages that may quote a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FRAMES = 8
 
 
 def class_of(error: BaseException) -> str:
-    """The name of the error's class, with that of its cause."""
+    """The name of the error's class, and of its cause's class if there is a cause."""
     cause = error.__cause__
     return type(error).__name__ + (f" from {type(cause).__name__}" if cause is not None else "")
 
@@ -23,10 +23,10 @@ def frames_of(error: BaseException) -> list[str]:
 
 
 def error_location(error: BaseException) -> str:
-    """Class and frames in one line."""
+    """The error's class and frames in one line."""
     return f"{class_of(error)} at {' > '.join(frames_of(error)) or 'no frame'}"
 
 
 def safe_message(error: BaseException) -> str:
-    """The message of an error of ours or of the operating system; of any other, class and frames."""
+    """The message of an `AgentSpecError` or `OSError`; class and frames of any other error."""
     return str(error) if isinstance(error, (AgentSpecError, OSError)) else error_location(error)

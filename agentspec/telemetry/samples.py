@@ -1,4 +1,4 @@
-"""What a backend counts by itself, as the gateway's metrics show it. Needs no metrics library."""
+"""The counts that backends keep themselves, for the gateway's metrics. Needs no metrics library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class EngineSample:
     """The counts of a local engine; `drafted` and `accepted` are totals by source of the draft.
 
-    `forwards` is the number of forwards by how many answers shared one, `rows` the key/value rows reserved.
+    `forwards` maps a number of answers to the number of forwards that they shared; `rows` counts reserved KV slots.
     """
 
     backend: str
@@ -25,7 +25,7 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamSample:
-    """What an upstream counts of its own drafts, since it started."""
+    """The counts that an upstream keeps of its own drafts since it started."""
 
     backend: str
     drafts: float

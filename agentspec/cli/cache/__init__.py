@@ -1,4 +1,4 @@
-"""`agentspec cache`: what the token cache holds, whether it is sound, and making it forget or shrink."""
+"""`agentspec cache` shows and checks what the token cache holds, and deletes from it or shrinks it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, print_j
 if TYPE_CHECKING:
     from agentspec.settings.load import Settings
 
-_FORGET_MEMORY = 1 << 20  # bytes; forgetting needs the database, not the index
+_FORGET_MEMORY = 1 << 20  # bytes; deleting needs the database, not the index
 
 app = typer.Typer(help="Look into the token cache, fill it, look after it, or make it forget.", no_args_is_help=True)
 
@@ -77,7 +77,7 @@ def _conditions(session: str | None, tenant: str | None, older_than: str | None)
 
 
 def _search(settings: Settings, text: str | None, model: str | None) -> dict[str, Any]:
-    """What to search for: the text, as the tokenizer of a configured model or of a model reference reads it."""
+    """The text to search for, and the tokenizer of a configured model or of a model reference that decodes tokens."""
     from agentspec.errors import ConfigurationError
 
     if text is None and model is None:

@@ -1,4 +1,4 @@
-"""Which folder and which model the commands of `agentspec cache` mean."""
+"""Finds the folder and the model that the commands of `agentspec cache` use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PathOption = Annotated[str | None, typer.Option(help="The cache's folder or addr
 
 
 def folder_of(settings: Settings, path: str | None, *, create: bool = False) -> Path | str:
-    """The folder or database given, or the configured one.
+    """The folder or database at `path`, or the configured one.
 
-    Raises `ConfigurationError` where there is none, and for a folder that is missing unless it may be.
+    Raises `ConfigurationError` if neither is set, and for a missing folder unless `create` is true.
     """
     from agentspec.errors import ConfigurationError
 
@@ -34,7 +34,7 @@ def folder_of(settings: Settings, path: str | None, *, create: bool = False) -> 
 
 
 def shown(folder: Path | str) -> str:
-    """As it may be printed: without a password."""
+    """The folder or database address for printing, without a password."""
     from agentspec.cache.settings import without_password
 
     return without_password(str(folder))
@@ -51,22 +51,22 @@ def _location(path: str) -> Path | str:
 
 
 def adapter_of(settings: Settings, name: str) -> str | None:
-    """The folder of the LoRA adapter that a configured model or backend name is served with, if any."""
+    """The folder of the LoRA adapter of a configured model or backend name, if it has one."""
     local = _local(settings, name)
     return None if local is None else local.adapter
 
 
 def reference_of(settings: Settings, name: str) -> str:
-    """The model reference behind a configured model or backend name; any other name is one itself.
+    """The model reference of a configured model or backend name; any other name is itself a reference.
 
-    A strategy's is its base model's.
+    For a strategy it is the reference of the base model.
     """
     local = _local(settings, name)
     return name if local is None else local.model
 
 
 def _local(settings: Settings, name: str) -> TorchSettings | None:
-    """The local backend that a name leads to."""
+    """The local backend of a model or backend name."""
     from agentspec.backends.settings import TorchSettings
     from agentspec.settings.load import ModelSettings
 

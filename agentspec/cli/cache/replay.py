@@ -1,4 +1,4 @@
-"""`agentspec cache replay`: what a recorded log would have saved."""
+"""`agentspec cache replay` reports what the cache would have saved for a recorded log."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def replay(
 
 
 def _encoder(settings: Settings, model: str | None, tokenizer: Path | None) -> Callable[[RecordedCall], EncodedCall]:
-    """What turns a recorded call into token arrays; raises `InvalidRequestError` and `BadLineError` for some calls."""
+    """An encoder of recorded calls as token arrays; it raises `InvalidRequestError` or `BadLineError` for bad calls."""
     if (model is None) == (tokenizer is None):
         raise ConfigurationError("give either --model or --tokenizer: tokens are what is drafted")
     from agentspec.recordings.traces import EncodedCall, chatml, load_encoder

@@ -1,4 +1,4 @@
-"""`agentspec cache import` and `export`: sequences into the cache from what was recorded elsewhere, and out of it."""
+"""`agentspec cache import` and `export` write recorded sequences into the cache, and its sequences to a file."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _rows(
 
 
 def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText | None) -> list[SequenceRecord]:
-    """Those that no configured pattern refuses."""
+    """The rows that no configured pattern refuses."""
     from agentspec.cache.content_filter import ContentFilter
 
     if not settings.cache.refuse_patterns:
@@ -158,7 +158,10 @@ def _exported(file: Path, tenant: str | None, on_bad: OnBad) -> Iterator[Sequenc
 
 
 def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> SequenceRecord:
-    """What the engine would have stored for this call. Raises `InvalidRequestError` for a call without tokens."""
+    """The record that the engine would have stored for this call.
+
+    Raises `InvalidRequestError` for a call without tokens.
+    """
     from agentspec.cache.index import DEPTH
     from agentspec.cache.record import SequenceRecord
     from agentspec.cache.tokens import as_tokens

@@ -1,4 +1,4 @@
-"""`agentspec doctor`: one line per thing that has to work, and for each that does not, what to do."""
+"""`agentspec doctor` prints one line per check, and for each failed check what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `agentspec doctor` looks at. Each check changes nothing and never raises: trouble is its result."""
+"""The checks of `agentspec doctor`. A check changes nothing and never raises: it returns problems as its result."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from agentspec.backends.openai import DraftCounts, ProbeReport, ServerMetrics, VllmReport
 
 _ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
-_DISTRIBUTIONS = {"faiss": "faiss-cpu"}  # of packages whose name differs by more than a dash
-_ROOM = 2 << 30  # bytes a built-in model needs while it is prepared, generously
+_DISTRIBUTIONS = {"faiss": "faiss-cpu"}  # distributions whose name differs from the package's by more than a dash
+_ROOM = 2 << 30  # bytes; more than a built-in model needs while it is prepared
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`state` is "note" for what is missing but not needed with these settings. `advice` says what to do."""
+    """The result of one check. `state` is "note" for a defect that the settings tolerate; `advice` says what to do."""
 
     name: str
     state: Literal["ok", "note", "fail"]
@@ -39,7 +39,7 @@ class Check:
 
 
 def all_checks(settings: Settings) -> Iterator[Check]:
-    """Every check that applies to `settings` but for its strategies, quick ones first."""
+    """Every check that applies to `settings`, except the strategy checks; quick checks come first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Check("agentspec", "ok", version("agentspec"))
     indexed = any(isinstance(knowledge, IndexSettings) for knowledge in settings.knowledge.values())
@@ -92,7 +92,7 @@ def check_native() -> Check:
 
 
 def check_folder(name: str, folder: Path, setting: str, *, room: int = 0) -> Check:
-    """Whether `folder` exists, or could be created, and can be written, with `room` bytes free."""
+    """Whether `folder` exists or can be created, is writable, and has `room` bytes free."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Check(name, "fail", f"{folder} cannot be written", f"make it writable or set {setting}")
@@ -104,7 +104,7 @@ def check_folder(name: str, folder: Path, setting: str, *, room: int = 0) -> Che
 
 
 def check_database(settings: CacheSettings) -> Check:
-    """Whether the cache's database answers, and can be used by this version."""
+    """Whether the cache's database answers, and whether this version can use it."""
     from sqlalchemy.exc import DBAPIError
 
     from agentspec.cache.storage.database import reason
@@ -134,7 +134,7 @@ def check_store() -> Check:
 
 
 def check_device(name: str, settings: TorchSettings) -> Check:
-    """Which device the backend's model would run on, and in which numbers."""
+    """The device and the number format that the backend's model would use."""
     try:
         from agentspec.backends.torch.model.device import choose_device, choose_dtype
 
@@ -148,7 +148,7 @@ def check_device(name: str, settings: TorchSettings) -> Check:
 
 
 def check_adapter(name: str, settings: TorchSettings) -> Iterator[Check]:
-    """Whether the backend's LoRA adapter, where it names one, can be merged."""
+    """Whether the backend's LoRA adapter, if it names one, can be merged."""
     if settings.adapter is None:
         return
     label = f"{name}: adapter"
@@ -166,7 +166,7 @@ def check_adapter(name: str, settings: TorchSettings) -> Iterator[Check]:
 
 
 def check_drafters(name: str, settings: TorchSettings) -> Iterator[Check]:
-    """Who drafts for the backend, and whether its draft model is ready."""
+    """The drafters of the backend, and whether its draft model is ready."""
     if settings.max_draft_tokens == 0:
         yield Check(f"{name}: drafters", "note", "none: max_draft_tokens is 0")
         return
@@ -176,7 +176,7 @@ def check_drafters(name: str, settings: TorchSettings) -> Iterator[Check]:
 
 
 def check_model(name: str, settings: TorchSettings, *, setting: str = "model") -> Check:
-    """Whether the backend's model is ready, or could be fetched; `setting` is where it is configured."""
+    """Whether the backend's model is ready or can be fetched; `setting` is the setting that names it."""
     from agentspec.backends.model_store import BUILTIN, hub, locate
     from agentspec.backends.model_store.download import can_fetch
 
@@ -198,7 +198,7 @@ def check_model(name: str, settings: TorchSettings, *, setting: str = "model") -
 
 
 def check_reachable(settings: Settings) -> Iterator[Check]:
-    """What clients cannot ask for: a note for each backend that no model name leads to."""
+    """A note for each backend that clients cannot reach, because no model name leads to it."""
     from agentspec.runtime import unreachable
 
     try:
@@ -211,7 +211,7 @@ def check_reachable(settings: Settings) -> Iterator[Check]:
 
 
 def check_upstream(name: str, settings: OpenAISettings) -> Iterator[Check]:
-    """Whether an upstream answers, with what models and abilities, and who drafts where it is a vLLM server."""
+    """Whether an upstream answers, its models and abilities, and the drafter if it is a vLLM server."""
     import anyio
 
     from agentspec.backends.openai import OpenAIBackend
@@ -254,7 +254,7 @@ def check_knowledge(name: str, settings: IndexSettings | RemoteSettings) -> Chec
 
 
 def _searched(settings: RemoteSettings) -> str:
-    """The version that a service names in answer to a search."""
+    """The knowledge base's version, which the service reports with the result of a search."""
     import anyio
 
     from agentspec.reasoning.retrieval.knowledge.factory import open_knowledge
@@ -280,7 +280,7 @@ def _described(report: ProbeReport) -> str:
 
 
 def check_drafter(name: str, server: VllmReport) -> Check:
-    """Which drafter a vLLM server uses, as far as it tells, and what became of its drafts."""
+    """The drafter that a vLLM server uses, as far as its metrics tell, and the counts of its drafts."""
     metrics, label = server.metrics, f"{name}: drafter"
     if metrics is None or not metrics.published:
         return Check(label, "note", "cannot be told: the server publishes no metrics")
@@ -294,7 +294,7 @@ def check_drafter(name: str, server: VllmReport) -> Check:
 
 
 def _other_drafter(metrics: ServerMetrics) -> str:
-    """Who drafts where it is not agentspec, for all that is known. Without drafts there are no counters of them."""
+    """The drafter of a server that does not use agentspec's, if known. A server that never drafts has no counters."""
     none, drafter = "none: the server does not speculate", metrics.drafter
     if drafter is None:
         return "cannot be told: no plug-in of agentspec is loaded there" if metrics.drafts else none

@@ -1,4 +1,4 @@
-"""What `agentspec doctor` says of strategies: how each model goes on with an answer, or what to change."""
+"""The strategy checks of `agentspec doctor`: how each model continues an answer, or what to change."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Unloaded:
-    """A local model as far as its files tell without the weights: its tokenizer and its chat template.
+    """A stand-in for a local model that reads only its tokenizer and chat template, not its weights.
 
-    All but `fingerprint` raise `ModelUnavailableError` for a tokenizer that cannot be read.
+    Methods other than `fingerprint` raise `ModelUnavailableError` for a tokenizer that cannot be read.
     """
 
     capabilities = Capabilities(token_ids=True, continue_final=True, logprobs=True, speculation=True)
@@ -68,18 +68,18 @@ class Unloaded:
         yield Delta()
 
     async def aclose(self) -> None:
-        """It holds nothing."""
+        """Do nothing: there is nothing to release."""
 
 
 def check_strategies(settings: Settings) -> Iterator[Check]:
-    """A line for each [models.NAME] with a strategy."""
+    """One check for each [models.NAME] table with a strategy."""
     for name, model in settings.models.items():
         if isinstance(model, StrategySettings):
             yield check_strategy(name, settings)
 
 
 def check_strategy(name: str, settings: Settings) -> Check:
-    """Whether the strategy's models can play their roles, found out as it is when the gateway starts."""
+    """Whether the strategy's models can play their roles, checked as the gateway does when it starts."""
     from agentspec.backends.model_store import locate
 
     strategy: Any = settings.models[name]
@@ -99,9 +99,9 @@ def check_strategy(name: str, settings: Settings) -> Check:
 
 
 def _inspected(name: str, settings: Settings) -> tuple[Strategy[Any], list[str]]:
-    """The strategy over stand-ins for its models, and the roles whose models do not answer.
+    """The strategy built on stand-ins for its models, and the roles whose models do not answer.
 
-    Its knowledge base is left out: that has a line of its own.
+    The strategy gets no knowledge base, which has its own check.
     """
     import anyio
 
@@ -137,7 +137,7 @@ def _stand_in(settings: BackendSettings) -> Backend:
 
 
 def _local_models(name: str, settings: Settings) -> list[str]:
-    """The models in the strategy's roles that run here."""
+    """The strategy's models that run on local backends."""
     from agentspec.runtime import named_model
 
     strategy: Any = settings.models[name]
