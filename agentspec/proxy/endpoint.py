@@ -25,7 +25,7 @@ from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnec
 from agentspec.proxy.passthrough import check_upstream_fields, pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
-from agentspec.settings.load import ServerSettings
+from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
 from agentspec.types import Delta, GenerateRequest
 

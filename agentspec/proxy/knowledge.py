@@ -20,7 +20,7 @@ from agentspec.proxy.server import is_unprotected
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query
 from agentspec.reasoning.retrieval.knowledge.dense import DenseMetric, Encoder
 from agentspec.reasoning.retrieval.knowledge.wire import found_json, parse_search
-from agentspec.settings.load import ServerSettings
+from agentspec.settings.server import ServerSettings
 
 MAX_BODY_BYTES = 8 << 20
 

@@ -19,7 +19,8 @@ from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.runtime import Runtime
-from agentspec.settings.load import ServerSettings, Settings
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
 
 
 def serve(settings: Settings, *, log_level: str = "INFO") -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     BaseModel,
-    ByteSize,
     ConfigDict,
     Discriminator,
     Field,
@@ -34,28 +33,13 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Know
 from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
+from agentspec.settings.server import ServerSettings
 
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
 ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
 """Additional variable names, which plug-ins in other programs use."""
 Key = tuple[str, ...]
 SourceKind = Literal["flag", "env", "file", "default"]
-
-
-class ServerSettings(BaseModel):
-    """`[server]`: the gateway."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise")
-    port: int = Field(default=8700, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
-    api_keys: tuple[ApiKey, ...] = Field(default=(), description="Keys clients must send; none leaves the door open")
-    max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), gt=0, description="Larger request bodies get 413")
-    max_messages: int = Field(default=2048, ge=1, description="Most messages a request may carry")
-    max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; one more gets 429")
-    request_timeout: float = Field(default=600.0, gt=0, description="Seconds a request may take before 504")
-    drain_timeout: float = Field(default=30.0, ge=0, description="Seconds running requests get after SIGTERM")
-    speculation_object: bool = Field(default=True, description="Add the `speculation` object to answers")
 
 
 class ModelSettings(BaseModel):

@@ -20,7 +20,8 @@ from agentspec.proxy import create_app
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.server import GatewayServer
 from agentspec.runtime import Runtime
-from agentspec.settings.load import ServerSettings, Settings
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
 
 COMPLETIONS = "/v1/chat/completions"
 

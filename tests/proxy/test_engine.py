@@ -18,7 +18,8 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.settings.load import ModelSettings, ServerSettings, Settings
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
 
 torch = pytest.importorskip("torch")
 MODEL = "tiny"

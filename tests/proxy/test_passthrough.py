@@ -17,7 +17,8 @@ import pytest
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 from agentspec.proxy.passthrough import check_upstream_fields
-from agentspec.settings.load import ModelSettings, ServerSettings, Settings
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Speculation
 

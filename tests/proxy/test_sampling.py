@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.langchain import ChatAgentSpec
-from agentspec.settings.load import ModelSettings, ServerSettings, Settings
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
 
 pytest.importorskip("torch")
 MODEL = "tiny"

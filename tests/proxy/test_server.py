@@ -19,11 +19,11 @@ import pytest
 
 from agentspec.proxy.server import is_unprotected
 from agentspec.settings.api_keys import ApiKey
-from agentspec.settings.load import ServerSettings
+from agentspec.settings.server import ServerSettings
 
 PROGRAM = """
 import sys
-from agentspec.settings.load import ServerSettings, Settings
+from agentspec.settings.server import ServerSettings, Settings
 from agentspec.proxy import create_app, logs
 from agentspec.proxy.server import GatewayServer
 from agentspec.runtime import Runtime
@@ -138,7 +138,7 @@ def test_a_load_under_way_does_not_hold_up_the_end(tmp_path: Path, sent: signal.
 
 def test_a_backend_that_cannot_be_built_ends_serve() -> None:
     program = """
-from agentspec.settings.load import ServerSettings, Settings
+from agentspec.settings.server import ServerSettings, Settings
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import AgentSpecError
 from agentspec.proxy.server import serve

@@ -16,7 +16,8 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Remo
 from agentspec.reasoning.settings import STRATEGIES, SpecReasonSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.effective import effective_values
-from agentspec.settings.load import ServerSettings, Settings, load_settings
+from agentspec.settings.load import Settings, load_settings
+from agentspec.settings.server import ServerSettings
 
 ISSUE = """
 [server]
