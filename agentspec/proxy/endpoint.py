@@ -21,8 +21,8 @@ from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body import parse_object, read_body
 from agentspec.proxy.errors import error_event, log_unexpected, outcome
+from agentspec.proxy.forwarding.passthrough import check_upstream_fields, pass_through, upstream_body
 from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
-from agentspec.proxy.passthrough import check_upstream_fields, pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
