@@ -15,7 +15,7 @@ MAX_ANSWER_BYTES = 64 << 20
 # Headers that may be forwarded with a request or an answer. Hop-by-hop headers, cookies and hosts are not among them.
 REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempotency-key", "user-agent"})
 REQUEST_PREFIXES = ("openai-", "trace", "x-agentspec-", "x-request-id", "x-stainless-")
-RESPONSE_HEADERS = frozenset({"content-type", "retry-after", "retry-after-ms", "x-should-retry"})
+RESPONSE_HEADERS = frozenset({"content-encoding", "content-type", "retry-after", "retry-after-ms", "x-should-retry"})
 RESPONSE_PREFIXES = ("openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
 
 
@@ -32,6 +32,11 @@ class UpstreamResponse:
     @property
     def is_stream(self) -> bool:
         return self.headers.get("content-type", "").lower().startswith("text/event-stream")
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the body is compressed, although requests ask for one that is not."""
+        return self.headers.get("content-encoding", "identity").lower() != "identity"
 
     async def aiter_raw(self) -> AsyncGenerator[bytes]:
         """The body's bytes exactly as the upstream sent them. Raises `UpstreamError` if the body breaks off."""
