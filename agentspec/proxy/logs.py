@@ -40,7 +40,7 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for name in ("httpx", "httpcore"):  # at INFO and DEBUG they log addresses and headers
+    for name in ("httpx", "httpx2", "httpcore", "httpcore2"):  # at INFO and DEBUG they log addresses and headers
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
