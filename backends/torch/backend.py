@@ -31,7 +31,7 @@ from agentspec.backends.torch.model.vector_scan import VectorScan
 from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
-from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
+from agentspec.backends.torch.text.structured_output import LargeGrammarError, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, OverloadedError
 from agentspec.telemetry.samples import EngineSample
@@ -106,7 +106,7 @@ class TorchBackend:
         Raises `InvalidRequestError` or `ContextLengthError` for a request that cannot be generated, `OverloadedError`
         when the queue is full, `EngineError` when this request fails, `ShuttingDownError` when the engine is closed.
         """
-        choices, parser_spec = await asyncio.to_thread(self.prepare_all, request)
+        choices, parser_spec = await self._prepared(request)
         async with aclosing(self._answers(choices)) as deltas:
             parsers = [parser_spec.parser() for _ in choices]
             async for delta in deltas:
@@ -180,7 +180,7 @@ class TorchBackend:
         require_one_answer(request)
         if not self.target.rewindable:
             raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
-        (first, *_), parser_spec = await asyncio.to_thread(self.prepare_all, request)
+        (first, *_), parser_spec = await self._prepared(request)
         return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser())
 
     async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
@@ -190,15 +190,26 @@ class TorchBackend:
     async def aclose(self) -> None:
         self._tasks.close()
         await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self._structured_outputs.close)
 
     def prepare(self, request: GenerateRequest) -> EngineRequest:
         """The first choice of `prepare_all`."""
         return self.prepare_all(request)[0][0]
 
-    def prepare_all(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
+    async def _prepared(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
+        """`prepare_all` off the event loop. Large grammars wait for each other, and in nobody else's way."""
+        try:
+            return await asyncio.to_thread(self.prepare_all, request, may_wait=False)
+        except LargeGrammarError:
+            return await self._structured_outputs.in_turn(partial(self.prepare_all, request))
+
+    def prepare_all(
+        self, request: GenerateRequest, *, may_wait: bool = True
+    ) -> tuple[list[EngineRequest], OutputParserSpec]:
         """Tokenize and check a request. Returns an engine request for each choice, and how to parse the answers.
 
-        Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`.
+        Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`;
+        `LargeGrammarError` instead of waiting for a large grammar unless it `may_wait`.
         """
         text, prompt = self._tokenizer.read(request)
         sampling = request.sampling
@@ -206,7 +217,7 @@ class TorchBackend:
         self._check_ids(list(sampling.logit_bias), "logit_bias")
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
-        output = self._structured_outputs.build(request, text)
+        output = self._structured_outputs.build(request, text, may_wait=may_wait)
         first = EngineRequest(
             original=request,
             prompt=prompt,
