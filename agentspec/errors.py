@@ -13,6 +13,7 @@ AgentSpecError
 ├── RequestTimeoutError      504  no answer within the request's time limit
 ├── ModelUnavailableError    500  a model's files cannot be fetched, read or verified
 ├── EngineError              500  the local engine failed on this request
+│   └── EngineStoppedError   503  the local engine can compute nothing any more: its device failed
 ├── CacheError               500  the cache cannot do what the caller requested
 │   ├── CacheClosedError          used after close()
 │   ├── CacheLockedError          another process writes to the folder
@@ -112,6 +113,11 @@ class ModelUnavailableError(AgentSpecError):
 
 class EngineError(AgentSpecError):
     code = "engine_error"
+
+
+class EngineStoppedError(EngineError):
+    status = 503
+    code = "engine_stopped"
 
 
 class CacheError(AgentSpecError):

@@ -16,6 +16,7 @@ from agentspec.types import Delta, GenerateRequest, Labels, Message
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
+    from agentspec.errors import AgentSpecError
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -119,6 +120,16 @@ class AddsHeaders(Protocol):
 
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
         """The headers of the answer to `request`, known before it begins."""
+        ...
+
+
+@runtime_checkable
+class ReportsHealth(Protocol):
+    """A backend that computes in this process and can fail for good."""
+
+    @property
+    def failure(self) -> AgentSpecError | None:
+        """The error with which every further request is refused, once only a new process can help; None before."""
         ...
 
 

@@ -81,8 +81,10 @@ class Pages:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Report whether the gateway accepts requests: 200, or 503 while it loads or drains."""
+        """Report whether the gateway accepts requests: 200, or 503 while it loads or drains or once a backend failed."""
         status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
+        if self._runtime.failure is not None:
+            status = "failed"
         return _json({"status": status}, 200 if status == "ready" else 503)
 
     async def version(self, request: Request) -> Response:

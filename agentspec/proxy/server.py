@@ -27,7 +27,8 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     """Run the gateway until SIGTERM or SIGINT, then drain: new requests get 503, running ones `drain_timeout` seconds.
 
     Returns once everything is flushed and closed. A signal while a model loads ends the process at once with status 0,
-    since no request was served yet. Raises what building the backends raises.
+    since no request was served yet. Raises what building the backends raises, and drains and raises `EngineStoppedError`
+    when a local engine's device fails, since only a new process can use the device again.
     """
     logs.configure(log_level)
     runtime = Runtime.from_settings(settings)
@@ -45,8 +46,8 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
         ) from None
     if app.loading.left_behind:
         _end_process()
-    if app.loading.error is not None:
-        raise app.loading.error
+    if app.loading.failure is not None:
+        raise app.loading.failure
 
 
 def _end_process() -> NoReturn:
@@ -104,6 +105,8 @@ class GatewayServer(uvicorn.Server):
         self._draining_since = time.monotonic()
 
     async def on_tick(self, counter: int) -> bool:
+        if self._draining_since is None and self._app.loading.failure is not None:
+            self.drain()
         since = self._draining_since
         if since is not None and (not self._app.limiter.running or time.monotonic() - since > self._drain_timeout):
             return True

@@ -33,7 +33,13 @@ from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.structured_output import LargeGrammarError, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, OverloadedError
+from agentspec.errors import (
+    ConfigurationError,
+    ContextLengthError,
+    EngineStoppedError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from agentspec.telemetry.samples import EngineSample
 from agentspec.types import Delta, GenerateRequest, Message, Source
 
@@ -73,7 +79,7 @@ class TorchBackend:
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             context.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(context, settings, self._open_session)
-        self._tasks = Tasks(compute_thread(loaded.target.device))
+        self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
 
     @classmethod
     def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
@@ -84,6 +90,11 @@ class TorchBackend:
             return cls(loaded, settings, cache, load_draft(settings, loaded))
 
         return on_own_thread(build)
+
+    @property
+    def failure(self) -> EngineStoppedError | None:
+        """Set once the device failed: the process must be restarted."""
+        return self._engine.failure
 
     @property
     def target(self) -> TargetModel:
@@ -104,8 +115,10 @@ class TorchBackend:
         """Yield the answer step by step; closing the iterator cancels the request.
 
         Raises `InvalidRequestError` or `ContextLengthError` for a request that cannot be generated, `OverloadedError`
-        when the queue is full, `EngineError` when this request fails, `ShuttingDownError` when the engine is closed.
+        when the queue is full, `EngineError` when this request fails, `EngineStoppedError` once the device failed, and
+        `ShuttingDownError` when the engine is closed.
         """
+        self._engine.require_running()
         choices, parser_spec = await self._prepared(request)
         async with aclosing(self._answers(choices)) as deltas:
             parsers = [parser_spec.parser() for _ in choices]
@@ -166,6 +179,7 @@ class TorchBackend:
 
         All texts share one forward. Raises `ContextLengthError` if a text is too long.
         """
+        self._engine.require_running()
         if any(len(text) > self.context_length for text in texts):
             raise ContextLengthError(f"a text is longer than the model's {self.context_length} tokens")
         for text in texts:
@@ -177,6 +191,7 @@ class TorchBackend:
 
         Raises `InvalidRequestError`, `ContextLengthError`, and `ConfigurationError` for a model without rewinding.
         """
+        self._engine.require_running()
         require_one_answer(request)
         if not self.target.rewindable:
             raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
