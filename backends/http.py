@@ -103,10 +103,11 @@ class Endpoint:
         sent = _allowed(headers, REQUEST_HEADERS, REQUEST_PREFIXES) | {"accept-encoding": "identity"}
         if self._key is not None:
             sent["authorization"] = f"Bearer {self._key}"
+        raw = httpx.Headers(sent, encoding="latin-1")  # bytes above ASCII travel on as they came
         client = self._client()
         with mapped_errors(self.name):
             request = client.build_request(
-                method, url, headers=sent, content=body, timeout=self._timeout if timeout is None else timeout
+                method, url, headers=raw, content=body, timeout=self._timeout if timeout is None else timeout
             )
             response = await client.send(request, stream=True)
         try:
