@@ -28,7 +28,7 @@ class TenantThreads:
         self._running: Counter[str] = Counter()
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of `function(*arguments)`. A cancelled caller leaves the queue; a function that runs is finished."""
+        """The result of `function(*arguments)`. A cancelled caller leaves the queue; what runs is finished."""
         future: Future[T] = Future()
 
         def job() -> None:

@@ -10,6 +10,7 @@ WINDOW = 1 << 16
 _TRIES = 4
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_FIRST = re.compile(rb"\s*+\{")
 _KEY = re.compile(rb'[\s,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+', re.DOTALL)
 _SCALAR = re.compile(rb"[^\s,\]}]++")
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
@@ -21,13 +22,11 @@ def member_span(body: bytes, key: str) -> tuple[int, int]:
 
     Takes time linear in the bytes before the end of the value. Raises `KeyError` if there is no such member.
     """
-    position = body.index(b"{") + 1
-    while (found := _KEY.match(body, position)) is not None:
+    position = _end(_FIRST.match(body))
+    while position >= 0 and (found := _KEY.match(body, position)) is not None:
         start = found.end()
         position = _value_end(body, start)
-        if position < 0:
-            break
-        if json.loads(found[1].decode()) == key:
+        if position >= 0 and json.loads(found[1].decode()) == key:
             return start, position
     raise KeyError(key)
 
@@ -59,9 +58,7 @@ def _in_head(body: bytes, key: str) -> Any:
     head = body[:WINDOW]
     try:
         start, end = member_span(head, key)
-    except ValueError:
-        return None
-    except KeyError:
+    except (KeyError, ValueError):
         return None
     # A value that ends with the window may have been cut.
     return _value(head[start:end]) if end < len(head) else None

@@ -49,17 +49,18 @@ _Link = tuple[Any, ...]  # (key, link of the container around it): the path of a
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """How a part of a request is checked: which names are denied, which text is passed on, what else is media."""
+    """How a part of a request is checked: which names are denied, which strings are text, which are media."""
 
     denied: Callable[[str, Set[str]], bool]
     skipped: Set[str] = frozenset()
     text: Set[str] = frozenset()
     media: bool = False
+    strings: bool = True  # whether strings are checked at all
 
 
 _OTHER = _Region(is_denied)
 _TOOLS = _Region(is_denied, skipped=_CALLS, text=_TOOL_TEXT)
-_METADATA = _Region(is_denied_in_metadata)
+_METADATA = _Region(is_denied_in_metadata, strings=False)
 _MESSAGES = _Region(is_denied_in_message, skipped=_CALLS, text=_MESSAGE_TEXT, media=True)
 
 
@@ -121,7 +122,7 @@ class UpstreamFields:
         kind = type(value)
         if kind is dict or kind is list:
             waiting.append((value, (key, link), nearest))
-        elif kind is str and nearest not in region.text:
+        elif kind is str and region.strings and nearest not in region.text:
             self._check_string(value, (key, link), nearest, region)
 
     def _check_name(self, name: str, link: _Link | None, region: _Region) -> None:
