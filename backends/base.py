@@ -16,6 +16,7 @@ from agentspec.types import Delta, GenerateRequest, Labels, Message
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
+    from agentspec.backends.settings import OpenAISettings
     from agentspec.errors import AgentSpecError
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
@@ -95,6 +96,11 @@ def tokenization_of(backend: Backend) -> Tokenization | None:
 @runtime_checkable
 class Forwards(Protocol):
     """A backend whose server speaks OpenAI's protocol itself: a gateway forwards bytes in both directions unchanged."""
+
+    @property
+    def settings(self) -> OpenAISettings:
+        """The settings, which say what clients may send to the server."""
+        ...
 
     def forward(
         self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b"", query: str = ""

@@ -19,6 +19,8 @@ from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Forwards, Rep
 from agentspec.errors import ModelNotFoundError, UpstreamStatusError
 from agentspec.protocol.responses import encode
 from agentspec.proxy.auth import Authenticator
+from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.limits import ConcurrencyLimiter
@@ -42,10 +44,12 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     """
     settings = settings or runtime.settings
     limiter = ConcurrencyLimiter(settings.server.max_concurrent)
+    budget = BodyBudget(settings.server.max_body_memory, settings.server.parsing_threads)
     pages = Pages(runtime, limiter)
     routes = [_route(path, handler, "GET") for path, handler in pages.routes().items()]
     for path in (CHAT, COMPLETIONS, EMBEDDINGS):
-        routes.append(_route(f"/v1{path}", GenerationEndpoint(path, runtime, settings.server, limiter), "POST"))
+        endpoint = GenerationEndpoint(path, runtime, settings.server, limiter, budget)
+        routes.append(_route(f"/v1{path}", endpoint, "POST"))
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     return GatewayMiddleware(router, Authenticator(settings.server.api_keys), limiter, pages.registry, loading)
@@ -110,6 +114,7 @@ class Pages:
         if names or not (self._runtime.ready and self._runtime.takes_any_model):
             return [self._object(name) for name in names]
         backend = self._runtime.route("*").backend
+        check_head(request.scope)
         record = RequestRecord.of(request.scope)
         try:
             headers = request_headers(request.scope, record)

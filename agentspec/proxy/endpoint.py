@@ -19,10 +19,15 @@ from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.auth import Caller, read_caller
-from agentspec.proxy.body import parse_object, read_body
+from agentspec.proxy.body.amounts import check_amounts
+from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.head import check_head
+from agentspec.proxy.body.json_object import parse_object
+from agentspec.proxy.body.reading import read_body
+from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import error_event, log_unexpected, outcome
 from agentspec.proxy.forwarding.inspection import expected_choices
-from agentspec.proxy.forwarding.passthrough import check_upstream_fields, pass_through, upstream_body
+from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
@@ -46,32 +51,43 @@ class GenerationEndpoint:
     runtime: Runtime
     settings: ServerSettings
     limiter: ConcurrencyLimiter
+    budget: BodyBudget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, headers = RequestRecord.of(scope), Headers(scope=scope)
-        with self.limiter.enter():
+        tenant = record.tenant or ""
+        with self.limiter.enter(), self.budget.account(tenant) as account:
             deadline = Deadline(self.settings.request_timeout)
-            body = await read_body(headers, receive, self.settings.max_body_bytes)
-            fields = parse_object(body)
+            body = await read_body(headers, receive, self.settings.max_body_bytes, account)
+            fields = await self.budget.run(tenant, len(body), parse_object, body)
             model = _model(fields)
             route = self._ready().route(model)
             record.model = model if model in self.runtime.models() else OTHER
-            caller = read_caller(headers, record.tenant or "")
+            caller = read_caller(headers, tenant)
             async with until_disconnect(receive) as client:
                 if isinstance(route.backend, Forwards):
-                    check_upstream_fields(fields, self.settings.max_messages)
+                    check_head(scope)
+                    await self.budget.run(tenant, len(body), self._check, fields, route.backend)
                     async with deadline.limit():
                         body = await upstream_body(
                             route.backend, self.path, body, fields, caller.labels, route.upstream_model
                         )
                     choices = expected_choices(self.path, fields)
+                    del fields  # an answer can take minutes
                     await pass_through(scope, send, route.backend, self.path, body, deadline, choices)
                 else:
-                    request, writer = self._parse(fields, caller, route.backend, record)
+                    request, writer = await self.budget.run(
+                        tenant, len(body), self._parse, fields, caller, route.backend, record
+                    )
                     deltas = deadline.within(self.runtime.generate(request))
                     await (send_sse if record.stream else send_json)(deltas, writer, record, send)
             if client.cancelled_caught and not record.body_ended:
                 record.outcome = "cancelled"
+
+    def _check(self, fields: Mapping[str, Any], backend: Forwards) -> None:
+        """Raise `InvalidRequestError` for what the upstream may not get."""
+        check_amounts(fields, self.path, self.settings)
+        UpstreamFields(backend.settings).check(fields)
 
     def _parse(
         self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
