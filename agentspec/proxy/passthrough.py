@@ -14,9 +14,9 @@ from agentspec.backends.base import CHAT, COMPLETIONS, Forwards
 from agentspec.errors import AgentSpecError, InvalidRequestError, UpstreamError
 from agentspec.protocol.deltas import to_delta
 from agentspec.protocol.sse import EventSplitter
+from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.body import set_value
 from agentspec.proxy.errors import error_event, outcome
-from agentspec.proxy.limits import Deadline
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Labels
 
