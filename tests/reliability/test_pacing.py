@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import selectors
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
@@ -35,27 +34,6 @@ MARGIN = 0.05  # above chance
 PACING = {"stream_pacing": 0.1, "stream_pacing_characters": 12}
 Trace = list[tuple[int, int]]
 """Milliseconds since the first event, and bytes, of each event."""
-
-
-class JumpingSelector(selectors.DefaultSelector):
-    """Does not wait for the next timer but moves the clock on to it."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if not ready and timeout:
-            self.now += timeout
-        return ready
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.clock = JumpingSelector()
-        super().__init__(self.clock)
-
-    def time(self) -> float:
-        return self.clock.now
 
 
 class Decoder(FakeBackend):
@@ -85,9 +63,10 @@ def answer(number: int) -> list[str]:
 
 
 class Gateway:
-    """The whole gateway, called without a server in the loop of its own clock."""
+    """The whole gateway, called without a server, by a clock that jumps."""
 
-    def __init__(self, **server: Any) -> None:
+    def __init__(self, run: Callable[[Coroutine[Any, Any, Any]], Any], **server: Any) -> None:
+        self._run = run
         settings = Settings(server=ServerSettings(**server), backends={})
         runtime = Runtime(settings, backends={"m": Decoder()})
         runtime.start()
@@ -95,8 +74,8 @@ class Gateway:
 
     def trace(self, prompt: str, seed: int) -> tuple[Trace, str]:
         """What an eavesdropper sees of one stream, and the text that the client reads."""
-        with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-            return runner.run(self._stream(prompt, seed))
+        seen: tuple[Trace, str] = self._run(self._stream(prompt, seed))
+        return seen
 
     async def _stream(self, prompt: str, seed: int) -> tuple[Trace, str]:
         asked = {"model": "m", "messages": [{"role": "user", "content": prompt}], "stream": True, "seed": seed}
@@ -179,22 +158,22 @@ def linear(seen: NDArray[np.float64]) -> float:
 
 
 @pytest.mark.parametrize("runs", [2, pytest.param(20, marks=pytest.mark.long)])
-def test_i10_paced_streams_look_alike_whether_drafts_are_accepted_or_not(runs: int) -> None:
-    seen = collected(Gateway(**PACING), runs)
+def test_i10_paced_streams_look_alike_whether_drafts_are_accepted_or_not(runs: int, in_virtual_time: Any) -> None:
+    seen = collected(Gateway(in_virtual_time, **PACING), runs)
     assert nearest_neighbour(seen) <= 0.5 + MARGIN
     assert linear(seen) <= 0.5 + MARGIN
 
 
-def test_i10_without_pacing_the_same_attack_tells_them_apart() -> None:
+def test_i10_without_pacing_the_same_attack_tells_them_apart(in_virtual_time: Any) -> None:
     """So the test above has the power to find a leak; pacing is off by default, and this is what that means."""
     assert ServerSettings().stream_pacing == 0
-    seen = collected(Gateway(), 2)
+    seen = collected(Gateway(in_virtual_time), 2)
     assert nearest_neighbour(seen) > 0.95 and linear(seen) > 0.95
 
 
-def test_i10_a_paced_stream_is_a_metronome() -> None:
+def test_i10_a_paced_stream_is_a_metronome(in_virtual_time: Any) -> None:
     """Every event but the end has one size, and every gap one length."""
-    trace, _ = Gateway(**PACING).trace("7 hit", 0)
+    trace, _ = Gateway(in_virtual_time, **PACING).trace("7 hit", 0)
     assert {size for _, size in trace[:-2]} == {trace[0][1]}
     assert {late - early for (early, _), (late, _) in pairwise(trace[:-1])} == {100}
 

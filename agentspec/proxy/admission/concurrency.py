@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 
 from starlette.types import Receive
@@ -30,11 +29,10 @@ class ConcurrencyLimiter:
     Use it in one event loop; only `close` may be called from other threads and from signal handlers.
     """
 
-    def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self.running = 0
         self.closed = False
         self._settings = settings
-        self._clock = clock
         self._tenants: dict[str, TenantPlaces] = {}
         self._virtual_time = 0.0
         self._withheld = 0  # reserved places that their tenants do not use now
@@ -110,9 +108,6 @@ class ConcurrencyLimiter:
         """Give back a place that a request held for `seconds`."""
         tenant.held.observe(seconds)
         self._give_back(tenant)
-
-    def now(self) -> float:
-        return self._clock()
 
     def _tenant(self, name: str) -> TenantPlaces:
         found = self._tenants.get(name)
@@ -216,13 +211,13 @@ class Place:
         limiter, receive = self._limiter, self._receive
         if not limiter.try_take(self._tenant):
             receive = await limiter.wait(self._tenant, receive)
-        self._since = limiter.now()
+        self._since = asyncio.get_running_loop().time()
         return receive
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._limiter.release(self._tenant, self._limiter.now() - self._since)
+        self._limiter.release(self._tenant, asyncio.get_running_loop().time() - self._since)
 
 
 def _closed() -> ShuttingDownError:

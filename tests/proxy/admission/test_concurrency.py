@@ -17,7 +17,7 @@ from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.server import ServerSettings, TenantLimits
 
 pytestmark = pytest.mark.anyio
-LONG = 60.0
+LONG = 10_000.0
 
 
 async def silent() -> Message:
@@ -35,8 +35,10 @@ class Crowd:
     """Requests that run until they are told to end, on a clock that stands still."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.time = 0.0
-        self.limiter = ConcurrencyLimiter(settings, lambda: self.time)
+        self.limiter = ConcurrencyLimiter(settings)
+        loop = asyncio.get_running_loop()
+        self.time, begun = 0.0, loop.time()
+        loop.time = lambda: begun + self.time  # type: ignore[method-assign]
         self.entered: list[str] = []
         self.running: list[tuple[str, asyncio.Event]] = []
         self.tasks: list[asyncio.Task[None]] = []
