@@ -6,6 +6,7 @@ AgentSpecError
 │   ├── ContextLengthError   400  prompt and max_tokens do not fit the model
 │   └── ModelNotFoundError   404  no configured model has this name
 ├── AuthenticationError      401  missing or wrong API key
+├── PermissionDeniedError    403  the API key is for other routes
 ├── RequestTooLargeError     413  body over the configured limit
 ├── OverloadedError          429  queue full; `retry_after` seconds
 ├── NotReadyError            503  the server is still loading its models
@@ -74,6 +75,12 @@ class AuthenticationError(AgentSpecError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class PermissionDeniedError(AgentSpecError):
+    status = 403
+    type = "permission_error"
+    code = "permission_denied"
 
 
 class RequestTooLargeError(AgentSpecError):

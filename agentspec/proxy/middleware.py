@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.proxy.auth import Authenticator, request_id
+from agentspec.proxy.admission.auth import Authenticator, request_id
+from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
-from agentspec.proxy.limits import ConcurrencyLimiter
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
@@ -46,7 +46,8 @@ class GatewayMiddleware:
         self.metrics.in_flight.inc()
         try:
             if scope["path"] not in OPEN_ROUTES:
-                record.tenant = self.authenticator.tenant(headers)
+                record.identity = self.authenticator.identify(headers)
+                record.tenant = record.identity.tenant
             await self.routes(scope, receive, send)
         except ClientDisconnect:
             record.outcome = "cancelled"

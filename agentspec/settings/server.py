@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from typing import Self
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from agentspec.settings.api_keys import ApiKey
+from agentspec.types import DEFAULT_TENANT
+
+
+class TenantLimits(BaseModel):
+    """`[server.tenants.NAME]`: one tenant's share of the places for requests."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="Share of the places under load")
+    reserved: int = Field(default=0, ge=0, description="Places that no other tenant may use")
+    max_concurrent: int | None = Field(default=None, ge=1, description="Most places of this tenant; unset: all")
+
+    @model_validator(mode="after")
+    def _reserve_fits(self) -> Self:
+        if self.max_concurrent is not None and self.reserved > self.max_concurrent:
+            raise ValueError(f"reserved = {self.reserved} is more than max_concurrent = {self.max_concurrent}")
+        return self
 
 
 class ServerSettings(BaseModel):
@@ -17,7 +36,7 @@ class ServerSettings(BaseModel):
     api_keys: tuple[ApiKey, ...] = Field(default=(), description="Keys clients must send; none leaves the door open")
     max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), gt=0, description="Larger request bodies get 413")
     max_messages: int = Field(default=2048, ge=1, description="Most messages a request may carry")
-    max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; one more gets 429")
+    max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; further ones wait")
     request_timeout: float = Field(default=600.0, gt=0, description="Seconds a request may take before 504")
     drain_timeout: float = Field(default=30.0, ge=0, description="Seconds running requests get after SIGTERM")
     speculation_object: bool = Field(default=True, description="Add the `speculation` object to answers")
@@ -39,3 +58,31 @@ class ServerSettings(BaseModel):
     )
     max_embedding_inputs: int = Field(default=2048, ge=1, description="Most texts in one request for embeddings")
     max_tools: int = Field(default=128, ge=0, description="Most tools in a request to an upstream")
+
+    # Admission.
+    queue_timeout: float = Field(
+        default=2.0, ge=0, description="Seconds a request may wait for a place before 429; 0: not at all"
+    )
+    max_queued: int = Field(default=256, ge=0, description="Requests of one tenant that may wait; one more gets 429")
+    stream_pacing: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds between the equally long events of a local model's stream; 0: each as it comes",
+    )
+    stream_pacing_characters: int = Field(
+        default=32, ge=1, description="Characters of each; choose a rate that the model keeps without drafts"
+    )
+    tenants: dict[str, TenantLimits] = Field(default_factory=dict, description="Tables [server.tenants.NAME]")
+
+    @model_validator(mode="after")
+    def _tenants_fit(self) -> Self:
+        known = dict.fromkeys([*(key.tenant for key in self.api_keys), DEFAULT_TENANT])
+        if unknown := [name for name in self.tenants if name not in known]:
+            raise ValueError(f"server.tenants.{unknown[0]} is the tenant of no API key; known: {', '.join(known)}")
+        reserved = sum(tenant.reserved for tenant in self.tenants.values())
+        if reserved > self.max_concurrent:
+            raise ValueError(
+                f"tenants reserve {reserved} places, which is more than max_concurrent = {self.max_concurrent}"
+            )
+        return self

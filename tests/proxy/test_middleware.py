@@ -43,6 +43,7 @@ ROUTES = [
     ("DELETE", "/v1/models"),
     ("OPTIONS", "/v1/chat/completions"),
 ]
+OPERATOR_KEY = "sk-operator-planted-canary"
 KEYS = {"alice": "sk-alice-planted-canary", "bob": "sk-bob-planted-canary"}
 
 

@@ -14,11 +14,11 @@ from agentspec.backends.base import CHAT, COMPLETIONS, Forwards
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.sse import EventSplitter
 from agentspec.protocol.upstream_errors import error_object, without_account
+from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.errors import error_event, outcome, refused_key
 from agentspec.proxy.forwarding.inspection import StreamInspector, read_answer
-from agentspec.proxy.limits import Deadline
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Labels
 

@@ -1,43 +1,18 @@
-"""Limits on requests: how many run at once and how long each may take; cancels those of disconnected clients."""
+"""The time that a request may take, and the end of requests whose clients have disconnected."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import anyio
 from starlette.types import Receive
 
-from agentspec.errors import OverloadedError, RequestTimeoutError, ShuttingDownError
+from agentspec.errors import RequestTimeoutError
 
 T = TypeVar("T")
-
-
-class ConcurrencyLimiter:
-    """Bounds the number of running requests. After `close`, running requests finish and new ones are refused."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.running = 0
-        self.closed = False
-
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Count as one running request. Raises `ShuttingDownError` or `OverloadedError` at once instead of waiting."""
-        if self.closed:
-            raise ShuttingDownError("the server is shutting down; send the request elsewhere or later")
-        if self.running >= self._limit:
-            raise OverloadedError(f"{self._limit} requests are being answered already (server.max_concurrent)")
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Deadline:
