@@ -20,6 +20,7 @@ from agentspec.errors import ModelNotFoundError
 from agentspec.protocol.responses import encode
 from agentspec.proxy.auth import Authenticator
 from agentspec.proxy.endpoint import GenerationEndpoint
+from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.limits import ConcurrencyLimiter
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.middleware import GatewayMiddleware
@@ -44,11 +45,13 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     limiter = ConcurrencyLimiter(settings.server.max_concurrent)
     pages = Pages(runtime, limiter)
     routes = [_route(path, handler, "GET") for path, handler in pages.routes().items()]
-    for path in (CHAT, COMPLETIONS, EMBEDDINGS):
-        routes.append(_route(f"/v1{path}", GenerationEndpoint(path, runtime, settings.server, limiter), "POST"))
+    paths = (CHAT, COMPLETIONS, EMBEDDINGS)
+    endpoints = [GenerationEndpoint(path, runtime, settings.server, limiter) for path in paths]
+    routes += [_route(f"/v1{endpoint.path}", endpoint, "POST") for endpoint in endpoints]
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
-    return GatewayMiddleware(router, Authenticator(settings.server.api_keys), limiter, pages.registry, loading)
+    authenticator, hosts = Authenticator(settings.server.api_keys), HostCheck(settings.server)
+    return GatewayMiddleware(router, authenticator, hosts, limiter, pages.registry, loading, endpoints)
 
 
 class Pages:

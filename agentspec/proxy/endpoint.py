@@ -21,7 +21,7 @@ from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body import parse_object, read_body
 from agentspec.proxy.errors import error_event, log_unexpected, outcome
-from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
+from agentspec.proxy.limits import ConcurrencyLimiter, until_disconnect
 from agentspec.proxy.passthrough import check_upstream_fields, pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
@@ -37,9 +37,12 @@ EVENT_STREAM = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerationEndpoint:
-    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses."""
+    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses.
+
+    `settings` may be replaced while requests run.
+    """
 
     path: str
     runtime: Runtime
@@ -49,8 +52,9 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, headers = RequestRecord.of(scope), Headers(scope=scope)
         with self.limiter.enter():
-            deadline = Deadline(self.settings.request_timeout)
-            body = await read_body(headers, receive, self.settings.max_body_bytes)
+            deadline = self.limiter.deadline(self.settings.request_timeout)
+            async with deadline.limit():
+                body = await read_body(headers, receive, self.settings.max_body_bytes)
             fields = parse_object(body)
             model = _model(fields)
             route = self._ready().route(model)
