@@ -4,7 +4,11 @@ AgentSpecError
 ├── ConfigurationError            settings that cannot work; says which setting to change
 ├── InvalidRequestError      400  the caller's mistake; `param` names the field
 │   ├── ContextLengthError   400  prompt and max_tokens do not fit the model
-│   └── ModelNotFoundError   404  no configured model has this name
+│   ├── ModelNotFoundError   404  no configured model has this name
+│   ├── SlowClientError      408  the request did not arrive in time
+│   ├── HostNotAllowedError  421  the Host header names another server
+│   ├── OriginNotAllowedError 403 the request comes from another site's web page
+│   └── HeadersTooLargeError 431  target and headers are over the configured limit
 ├── AuthenticationError      401  missing or wrong API key
 ├── PermissionDeniedError    403  the API key is for other routes
 ├── RequestTooLargeError     413  body over the configured limit
@@ -69,6 +73,26 @@ class ContextLengthError(InvalidRequestError):
 class ModelNotFoundError(InvalidRequestError):
     status = 404
     code = "model_not_found"
+
+
+class SlowClientError(InvalidRequestError):
+    status = 408
+    code = "client_too_slow"
+
+
+class HostNotAllowedError(InvalidRequestError):
+    status = 421
+    code = "host_not_allowed"
+
+
+class OriginNotAllowedError(InvalidRequestError):
+    status = 403
+    code = "origin_not_allowed"
+
+
+class HeadersTooLargeError(InvalidRequestError):
+    status = 431
+    code = "headers_too_large"
 
 
 class AuthenticationError(AgentSpecError):

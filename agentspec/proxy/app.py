@@ -20,10 +20,12 @@ from agentspec.errors import ModelNotFoundError, PermissionDeniedError, Upstream
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.admission.limits import Deadlines
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import request_headers
+from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.request_record import RequestRecord
@@ -47,13 +49,14 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     budget = BodyBudget(settings.server.max_body_memory, settings.server.parsing_threads)
     pages = Pages(runtime, limiter)
     routes = [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
-    for path in (CHAT, COMPLETIONS, EMBEDDINGS):
-        endpoint = GenerationEndpoint(path, runtime, settings.server, limiter, budget)
-        routes.append(_RecordedRoute(f"/v1{path}", endpoint, "POST", "uses_models"))
+    paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
+    endpoints = [GenerationEndpoint(path, runtime, settings.server, limiter, budget, deadlines) for path in paths]
+    routes += [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
-    return GatewayMiddleware(router, Authenticator(settings.server.api_keys), limiter, pages.registry, loading)
+    authenticator, hosts = Authenticator(settings.server.api_keys), HostCheck(settings.server)
+    return GatewayMiddleware(router, authenticator, hosts, limiter, deadlines, pages.registry, loading, endpoints)
 
 
 class Pages:

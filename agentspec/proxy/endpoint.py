@@ -21,7 +21,7 @@ from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
-from agentspec.proxy.admission.limits import Deadline, until_disconnect
+from agentspec.proxy.admission.limits import Deadlines, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
@@ -46,15 +46,19 @@ EVENT_STREAM = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerationEndpoint:
-    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses."""
+    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses.
+
+    `settings` may be replaced while requests run.
+    """
 
     path: str
     runtime: Runtime
     settings: ServerSettings
     limiter: ConcurrencyLimiter
     budget: BodyBudget
+    deadlines: Deadlines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
@@ -66,8 +70,9 @@ class GenerationEndpoint:
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: Callable[[int], None]
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant or ""
-        deadline = Deadline(self.settings.request_timeout)
-        body = await read_body(headers, receive, self.settings.max_body_bytes, account)
+        deadline = self.deadlines.start(self.settings.request_timeout)
+        async with deadline.limit():
+            body = await read_body(headers, receive, self.settings.max_body_bytes, account)
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
         route = self._ready().route(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
@@ -40,6 +41,8 @@ class ServerSettings(BaseModel):
     request_timeout: float = Field(default=600.0, gt=0, description="Seconds a request may take before 504")
     drain_timeout: float = Field(default=30.0, ge=0, description="Seconds running requests get after SIGTERM")
     speculation_object: bool = Field(default=True, description="Add the `speculation` object to answers")
+
+    # Bodies.
     max_body_memory: ByteSize = Field(
         default=ByteSize(256 << 20),
         gt=0,
@@ -75,6 +78,31 @@ class ServerSettings(BaseModel):
     )
     tenants: dict[str, TenantLimits] = Field(default_factory=dict, description="Tables [server.tenants.NAME]")
 
+    # Connections.
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description='Names clients may send as Host besides loopback and `host`; "*.example.com" for all below, "*" for'
+        " any. Unset, any is answered with api_keys; without, web pages under other names are refused",
+    )
+    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set, HTTPS is served")
+    tls_key_file: Path | None = Field(default=None, description="Its private key; unset, it is in tls_cert_file")
+    max_connections: int = Field(
+        default=4096, ge=1, description="Connections in all; fewer where the process may not open that many files"
+    )
+    max_connections_per_address: int = Field(
+        default=2048, ge=1, description="Connections of one client address (of IPv6 one /64); a proxy is one client"
+    )
+    max_header_bytes: ByteSize = Field(default=ByteSize(32 << 10), ge=1024, description="Larger heads get 431")
+    header_timeout: float = Field(default=10.0, gt=0, description="Seconds for a complete head, TLS handshake apart")
+    min_body_rate: ByteSize = Field(
+        default=ByteSize(1 << 10), ge=0, description="Bytes a second that a body must bring, or it gets 408"
+    )
+    body_rate_window: float = Field(default=10.0, gt=0, description="Seconds over which min_body_rate is averaged")
+    keep_alive_timeout: float = Field(default=75.0, gt=0, description="Seconds before an idle connection is closed")
+    write_timeout: float = Field(
+        default=30.0, gt=0, description="Seconds a client may take nothing of its answer before it is cut off"
+    )
+
     @model_validator(mode="after")
     def _tenants_fit(self) -> Self:
         known = dict.fromkeys([*(key.tenant for key in self.api_keys), DEFAULT_TENANT])
@@ -85,4 +113,10 @@ class ServerSettings(BaseModel):
             raise ValueError(
                 f"tenants reserve {reserved} places, which is more than max_concurrent = {self.max_concurrent}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _key_has_certificate(self) -> Self:
+        if self.tls_key_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_key_file needs tls_cert_file beside it")
         return self
