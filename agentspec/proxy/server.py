@@ -29,7 +29,7 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     Returns once everything is flushed and closed. A signal while a model loads ends the process at once with status 0,
     since no request was served yet. Raises what building the backends raises.
     """
-    logs.configure(log_level)
+    logs.configure(log_level, background=True)
     runtime = Runtime.from_settings(settings)
     app = create_app(runtime, settings)
     if is_unprotected(settings.server):
