@@ -74,6 +74,11 @@ class OpenAISettings(BaseModel):
     api_key_file: str | None = Field(default=None, description="File holding the API key")
     connect_timeout: float = Field(default=5.0, gt=0, description="Seconds to connect")
     read_timeout: float = Field(default=600.0, gt=0, description="Seconds without a byte from the upstream")
+    keepalive_expiry: float = Field(
+        default=4.0,
+        ge=0,
+        description="Seconds an idle connection is kept; less than the upstream's own time, which is 5 for vLLM",
+    )
     vllm: VllmChoice = Field(default="auto", description="Whether it is a vLLM server; auto asks it")
     vllm_labels: bool = Field(
         default=True, description="Tell a vLLM server the session, workflow and step names, as vllm_xargs"

@@ -6,18 +6,15 @@ comments and the other fields are skipped.
 
 from __future__ import annotations
 
-import re
-from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 
 from agentspec.errors import UpstreamError
 
 MAX_EVENT_BYTES = 16 << 20  # the token ids of a long prompt come in one event
 MAX_HELD = 1 << 20
 DONE = b"data: [DONE]\n\n"
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"|data:\s*\[DONE\]')
+_ENDS = (b"\n\n", b"\n\r", b"\r\r")  # the end of a line and a blank line: CRLF CRLF holds LF CR
+_USUAL_ENDS = (b"\n\n", b"\r\n\r\n")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -82,41 +79,38 @@ class SseDecoder:
 
 
 class EventSplitter:
-    """Cuts a byte stream after whole events and passes every byte on, looking only for counts and for the end.
+    """Cuts a byte stream after whole events, and passes every byte on. A piece that ends with an event is not copied.
 
-    It holds back an incomplete event, up to `MAX_HELD` bytes, since no client can use it.
+    It holds back an incomplete event, up to `MAX_HELD` bytes, since no client can use it; the rest of a longer event
+    passes as it comes.
     """
 
     def __init__(self) -> None:
-        self.finished = False
-        self._counting: deque[bytes] = deque(maxlen=4)
+        self.whole_from = 0
         self._held = bytearray()
-        self._cut_event = False
+        self._inside = False
 
     def feed(self, piece: bytes) -> bytes:
-        """The bytes to send now: all up to the end of the last whole event, or everything if too much is held."""
-        searched = max(0, len(self._held) - 3)
+        """The bytes to send now: all up to the end of the last whole event, or everything if too much is held.
+
+        Whole events begin at the index `whole_from` of them; the bytes before it end an event that was too long.
+        """
+        self.whole_from = 0
+        if not self._held and not self._inside and piece.endswith(_USUAL_ENDS):
+            return piece
+        searched = max(0, len(self._held) - 1)  # the two bytes of an end may come in two pieces
         self._held += piece
-        end = 0
-        for match in _EVENT_END.finditer(self._held, searched):
-            end = match.end()
-        if end == 0 and len(self._held) > MAX_HELD:
-            end, self._cut_event = len(self._held), True
-        elif end:
-            self._cut_event = False
+        end = _last_end(self._held, searched)
+        if self._inside:
+            self.whole_from = _first_end(self._held) if end else len(self._held)
+        if end:
+            self._inside = False
+        elif self._inside or len(self._held) > MAX_HELD:
+            self._inside = True
+            end = len(self._held) - self._held.endswith((b"\n", b"\r"))
         out = bytes(self._held[:end])
         del self._held[:end]
-        self.finished = self.finished or _FINISHED.search(out) is not None
-        if b'"usage"' in out or b'"speculation"' in out:
-            self._counting.append(out)
         return out
-
-    def counting_events(self) -> Iterator[str]:
-        """The data of the events in the last few pieces that contained usage or speculation."""
-        decoder = SseDecoder(max_event_bytes=2 * MAX_HELD)
-        with suppress(UpstreamError):
-            for piece in self._counting:
-                yield from decoder.feed(piece)
 
     def rest(self) -> bytes:
         """The bytes still held after a complete stream: an upstream may omit the last blank line."""
@@ -124,4 +118,20 @@ class EventSplitter:
 
     def separator(self) -> bytes:
         """The blank line that ends an event of which a part was already sent; empty if there is none."""
-        return b"\n\n" if self._cut_event else b""
+        return b"\n\n" if self._inside else b""
+
+
+def _last_end(data: bytearray, start: int) -> int:
+    """Where the last whole event of `data` ends; 0 if none ends after `start`."""
+    return max(_behind(data, data.rfind(end, start)) for end in _ENDS)
+
+
+def _first_end(data: bytearray) -> int:
+    return min(_behind(data, found) for end in _ENDS if (found := data.find(end)) >= 0)
+
+
+def _behind(data: bytearray, found: int) -> int:
+    """The index behind the blank line whose two bytes are `found`; 0 for -1. CRLF is one end of a line."""
+    if found < 0:
+        return 0
+    return found + 3 if data[found + 1 : found + 3] == b"\r\n" else found + 2

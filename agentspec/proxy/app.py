@@ -20,10 +20,10 @@ from agentspec.errors import ModelNotFoundError
 from agentspec.protocol.responses import encode
 from agentspec.proxy.auth import Authenticator
 from agentspec.proxy.endpoint import GenerationEndpoint
+from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.limits import ConcurrencyLimiter
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.middleware import GatewayMiddleware
-from agentspec.proxy.passthrough import request_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings

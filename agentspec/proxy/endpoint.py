@@ -21,8 +21,9 @@ from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.auth import Caller, read_caller
 from agentspec.proxy.body import parse_object, read_body
 from agentspec.proxy.errors import error_event, log_unexpected, outcome
+from agentspec.proxy.forwarding.inspection import expected_choices
+from agentspec.proxy.forwarding.passthrough import check_upstream_fields, pass_through, upstream_body
 from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
-from agentspec.proxy.passthrough import check_upstream_fields, pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
@@ -63,7 +64,8 @@ class GenerationEndpoint:
                         body = await upstream_body(
                             route.backend, self.path, body, fields, caller.labels, route.upstream_model
                         )
-                    await pass_through(scope, send, route.backend, self.path, body, deadline)
+                    choices = expected_choices(self.path, fields)
+                    await pass_through(scope, send, route.backend, self.path, body, deadline, choices)
                 else:
                     request, writer = self._parse(fields, caller, route.backend, record)
                     deltas = deadline.within(self.runtime.generate(request))

@@ -167,6 +167,8 @@ class OpenAIBackend:
         if response.status >= 400 or not response.is_stream:
             yield decode_json(await self._checked(response), self._endpoint.name)
             return
+        if response.is_encoded:
+            raise UpstreamError(f"upstream {self._endpoint.name} sent a compressed stream, which was not asked for")
         decoder = SseDecoder()
         async with aclosing(response.aiter_raw()) as pieces:
             async for piece in pieces:

@@ -74,19 +74,38 @@ def test_many_small_events_stay_within_the_bound() -> None:
 
 @given(st.lists(st.binary(min_size=1, max_size=9)), st.data())
 def test_the_splitter_loses_and_invents_nothing(pieces: list[bytes], data: st.DataObject) -> None:
-    wire = b"".join(data.draw(st.sampled_from([piece, piece + b"\n\n", b"\r\n\r\n"])) for piece in pieces)
+    ends = [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n", b"\r\n\n"]
+    wire = b"".join(data.draw(st.sampled_from([piece, *(piece + end for end in ends), b"\r\n"])) for piece in pieces)
     splitter, out = EventSplitter(), b""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=5)))
     for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
         passed = splitter.feed(wire[start:end])
-        assert not passed or passed.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+        assert not passed or passed.endswith((b"\n\n", b"\n\r", b"\n\r\n", b"\r\r", b"\r\r\n"))
         out += passed
     assert out + splitter.rest() == wire
+
+
+@given(streams(), st.data())
+def test_what_the_splitter_passes_is_whole_events(stream: tuple[bytes, list[str]], data: st.DataObject) -> None:
+    wire, expected = stream
+    splitter, found = EventSplitter(), []
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=6)))
+    for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
+        passed = splitter.feed(wire[start:end])
+        found += SseDecoder().feed(passed[splitter.whole_from :])
+    assert found == expected
+
+
+def test_a_piece_that_ends_with_an_event_is_not_copied() -> None:
+    splitter, piece = EventSplitter(), b"data: 1\n\ndata: 2\n\n"
+    assert splitter.feed(piece) is piece
 
 
 def test_the_splitter_holds_no_more_than_a_megabyte() -> None:
     splitter = EventSplitter()
     assert splitter.feed(b"x" * MAX_HELD) == b""
     assert len(splitter.feed(b"y")) == MAX_HELD + 1 and splitter.separator() == b"\n\n"
-    splitter.feed(b"z\n\n")
-    assert splitter.separator() == b""
+    assert splitter.feed(b"more") == b"more" and splitter.whole_from == 4
+    passed = splitter.feed(b"z\n") + splitter.feed(b"\ndata: 1\n\ndata:")
+    assert passed == b"z\n\ndata: 1\n\n" and splitter.separator() == b"" and splitter.rest() == b"data:"
+    assert splitter.whole_from == 2

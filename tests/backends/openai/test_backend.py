@@ -6,10 +6,10 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 
 from agentspec.backends.base import Backend
+from agentspec.backends.http import httpx
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError

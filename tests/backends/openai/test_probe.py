@@ -3,11 +3,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from agentspec.backends.base import tokenization_of
-from agentspec.backends.http import Endpoint
+from agentspec.backends.http import Endpoint, httpx
 from agentspec.backends.openai import OpenAIBackend, ProbeReport
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings

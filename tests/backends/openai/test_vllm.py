@@ -6,9 +6,9 @@ import json
 from contextlib import aclosing
 from typing import Any
 
-import httpx
 import pytest
 
+from agentspec.backends.http import httpx
 from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, ServerMetrics, VllmReport, vllm
 from agentspec.backends.openai.vllm import label_fields, token_id_fields
 from agentspec.backends.openai.vllm_metrics import parse_metrics

@@ -8,10 +8,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
+from agentspec.backends.http import httpx
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
 from agentspec.proxy.knowledge import create_service
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, ranked

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -12,10 +11,10 @@ from starlette.types import Scope, Send
 
 from agentspec.backends.base import CHAT, COMPLETIONS, Forwards
 from agentspec.errors import AgentSpecError, InvalidRequestError, UpstreamError
-from agentspec.protocol.deltas import to_delta
 from agentspec.protocol.sse import EventSplitter
 from agentspec.proxy.body import set_value
 from agentspec.proxy.errors import error_event, outcome
+from agentspec.proxy.forwarding.inspection import StreamInspector, read_answer
 from agentspec.proxy.limits import Deadline
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Labels
@@ -30,6 +29,7 @@ _TEXT_FIELDS = frozenset(
     "messages prompt input prediction metadata response_format guided_json structured_outputs".split()
 )
 _SCHEMA_FIELDS = frozenset({"parameters", "input_schema"})  # of a tool's description
+SENT_BYTES = 64 << 10  # pieces of a whole answer, so that a slow client holds no copy of all of it
 _LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
 
 
@@ -74,8 +74,10 @@ async def upstream_body(
     return body
 
 
-async def pass_through(scope: Scope, send: Send, backend: Forwards, path: str, body: bytes, deadline: Deadline) -> None:
-    """Forward `body` to the upstream and send its answer back unchanged, streamed or whole.
+async def pass_through(
+    scope: Scope, send: Send, backend: Forwards, path: str, body: bytes, deadline: Deadline, choices: int = 1
+) -> None:
+    """Forward `body` to the upstream and send its answer, which has `choices` choices, back: streamed or whole.
 
     Raises `UpstreamError` before anything is sent; a stream that fails later ends with an error event.
     """
@@ -89,10 +91,12 @@ async def pass_through(scope: Scope, send: Send, backend: Forwards, path: str, b
             )
             record.stream = response.is_stream and response.status < 400
             content = b"" if record.stream else await response.aread()
-        if record.stream:
-            await _send_stream(response, record, send, deadline)
-        else:
+        if not record.stream:
             await _send_whole(response, content, record, send)
+        elif response.is_encoded:
+            await _send_encoded(response, record, send, deadline)
+        else:
+            await _send_stream(response, record, send, deadline, StreamInspector(choices))
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
@@ -104,42 +108,69 @@ def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
 
 
 async def _send_whole(response: UpstreamResponse, content: bytes, record: RequestRecord, send: Send) -> None:
-    note(record, content)
     if response.status >= 400:
         record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
+    elif not response.is_encoded:
+        counts, error = read_answer(content)
+        record.read(counts)
+        _note_error(record, error)
     length = (b"content-length", str(len(content)).encode())
     await send({"type": "http.response.start", "status": response.status, "headers": [*_headers(response), length]})
-    await send({"type": "http.response.body", "body": content})
+    for start in range(0, len(content), SENT_BYTES) if len(content) > SENT_BYTES else ():
+        piece = content[start : start + SENT_BYTES]
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": content if len(content) <= SENT_BYTES else b""})
 
 
-async def _send_stream(response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline) -> None:
-    """Send whole events, byte for byte. If the upstream stops inside an event, the client gets an error event."""
+async def _send_stream(
+    response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline, inspector: StreamInspector
+) -> None:
+    """Send whole events, byte for byte. If the upstream stops before its answer is complete, an error event follows."""
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
-    events = EventSplitter()
+    splitter = EventSplitter()
     try:
         async with aclosing(deadline.within(response.aiter_raw())) as pieces:
             async for piece in pieces:
-                if whole_events := events.feed(piece):
+                if events := splitter.feed(piece):
+                    inspector.read(events[splitter.whole_from :])
                     record.token_arrived()
-                    await send({"type": "http.response.body", "body": whole_events, "more_body": True})
-        if not events.finished:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+        rest = splitter.rest()
+        inspector.read(rest + b"\n\n")
+        if not inspector.finished:
             raise UpstreamError("the upstream ended the answer before it was finished")
-        rest = events.rest()
     except AgentSpecError as error:
-        record.fail(outcome(error), error.code)
-        rest = events.separator() + error_event(error)
-    for data in events.counting_events():
-        note(record, data.encode())
+        rest = b""
+        if not (inspector.done or inspector.error):
+            record.fail(outcome(error), error.code)
+            rest = splitter.separator() + error_event(error)
+    record.read(inspector.counts)
+    _note_error(record, inspector.error)
     await send({"type": "http.response.body", "body": rest})
 
 
-def note(record: RequestRecord, content: bytes) -> None:
-    """Record the counts of a JSON answer or event; content without valid counts is ignored."""
-    with suppress(UpstreamError, ValueError, RecursionError):
-        record.read(to_delta(json.loads(content)))
+async def _send_encoded(response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline) -> None:
+    """Send a stream as it comes that the upstream has compressed, although it was asked not to.
+
+    A failure is raised, which breaks the connection: no event can be put into compressed bytes.
+    """
+    await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
+    async with aclosing(deadline.within(response.aiter_raw())) as pieces:
+        async for piece in pieces:
+            record.token_arrived()
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _note_error(record: RequestRecord, error: Any) -> None:
+    """Count an answer of status 200 that reports `error` as the failure that it is."""
+    if error:
+        code = error.get("code") if isinstance(error, Mapping) else None
+        refused = isinstance(code, int) and 400 <= code < 500
+        record.fail("client_error" if refused else "server_error", "upstream_error")
 
 
 def _headers(response: UpstreamResponse) -> list[tuple[bytes, bytes]]:
     renamed = {"x-request-id": "x-upstream-request-id"}
     headers = {renamed.get(name, name): value for name, value in response.headers.items()}
-    return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

@@ -16,7 +16,7 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
-from agentspec.proxy.passthrough import check_upstream_fields
+from agentspec.proxy.forwarding.passthrough import check_upstream_fields
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import Answer, FakeBackend

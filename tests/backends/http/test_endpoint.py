@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from agentspec.backends.http import Endpoint, mapped_errors
+from agentspec.backends.http import Endpoint, httpx, mapped_errors
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, UpstreamError, UpstreamTimeoutError
 

@@ -1,0 +1,120 @@
+"""Reads from an upstream's answer what the gateway must know: whether it is whole, its counts, a reported error.
+
+Answers are not parsed for that. Only events that can tell something are, and they are found by a search for names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from agentspec.backends.base import COMPLETIONS
+from agentspec.errors import UpstreamError
+from agentspec.protocol.sse import MAX_HELD, SseDecoder
+from agentspec.protocol.usage import read_speculation, read_usage
+from agentspec.types import Delta, Speculation, Usage
+
+PARSED_BYTES = 64 << 10
+"""A whole answer up to this size is parsed; in a longer one the counts are looked for."""
+# A field of these names that is not null. The text of an answer is JSON too: its quotes are escaped and match nothing.
+_NAMES = rb'"(?:finish_reason|usage|speculation|error)"\s*:\s*[^n\s]'
+_TELLING = re.compile(rb"\[DONE\]|" + _NAMES)
+_TELLING_TEXT = re.compile(_NAMES.decode())
+_COUNTS = {name: re.compile(rb'"%s"\s*:\s*\{' % name.encode()) for name in ("usage", "speculation")}
+_MAX_COUNTS_BYTES = 4096
+_TRIES = 8
+
+
+def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
+    """How many choices the answer to a request with these `fields` has: `n` for each prompt."""
+    n, prompt = fields.get("n"), fields.get("prompt")
+    several = path == COMPLETIONS and isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+    return (n if isinstance(n, int) and n > 1 else 1) * (len(prompt) if several else 1)
+
+
+class StreamInspector:
+    """Follows a stream whose answer has `choices` choices.
+
+    `done`: the upstream said that the stream is complete. `error`: what it reported in place of the rest, if it did.
+    """
+
+    def __init__(self, choices: int) -> None:
+        self.done = False
+        self.error: Any = None
+        self._choices = choices
+        self._finished: set[int] = set()
+        self._counts: dict[str, Any] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is missing if the stream ends here: every choice has its finish reason."""
+        return self.done or self.error is not None or len(self._finished) >= self._choices
+
+    @property
+    def counts(self) -> Delta:
+        return _delta(self._counts)
+
+    def read(self, events: bytes) -> None:
+        """Look at the next whole events."""
+        if _TELLING.search(events) is None:
+            return
+        with suppress(UpstreamError):
+            for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
+                if data == "[DONE]":
+                    self.done = True
+                elif _TELLING_TEXT.search(data) is not None:
+                    self._read_chunk(data)
+
+    def _read_chunk(self, data: str) -> None:
+        chunk = _object(data)
+        self.error = self.error or chunk.get("error")
+        self._counts |= {name: chunk[name] for name in _COUNTS if chunk.get(name)}
+        choices = chunk.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict) and choice.get("finish_reason"):
+                index = choice.get("index")
+                self._finished.add(index if isinstance(index, int) else 0)
+
+
+def read_answer(content: bytes) -> tuple[Delta, Any]:
+    """The counts of a whole answer, and the error that it reports, if any. What cannot be read is left out."""
+    if len(content) <= PARSED_BYTES:
+        answer = _object(content)
+        return _delta(answer), answer.get("error")
+    return _delta({name: _last(content, name) for name in _COUNTS}), None
+
+
+def _last(content: bytes, name: str) -> Any:
+    """The last object of that name in a long JSON text."""
+    end = len(content)
+    for _ in range(_TRIES):
+        start = content.rfind(b'"%s"' % name.encode(), 0, end)
+        if start < 0:
+            return None
+        found = _COUNTS[name].match(content, start)
+        if found is not None:
+            text = content[found.end() - 1 : found.end() + _MAX_COUNTS_BYTES].decode("utf-8", "replace")
+            with suppress(ValueError, RecursionError):
+                return json.JSONDecoder().raw_decode(text)[0]
+        end = start
+    return None
+
+
+def _object(data: str | bytes) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        value = json.loads(data)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _delta(counts: Mapping[str, Any]) -> Delta:
+    usage: Usage | None = None
+    speculation: Speculation | None = None
+    with suppress(AttributeError, TypeError, ValueError, OverflowError):
+        usage = read_usage(given) if (given := counts.get("usage")) else None
+    with suppress(AttributeError, TypeError, ValueError, OverflowError):
+        speculation = read_speculation(given) if (given := counts.get("speculation")) else None
+    return Delta(usage=usage, speculation=speculation)

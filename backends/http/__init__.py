@@ -1,0 +1,9 @@
+"""The HTTP client: only this folder imports an HTTP library, so that another one is a change in one place."""
+
+from agentspec.backends.http.connections import Transport
+from agentspec.backends.http.endpoint import Endpoint
+from agentspec.backends.http.failures import decode_json, mapped_errors, status_error
+from agentspec.backends.http.library import httpx
+from agentspec.backends.http.response import UpstreamResponse
+
+__all__ = ["Endpoint", "Transport", "UpstreamResponse", "decode_json", "httpx", "mapped_errors", "status_error"]

@@ -1,0 +1,153 @@
+"""One upstream's address, key and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from agentspec.backends.http.connections import Transport, open_transport
+from agentspec.backends.http.failures import mapped_errors, status_error
+from agentspec.backends.http.library import httpx
+from agentspec.backends.http.response import (
+    MAX_ANSWER_BYTES,
+    REQUEST_HEADERS,
+    REQUEST_PREFIXES,
+    UpstreamResponse,
+    allowed,
+)
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import ConfigurationError, UpstreamError
+
+
+class Endpoint:
+    """One upstream's address, key and connections. It never follows redirects, and keeps no cookies.
+
+    Connections belong to an event loop, so each running loop has its own pool; the pool of a deleted loop is dropped.
+    """
+
+    def __init__(self, settings: OpenAISettings, *, transport: Transport | None = None) -> None:
+        self._url = httpx.URL(str(settings.base_url).rstrip("/"))
+        self._authorization = _authorization(settings, self._url)
+        self._timeout = httpx.Timeout(settings.read_timeout, connect=settings.connect_timeout).as_dict()
+        self._keepalive_expiry = settings.keepalive_expiry
+        self._transport = transport
+        self._transports: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Transport]
+        self._transports = weakref.WeakKeyDictionary()
+        self._addresses: dict[tuple[str, bool], httpx.URL] = {}
+        self.name = str(self._url.copy_with(username=None, password=None, query=None))
+
+    @property
+    def has_key(self) -> bool:
+        return self._authorization is not None
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.name!r}, api_key={'set' if self.has_key else 'none'})"
+
+    @asynccontextmanager
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        query: str = "",
+        timeout: float | None = None,
+        above: bool = False,
+    ) -> AsyncIterator[UpstreamResponse]:
+        """Send `body` and yield the answer once its headers have arrived; leaving the block closes the stream.
+
+        Headers outside the allow-list are dropped; the endpoint's own key replaces a given Authorization. `timeout`
+        in seconds replaces the configured one for each phase; `above` means a path beside `/v1`, not below. Raises
+        `UpstreamError` when nothing answers, and for a redirect, which would carry the key elsewhere.
+        """
+        sent = {"accept": "*/*", "user-agent": "agentspec"}
+        sent |= allowed(headers.items(), REQUEST_HEADERS, REQUEST_PREFIXES) | {"accept-encoding": "identity"}
+        if self._authorization is not None:
+            sent["authorization"] = self._authorization
+        with mapped_errors(self.name):
+            request = httpx.Request(
+                method,
+                self._address(path, query, above=above),
+                headers=[(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()],
+                content=body,
+                extensions={"timeout": self._timeout if timeout is None else httpx.Timeout(timeout).as_dict()},
+            )
+            response = await self._connections().handle_async_request(request)
+        try:
+            if not 200 <= response.status_code < 300 and response.status_code < 400:
+                raise UpstreamError(f"upstream {self.name} answered {response.status_code}; redirects are not followed")
+            yield UpstreamResponse(response, self.name)
+        finally:
+            await response.aclose()
+
+    async def fetch(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        timeout: float | None = None,
+        above: bool = False,
+        limit: int = MAX_ANSWER_BYTES,
+    ) -> bytes:
+        """Send a JSON `body`; returns the whole answer. Raises as `send`, and `UpstreamStatusError` for an error."""
+        headers = {"content-type": "application/json"} if body else {}
+        async with self.send(method, path, headers=headers, body=body, timeout=timeout, above=above) as response:
+            content = await response.aread(limit)
+            if response.status >= 400:
+                raise status_error(self.name, response.status, content, response.headers)
+            return content
+
+    async def aclose(self) -> None:
+        """Close the connections of the running loop and drop those of other loops. Idempotent."""
+        await self.leave_loop()
+        self._transports.clear()
+
+    async def leave_loop(self) -> None:
+        """Close the connections of the running loop only, before the loop ends. Idempotent."""
+        transport = self._transports.pop(asyncio.get_running_loop(), None)
+        if transport is not None:
+            await transport.aclose()
+
+    def _connections(self) -> Transport:
+        loop = asyncio.get_running_loop()
+        transport = self._transports.get(loop)
+        if transport is None:
+            transport = self._transport or open_transport(self._url, self._keepalive_expiry)
+            self._transports[loop] = transport
+        return transport
+
+    def _address(self, path: str, query: str, *, above: bool) -> httpx.URL:
+        """The URL of `path`. Those without a query are few, and kept: parsing one takes long."""
+        known = self._addresses.get((path, above))
+        if known is None:
+            base = self._url.path.rstrip("/")
+            whole = (base.removesuffix("/v1") if above else base) + path
+            known = self._url.copy_with(username=None, password=None, path=whole, query=None)
+            self._addresses[path, above] = known
+        return known.copy_with(query=query.encode()) if query else known
+
+
+def _authorization(settings: OpenAISettings, url: httpx.URL) -> str | None:
+    """The header that carries the operator's key, or the user and password of the address."""
+    if url.userinfo:
+        given = f"{url.username}:{url.password}".encode()
+        return f"Basic {base64.b64encode(given).decode()}"
+    key = _api_key(settings)
+    return None if key is None else f"Bearer {key}"
+
+
+def _api_key(settings: OpenAISettings) -> str | None:
+    if settings.api_key is not None:
+        return settings.api_key.get_secret_value().strip()
+    if settings.api_key_file is None:
+        return None
+    try:
+        return Path(settings.api_key_file).expanduser().read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read api_key_file {settings.api_key_file!r}: {error.strerror}") from None

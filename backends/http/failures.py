@@ -1,0 +1,52 @@
+"""Turns the failures of the HTTP library, and upstreams' error answers, into this project's errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agentspec.backends.http.library import httpcore, httpx
+from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+
+_LATE = (httpx.TimeoutException, httpcore.TimeoutException)
+_BROKEN = (
+    httpx.HTTPError,
+    httpx.InvalidURL,
+    httpx.CookieConflict,
+    httpx.StreamError,
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+    httpcore.ProxyError,
+    httpcore.UnsupportedProtocol,
+    httpcore.ConnectionNotAvailable,
+)
+
+
+@contextlib.contextmanager
+def mapped_errors(name: str) -> Iterator[None]:
+    """Turn every error of the HTTP library into an `UpstreamError`, keeping the original as its cause."""
+    try:
+        yield
+    except _LATE as error:
+        raise UpstreamTimeoutError(f"upstream {name} did not answer in time ({type(error).__name__})") from error
+    except _BROKEN as error:
+        raise UpstreamError(f"upstream {name} could not be reached or broke off ({type(error).__name__})") from error
+
+
+def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:
+    """The exception for an upstream's error answer: it keeps the whole answer and quotes its message, if any."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        message = None
+    text = f"upstream {name} answered {status}" + (f": {message[:2000]}" if isinstance(message, str) else "")
+    return UpstreamStatusError(text, status=status, body=body, headers=headers)
+
+
+def decode_json(body: bytes, name: str) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise UpstreamError(f"upstream {name} answered with something that is not JSON") from None

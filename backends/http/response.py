@@ -1,0 +1,63 @@
+"""An upstream's answer, and the headers that travel with it and with its request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any
+
+from agentspec.backends.http.failures import mapped_errors
+from agentspec.backends.http.library import httpx
+from agentspec.errors import UpstreamError
+
+MAX_ANSWER_BYTES = 64 << 20
+
+# Headers that may be forwarded with a request or an answer. Hop-by-hop headers, cookies and hosts are not among them.
+REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempotency-key", "user-agent"})
+REQUEST_PREFIXES = ("openai-", "trace", "x-agentspec-", "x-request-id", "x-stainless-")
+RESPONSE_HEADERS = frozenset({"content-encoding", "content-type", "retry-after", "retry-after-ms", "x-should-retry"})
+RESPONSE_PREFIXES = ("openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
+
+
+class UpstreamResponse:
+    """An upstream's answer while it arrives: `status`, the allowed `headers` (lower case) and the body in pieces."""
+
+    def __init__(self, response: httpx.Response, name: str) -> None:
+        self.status = response.status_code
+        received = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in response.headers.raw)
+        self.headers = allowed(received, RESPONSE_HEADERS, RESPONSE_PREFIXES)
+        self._stream: Any = response.stream
+        self._name = name
+
+    @property
+    def is_stream(self) -> bool:
+        return self.headers.get("content-type", "").lower().startswith("text/event-stream")
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the body is compressed, although requests ask for one that is not."""
+        return self.headers.get("content-encoding", "identity").lower() != "identity"
+
+    async def aiter_raw(self) -> AsyncGenerator[bytes]:
+        """The body's bytes exactly as the upstream sent them. Raises `UpstreamError` if the body breaks off."""
+        pieces = aiter(self._stream)
+        with mapped_errors(self._name):
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
+
+    async def aread(self, limit: int = MAX_ANSWER_BYTES) -> bytes:
+        """The whole body. Raises `UpstreamError` if it breaks off or is longer than `limit` bytes."""
+        body = bytearray()
+        async with aclosing(self.aiter_raw()) as pieces:
+            async for piece in pieces:
+                body += piece
+                if len(body) > limit:
+                    raise UpstreamError(f"upstream {self._name} answered with more than {limit} bytes")
+        return bytes(body)
+
+
+def allowed(headers: Iterable[tuple[str, str]], names: frozenset[str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The headers that are named in `names` or begin with one of `prefixes`, in lower case."""
+    lower = ((name.lower(), value) for name, value in headers)
+    return {name: value for name, value in lower if name in names or name.startswith(prefixes)}
