@@ -30,7 +30,7 @@ class LoggedEvent:
     fields: dict[str, Any]
 
     def __str__(self) -> str:
-        return " ".join([self.event, *(f"{name}={value!r}" for name, value in self.fields.items())])
+        return str({**self.fields, "event": self.event})
 
 
 class EventLogger:

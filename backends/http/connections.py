@@ -6,12 +6,10 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
 from urllib.request import getproxies, proxy_bypass
 
 from agentspec.backends.http.library import httpcore, httpx
-from agentspec.backends.http.network import SocketStream, connect
+from agentspec.backends.http.network import HttpConnection, connect
 
 Transport = httpx.AsyncBaseTransport
 
@@ -37,19 +35,6 @@ def _proxy(url: httpx.URL) -> str | None:
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-@dataclass(slots=True)
-class _Connection:
-    """`seen` are the bytes that had arrived when it became idle, at `since` by the loop's clock."""
-
-    http: httpcore.AsyncHTTP11Connection
-    stream: SocketStream
-    since: float = 0.0
-    seen: int = 0
-
-    def rest(self, now: float) -> None:
-        self.since, self.seen = now, self.stream.received
-
-
 class ConnectionPool(httpx.AsyncBaseTransport):
     """Connections to the server of one URL, each used by one call at a time; the one used last is used next.
 
@@ -61,67 +46,57 @@ class ConnectionPool(httpx.AsyncBaseTransport):
     def __init__(self, url: httpx.URL, keepalive_expiry: float) -> None:
         secure = url.scheme == "https"
         self._host, self._port = url.host, url.port or (443 if secure else 80)
-        self._origin = httpcore.Origin(url.raw_scheme, url.raw_host, self._port)
         self._context = _tls() if secure else None
         self._expiry = keepalive_expiry
-        self._idle: deque[_Connection] = deque()
+        self._idle: deque[HttpConnection] = deque()
         self._reaper: asyncio.TimerHandle | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request; the answer's body is yet to be read. Raises httpcore's errors."""
-        sent = httpcore.Request(
-            method=request.method,
-            url=httpcore.URL(
-                scheme=request.url.raw_scheme,
-                host=request.url.raw_host,
-                port=request.url.port,
-                target=request.url.raw_path,
-            ),
-            headers=request.headers.raw,
-            content=cast(Any, request.stream),
-            extensions=request.extensions,
-        )
+        timeouts: Mapping[str, float | None] = request.extensions.get("timeout", {})
+        data = _request_bytes(request)
         used = self._take()
         if used is not None:
             try:
-                return self._answer(used, await used.http.handle_async_request(sent))
+                return await self._exchange(used, data, timeouts.get("read"))
             except (httpcore.NetworkError, httpcore.RemoteProtocolError):
-                if used.stream.received > used.seen:
+                if used.begun:
                     raise
-        new = await self._connect(request.extensions.get("timeout", {}))
-        return self._answer(new, await new.http.handle_async_request(sent))
+        new = await connect(self._host, self._port, self._context, timeouts.get("connect"))
+        return await self._exchange(new, data, timeouts.get("read"))
 
     async def aclose(self) -> None:
         """Close the idle connections; one in use is closed at the end of its call. Idempotent."""
         self._expiry = 0.0
         self._close_idle()
 
-    async def _connect(self, timeouts: Mapping[str, float | None]) -> _Connection:
-        stream = await connect(self._host, self._port, self._context, timeouts.get("connect"))
-        return _Connection(httpcore.AsyncHTTP11Connection(self._origin, stream), stream)
+    async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> httpx.Response:
+        try:
+            connection.send(data, timeout)
+            await connection.read_head()
+        except BaseException:
+            connection.close()
+            raise
+        body = _Body(connection, self._give_back)
+        return httpx.Response(connection.status, headers=connection.headers, stream=body)
 
-    def _answer(self, connection: _Connection, answer: httpcore.Response) -> httpx.Response:
-        body = _Body(answer, lambda: self._give_back(connection))
-        return httpx.Response(answer.status, headers=answer.headers, stream=body, extensions=answer.extensions)
-
-    def _take(self) -> _Connection | None:
+    def _take(self) -> HttpConnection | None:
         """The idle connection that was used last, if it can be used again."""
         oldest = asyncio.get_running_loop().time() - self._expiry
         while self._idle:
             connection = self._idle.pop()
-            if connection.since > oldest and not connection.stream.is_readable:
+            if connection.idle_since > oldest and connection.is_idle:
                 return connection
-            connection.stream.close()
+            connection.close()
         return None
 
-    def _give_back(self, connection: _Connection) -> None:
-        if not connection.http.is_idle():
+    def _give_back(self, connection: HttpConnection) -> None:
+        """Keep the connection of an answer that is over, and close the one of an answer that is given up."""
+        if self._expiry <= 0 or not connection.is_idle:
+            connection.close()
             return
         loop = asyncio.get_running_loop()
-        connection.rest(loop.time())
-        if self._expiry <= 0 or connection.stream.is_readable:
-            connection.stream.close()
-            return
+        connection.idle_since = loop.time()
         self._idle.append(connection)
         if self._reaper is None:
             self._reaper = loop.call_later(self._expiry, self._close_idle)
@@ -133,25 +108,42 @@ class ConnectionPool(httpx.AsyncBaseTransport):
             self._reaper = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        while self._idle and self._idle[0].since + self._expiry <= now:
-            self._idle.popleft().stream.close()
+        while self._idle and self._idle[0].idle_since + self._expiry <= now:
+            self._idle.popleft().close()
         if self._idle:
-            self._reaper = loop.call_at(self._idle[0].since + self._expiry, self._close_idle)
+            self._reaper = loop.call_at(self._idle[0].idle_since + self._expiry, self._close_idle)
 
 
 class _Body(httpx.AsyncByteStream):
-    """An answer's body. Closing it gives the connection back if the whole body was read, and breaks it off if not."""
+    """An answer's body in pieces, as they arrive. Closing it gives the connection back."""
 
-    def __init__(self, answer: httpcore.Response, done: Callable[[], None]) -> None:
-        self._stream: Any = answer.stream
-        self._done = done
+    def __init__(self, connection: HttpConnection, give_back: Callable[[HttpConnection], None]) -> None:
+        self._connection: HttpConnection | None = connection
+        self._give_back = give_back
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        return cast(AsyncIterator[bytes], aiter(self._stream))
+        return self
+
+    async def __anext__(self) -> bytes:
+        piece = b"" if self._connection is None else await self._connection.read()
+        if not piece:
+            raise StopAsyncIteration
+        return piece
 
     async def aclose(self) -> None:
-        await self._stream.aclose()
-        self._done()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._give_back(connection)
+
+
+def _request_bytes(request: httpx.Request) -> bytes:
+    """The whole request: one write, and so one call of the system, for head and body."""
+    lines = [b"%s %s HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
+    lines += [b"%s: %s" % pair for pair in request.headers.raw]
+    head = b"\r\n".join([*lines, b"", b""])
+    if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1 or b"\0" in head:
+        raise httpcore.LocalProtocolError("a header holds the end of a line")
+    return head + request.content
 
 
 def _tls() -> ssl.SSLContext:
