@@ -67,6 +67,9 @@ from .errors import (
     ShuttingDownError as ShuttingDownError,
 )
 from .errors import (
+    UpstreamAuthenticationError as UpstreamAuthenticationError,
+)
+from .errors import (
     UpstreamError as UpstreamError,
 )
 from .errors import (

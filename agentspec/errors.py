@@ -23,6 +23,7 @@ AgentSpecError
 │       └── CacheDamagedError     their content differs from what was written
 ├── KnowledgeBaseError       502  a knowledge base could not be searched, or gave no usable answer
 └── UpstreamError            502  an upstream could not be reached, or ended the answer early
+    ├── UpstreamAuthenticationError  it refused the key that the operator configured for it
     ├── UpstreamTimeoutError 504  an upstream did not answer in time
     └── UpstreamStatusError       an upstream answered with an error; `status`, `body` and `headers` are its own
 """
@@ -151,15 +152,23 @@ class UpstreamError(AgentSpecError):
     code = "upstream_unreachable"
 
 
+class UpstreamAuthenticationError(UpstreamError):
+    code = "upstream_authentication"
+
+
 class UpstreamTimeoutError(UpstreamError):
     status = 504
     code = "upstream_timeout"
 
 
 class UpstreamStatusError(UpstreamError):
-    """An upstream's error response, kept whole so that a gateway can pass it on unchanged."""
+    """An upstream's error response, kept whole so that a gateway can pass it on unchanged.
+
+    `client_key`: the request carried the key of a gateway's client, so that a 401 is for that client.
+    """
 
     code = "upstream_status"
+    client_key = False
 
     def __init__(self, message: str, *, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         super().__init__(message)

@@ -186,7 +186,7 @@ class Runtime:
         if isinstance(settings, OpenAISettings):
             from agentspec.backends.openai import OpenAIBackend
 
-            return OpenAIBackend(settings)
+            return OpenAIBackend(settings, name=name)
         try:
             from agentspec.backends.torch import TorchBackend
         except ModuleNotFoundError as error:
@@ -220,7 +220,7 @@ class Runtime:
         if name not in self._knowledge:
             from agentspec.reasoning.retrieval.knowledge.factory import open_knowledge
 
-            self._knowledge[name] = open_knowledge(self.settings.knowledge[name])
+            self._knowledge[name] = open_knowledge(self.settings.knowledge[name], name)
         return self._knowledge[name]
 
     def _resolve(self, model: str) -> tuple[str, str]:

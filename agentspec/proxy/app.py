@@ -16,7 +16,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Forwards, ReportsMetrics
-from agentspec.errors import ModelNotFoundError
+from agentspec.errors import ModelNotFoundError, UpstreamStatusError
 from agentspec.protocol.responses import encode
 from agentspec.proxy.auth import Authenticator
 from agentspec.proxy.endpoint import GenerationEndpoint
@@ -108,8 +108,13 @@ class Pages:
         if names or not (self._runtime.ready and self._runtime.takes_any_model):
             return [self._object(name) for name in names]
         backend = self._runtime.route("*").backend
-        headers = request_headers(request.scope, RequestRecord.of(request.scope))
-        return await backend.models(headers) if isinstance(backend, Forwards) else []
+        record = RequestRecord.of(request.scope)
+        try:
+            headers = request_headers(request.scope, record)
+            return await backend.models(headers) if isinstance(backend, Forwards) else []
+        except UpstreamStatusError as error:
+            error.client_key = not record.has_gateway_key
+            raise
 
     def _object(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}

@@ -17,10 +17,12 @@ from agentspec.errors import (
     NotReadyError,
     OverloadedError,
     ShuttingDownError,
+    UpstreamAuthenticationError,
     UpstreamStatusError,
 )
 from agentspec.protocol.responses import encode
 from agentspec.protocol.sse import event
+from agentspec.protocol.upstream_errors import error_object, without_account
 from agentspec.proxy.logs import logger
 from agentspec.telemetry.safe_errors import class_of, frames_of
 
@@ -40,9 +42,11 @@ class ErrorResponse:
 
 def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
     """The response for `error`. For an unexpected error it tells only the request id to look up in the log."""
+    error = _of_gateway(error)
     if isinstance(error, UpstreamStatusError):
         kept = {name: error.headers[name] for name in _RETRY_HEADERS if name in error.headers}
-        return ErrorResponse(error.status, error.upstream_body, "upstream_status", kept)
+        body = error_object(error.upstream_body, error.status, error.message)
+        return ErrorResponse(error.status, without_account(body), "upstream_status", kept)
     if isinstance(error, HTTPException):
         return _http(error)
     code = error.code or error.type if isinstance(error, AgentSpecError) else "internal_error"
@@ -52,7 +56,18 @@ def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
 
 def error_event(error: Exception, request_id: str = "") -> bytes:
     """The event that ends a stream after `error` interrupted it."""
-    return event(encode(_body(error, request_id)))
+    return event(without_account(encode(_body(_of_gateway(error), request_id))))
+
+
+def _of_gateway(error: Exception) -> Exception:
+    """`error`, or another one in place of an upstream's refusal of a key that is not the client's."""
+    refused = isinstance(error, UpstreamStatusError) and error.status in (401, 403)
+    return error if not refused or getattr(error, "client_key", False) else refused_key("the upstream")
+
+
+def refused_key(upstream: str) -> UpstreamAuthenticationError:
+    """What a client gets when an upstream refuses the operator's key: its own words tell about key and account."""
+    return UpstreamAuthenticationError(f"{upstream} refused the gateway's own key; tell the gateway's operator")
 
 
 def unexpected(error: Exception) -> BaseException | None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import weakref
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from agentspec.backends.http.connections import Transport, open_transport
 from agentspec.backends.http.failures import mapped_errors, status_error
 from agentspec.backends.http.library import httpx
 from agentspec.backends.http.response import (
+    ACCOUNT_HEADERS,
     MAX_ANSWER_BYTES,
     REQUEST_HEADERS,
     REQUEST_PREFIXES,
@@ -22,14 +24,19 @@ from agentspec.backends.http.response import (
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, UpstreamError
 
+logger = logging.getLogger(__name__)
+
 
 class Endpoint:
     """One upstream's address, key and connections. It never follows redirects, and keeps no cookies.
 
+    Errors call it `name`, since they reach clients, who are not to know the address; without a name, the address.
     Connections belong to an event loop, so each running loop has its own pool; the pool of a deleted loop is dropped.
     """
 
-    def __init__(self, settings: OpenAISettings, *, transport: Transport | None = None) -> None:
+    def __init__(
+        self, settings: OpenAISettings, *, name: str | None = None, transport: Transport | None = None
+    ) -> None:
         self._url = httpx.URL(str(settings.base_url).rstrip("/"))
         self._authorization = _authorization(settings, self._url)
         self._timeout = httpx.Timeout(settings.read_timeout, connect=settings.connect_timeout).as_dict()
@@ -38,14 +45,15 @@ class Endpoint:
         self._transports: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Transport]
         self._transports = weakref.WeakKeyDictionary()
         self._addresses: dict[tuple[str, bool], httpx.URL] = {}
-        self.name = str(self._url.copy_with(username=None, password=None, query=None))
+        self._shown = str(self._url.copy_with(username=None, password=None, query=None))
+        self.name = self._shown if name is None else repr(name)
 
     @property
     def has_key(self) -> bool:
         return self._authorization is not None
 
     def __repr__(self) -> str:
-        return f"Endpoint({self.name!r}, api_key={'set' if self.has_key else 'none'})"
+        return f"Endpoint({self._shown!r}, api_key={'set' if self.has_key else 'none'})"
 
     @asynccontextmanager
     async def send(
@@ -68,8 +76,9 @@ class Endpoint:
         sent = {"accept": "*/*", "user-agent": "agentspec"}
         sent |= allowed(headers.items(), REQUEST_HEADERS, REQUEST_PREFIXES) | {"accept-encoding": "identity"}
         if self._authorization is not None:
+            sent = {key: value for key, value in sent.items() if key not in ACCOUNT_HEADERS}
             sent["authorization"] = self._authorization
-        with mapped_errors(self.name):
+        with self._logged_errors():
             request = httpx.Request(
                 method,
                 self._address(path, query, above=above),
@@ -81,7 +90,7 @@ class Endpoint:
         try:
             if not 200 <= response.status_code < 300 and response.status_code < 400:
                 raise UpstreamError(f"upstream {self.name} answered {response.status_code}; redirects are not followed")
-            yield UpstreamResponse(response, self.name)
+            yield UpstreamResponse(response, self.name, own_key=self.has_key)
         finally:
             await response.aclose()
 
@@ -113,6 +122,16 @@ class Endpoint:
         transport = self._transports.pop(asyncio.get_running_loop(), None)
         if transport is not None:
             await transport.aclose()
+
+    @contextmanager
+    def _logged_errors(self) -> Iterator[None]:
+        """Map errors, and log them with the address."""
+        try:
+            with mapped_errors(self.name):
+                yield
+        except UpstreamError as error:
+            logger.warning("%s: %s", self._shown, error.message)
+            raise
 
     def _connections(self) -> Transport:
         loop = asyncio.get_running_loop()

@@ -17,17 +17,24 @@ REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempot
 REQUEST_PREFIXES = ("openai-", "trace", "x-agentspec-", "x-request-id", "x-stainless-")
 RESPONSE_HEADERS = frozenset({"content-encoding", "content-type", "retry-after", "retry-after-ms", "x-should-retry"})
 RESPONSE_PREFIXES = ("openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
+ACCOUNT_HEADERS = frozenset({"openai-organization", "openai-project"})
+"""Headers that choose or name the account. With the operator's key they are the operator's business."""
+_OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", *RESPONSE_PREFIXES[1:])
 
 
 class UpstreamResponse:
-    """An upstream's answer while it arrives: `status`, the allowed `headers` (lower case) and the body in pieces."""
+    """An upstream's answer while it arrives: `status`, the allowed `headers` (lower case) and the body in pieces.
 
-    def __init__(self, response: httpx.Response, name: str) -> None:
+    `own_key`: the request carried the operator's key, not the client's, so that headers about the account are left out.
+    """
+
+    def __init__(self, response: httpx.Response, name: str, *, own_key: bool = False) -> None:
         self.status = response.status_code
+        self.own_key = own_key
+        self.name = name
         received = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in response.headers.raw)
-        self.headers = allowed(received, RESPONSE_HEADERS, RESPONSE_PREFIXES)
+        self.headers = allowed(received, RESPONSE_HEADERS, _OWN_PREFIXES if own_key else RESPONSE_PREFIXES)
         self._stream: Any = response.stream
-        self._name = name
 
     @property
     def is_stream(self) -> bool:
@@ -41,7 +48,7 @@ class UpstreamResponse:
     async def aiter_raw(self) -> AsyncGenerator[bytes]:
         """The body's bytes exactly as the upstream sent them. Raises `UpstreamError` if the body breaks off."""
         pieces = aiter(self._stream)
-        with mapped_errors(self._name):
+        with mapped_errors(self.name):
             async with aclosing(pieces):
                 async for piece in pieces:
                     yield piece
@@ -53,7 +60,7 @@ class UpstreamResponse:
             async for piece in pieces:
                 body += piece
                 if len(body) > limit:
-                    raise UpstreamError(f"upstream {self._name} answered with more than {limit} bytes")
+                    raise UpstreamError(f"upstream {self.name} answered with more than {limit} bytes")
         return bytes(body)
 
 

@@ -28,13 +28,16 @@ SCRAPE_SECONDS = 1.0
 class OpenAIBackend:
     """An OpenAI-compatible endpoint. Stateless apart from its connections; safe to use from several event loops.
 
-    The API key comes from the settings or a key file and appears in no `repr`, message or log.
+    Errors call the endpoint `name`; without a name, by its address. The API key comes from the settings or a key file
+    and appears in no `repr`, message or log.
     Raises `ConfigurationError` when the key file cannot be read.
     """
 
-    def __init__(self, settings: OpenAISettings, *, transport: Transport | None = None) -> None:
+    def __init__(
+        self, settings: OpenAISettings, *, name: str | None = None, transport: Transport | None = None
+    ) -> None:
         self.settings = settings
-        self._endpoint = Endpoint(settings, transport=transport)
+        self._endpoint = Endpoint(settings, name=name, transport=transport)
         self._detector = VllmDetector(self._endpoint, settings.vllm)
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._tokenization: ServerTokenization | None = None

@@ -34,13 +34,29 @@ def test_what_may_be_tried_again_says_when(kind: type[errors.AgentSpecError]) ->
 
 
 def test_an_upstreams_error_is_kept_whole() -> None:
-    error = errors.UpstreamStatusError(
-        "no", status=418, body=b"tea", headers={"retry-after": "3", "set-cookie": "x", "x-should-retry": "false"}
-    )
+    headers = {"retry-after": "3", "set-cookie": "x", "x-should-retry": "false"}
+    error = errors.UpstreamStatusError("no", status=418, body=b'{ "error": {"x": 1.10}}', headers=headers)
     failed = error_response(error)
-    assert (failed.status, failed.body) == (418, b"tea")
+    assert (failed.status, failed.body) == (418, b'{ "error": {"x": 1.10}}')
     assert failed.headers == {"retry-after": "3", "x-should-retry": "false"}
     assert json.loads(error_event(error).removeprefix(b"data: "))["error"]["message"] == "no"
+
+
+def test_an_upstreams_page_becomes_an_error_object() -> None:
+    error = errors.UpstreamStatusError("upstream 'big' answered 503", status=503, body=b"<html>10.0.0.7", headers={})
+    failed = error_response(error)
+    assert failed.status == 503 and json.loads(failed.body)["error"]["message"] == "upstream 'big' answered 503"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_what_an_upstream_says_about_the_operators_key_stays_here(status: int) -> None:
+    body = b'{"error": {"message": "Incorrect API key provided: sk-proj-ab****yz"}}'
+    error = errors.UpstreamStatusError("Incorrect API key: sk-proj-ab****yz", status=status, body=body, headers={})
+    for failed in (error_response(error), error_response(error)):
+        assert failed.status == 502 and failed.code == "upstream_authentication" and b"sk-" not in failed.body
+    assert b"sk-" not in error_event(error) and outcome(error) == "server_error"
+    error.client_key = True
+    assert error_response(error).status == status and outcome(error) == "client_error"
 
 
 def test_a_bug_says_nothing_about_itself() -> None:

@@ -31,8 +31,10 @@ _TRIES = 8
 def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
     """How many choices the answer to a request with these `fields` has: `n` for each prompt."""
     n, prompt = fields.get("n"), fields.get("prompt")
-    several = path == COMPLETIONS and isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
-    return (n if isinstance(n, int) and n > 1 else 1) * (len(prompt) if several else 1)
+    prompts = 1
+    if path == COMPLETIONS and isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        prompts = len(prompt)
+    return prompts * (n if isinstance(n, int) and n > 1 else 1)
 
 
 class StreamInspector:

@@ -12,8 +12,9 @@ from starlette.types import Scope, Send
 from agentspec.backends.base import CHAT, COMPLETIONS, Forwards
 from agentspec.errors import AgentSpecError, InvalidRequestError, UpstreamError
 from agentspec.protocol.sse import EventSplitter
+from agentspec.protocol.upstream_errors import error_object, without_account
 from agentspec.proxy.body import set_value
-from agentspec.proxy.errors import error_event, outcome
+from agentspec.proxy.errors import error_event, outcome, refused_key
 from agentspec.proxy.forwarding.inspection import StreamInspector, read_answer
 from agentspec.proxy.limits import Deadline
 from agentspec.proxy.request_record import RequestRecord
@@ -90,6 +91,8 @@ async def pass_through(
                 backend.forward("POST", path, headers=headers, body=body, query=query)
             )
             record.stream = response.is_stream and response.status < 400
+            if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
+                raise refused_key(f"upstream {response.name}")
             content = b"" if record.stream else await response.aread()
         if not record.stream:
             await _send_whole(response, content, record, send)
@@ -110,6 +113,7 @@ def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
 async def _send_whole(response: UpstreamResponse, content: bytes, record: RequestRecord, send: Send) -> None:
     if response.status >= 400:
         record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
+        content = _error_body(response, content)
     elif not response.is_encoded:
         counts, error = read_answer(content)
         record.read(counts)
@@ -160,6 +164,17 @@ async def _send_encoded(response: UpstreamResponse, record: RequestRecord, send:
             record.token_arrived()
             await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+def _error_body(response: UpstreamResponse, content: bytes) -> bytes:
+    """The body of an error answer in OpenAI's form; with the operator's key, without what tells about the account."""
+    if response.is_encoded:
+        content = b""
+        del response.headers["content-encoding"]
+    body = error_object(content, response.status, f"upstream {response.name} answered {response.status}")
+    if body is not content:
+        response.headers["content-type"] = "application/json"
+    return without_account(body) if response.own_key else body
 
 
 def _note_error(record: RequestRecord, error: Any) -> None:

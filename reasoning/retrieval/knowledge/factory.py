@@ -9,9 +9,10 @@ from agentspec.reasoning.retrieval.knowledge.remote import RemoteKnowledge
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, RemoteSettings
 
 
-def open_knowledge(settings: IndexSettings | RemoteSettings) -> KnowledgeBase:
+def open_knowledge(settings: IndexSettings | RemoteSettings, name: str | None = None) -> KnowledgeBase:
     """Open a knowledge base. Blocks while it reads an index and an embedding model; sends no request to a service.
 
+    Errors of a service call it `name`; without a name, by its address.
     Raises `KnowledgeBaseError` for a folder that cannot be used, `ConfigurationError` for settings that cannot work,
     `ModelUnavailableError` if the embedding model cannot be loaded.
     """
@@ -19,7 +20,7 @@ def open_knowledge(settings: IndexSettings | RemoteSettings) -> KnowledgeBase:
         path = settings.path.expanduser()
         return open_folder(path, load_encoder, model=settings.model, threads=settings.threads)
     metric = None if settings.model is None else DenseMetric(load_encoder(settings.model))
-    return RemoteKnowledge(settings, metric)
+    return RemoteKnowledge(settings, metric, name=name)
 
 
 def load_encoder(model: str) -> Encoder:

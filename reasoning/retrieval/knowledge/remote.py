@@ -27,11 +27,16 @@ class RemoteKnowledge:
     """
 
     def __init__(
-        self, settings: RemoteSettings, dense: DenseMetric | None = None, *, transport: Transport | None = None
+        self,
+        settings: RemoteSettings,
+        dense: DenseMetric | None = None,
+        *,
+        name: str | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._settings, self._dense = settings, dense
         self._metric: Metric = dense or (Bm25Metric() if settings.ranks_by == "bm25" else LexicalMetric())
-        self._endpoint = Endpoint(_http_settings(settings), transport=transport)
+        self._endpoint = Endpoint(_http_settings(settings), name=name, transport=transport)
 
     @property
     def metric(self) -> Metric:

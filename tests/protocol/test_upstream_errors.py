@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agentspec.protocol.upstream_errors import error_object, without_account
+
+
+def test_an_error_object_passes_byte_for_byte() -> None:
+    body = b' {"error" : {"message": "no", "odd": 1.10}, "more": [1e400]}'
+    assert error_object(body, 400, "x") is body
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "it failed"),
+        (b"<html><center>nginx/1.2 at 10.0.0.7</center></html>", "it failed"),
+        (b"[1]", "it failed"),
+        (b'{"error": null}', "it failed"),
+        (b"[" * 100_000, "it failed"),
+        (b"\xff\xfe", "it failed"),
+        (b'{"error": "model not found"}', "it failed: model not found"),
+        (b'{"detail": "Not Found"}', "it failed: Not Found"),
+        (b'{"object": "error", "message": "too long", "code": 400}', "it failed: too long"),
+        (b'{"detail": [{"loc": ["body"]}]}', "it failed"),
+        (b'{"detail": "' + b"x" * 9000 + b'"}', "it failed: " + "x" * 2000),
+        (rb'{"detail": "\ud800"}', "it failed: ?"),
+    ],
+)
+def test_everything_else_becomes_one(body: bytes, message: str) -> None:
+    error = json.loads(error_object(body, 503, "it failed"))["error"]
+    assert error == {"message": message, "type": "upstream_error", "param": None, "code": "upstream_status"}
+    assert json.loads(error_object(body, 404, "it failed"))["error"]["type"] == "invalid_request_error"
+
+
+def test_keys_and_accounts_are_taken_out() -> None:
+    told = b"key sk-proj-abcd***wxyz of org-AbCdEfGh1234 in proj_AbCdEfGh12: ask-me about tasks"
+    assert without_account(told) == b"key *** of *** in ***: ask-me about tasks"
