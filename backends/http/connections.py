@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 from urllib.request import getproxies, proxy_bypass
 
 from agentspec.backends.http.library import httpcore, httpx
@@ -14,16 +16,49 @@ from agentspec.backends.http.network import HttpConnection, connect
 Transport = httpx.AsyncBaseTransport
 
 
-def open_transport(url: httpx.URL, keepalive_expiry: float) -> Transport:
-    """The connections to the server of `url`: through the proxy that the environment names for it, if any.
+@dataclass(slots=True)
+class OutgoingRequest:
+    """A request without the headers that tell its address and its length. Timeouts are in seconds, None for none."""
+
+    method: str
+    url: httpx.URL
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    connect_timeout: float | None
+    read_timeout: float | None
+
+
+class Answer(Protocol):
+    """An answer whose head has arrived. Iterating yields the body as it arrives; `aclose` ends what is under way."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Connections(Protocol):
+    """The way to one server. Methods raise httpx's or httpcore's errors."""
+
+    async def send(self, request: OutgoingRequest) -> Answer: ...
+
+    async def aclose(self) -> None: ...
+
+
+def open_connections(url: httpx.URL, keepalive_expiry: float, transport: Transport | None) -> Connections:
+    """The connections to the server of `url`: through `transport`, or the proxy that the environment names, if any.
 
     One that was idle for `keepalive_expiry` seconds is not used again.
     """
+    if transport is not None:
+        return LibraryConnections(transport)
     proxy = _proxy(url)
     if proxy is None:
         return ConnectionPool(url, keepalive_expiry)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_expiry)
-    return httpx.AsyncHTTPTransport(proxy=proxy, limits=limits)
+    return LibraryConnections(httpx.AsyncHTTPTransport(proxy=proxy, limits=limits))
 
 
 def _proxy(url: httpx.URL) -> str | None:
@@ -35,7 +70,46 @@ def _proxy(url: httpx.URL) -> str | None:
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-class ConnectionPool(httpx.AsyncBaseTransport):
+class LibraryConnections:
+    """The connections that a transport of the HTTP library keeps."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def send(self, request: OutgoingRequest) -> Answer:
+        timeout = httpx.Timeout(request.read_timeout, connect=request.connect_timeout)
+        response = await self._transport.handle_async_request(
+            httpx.Request(
+                request.method,
+                request.url,
+                headers=request.headers,
+                content=request.body,
+                extensions={"timeout": timeout.as_dict()},
+            )
+        )
+        return LibraryAnswer(response)
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+
+class LibraryAnswer:
+    """An answer of the HTTP library's, with its body as it was sent."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.status = response.status_code
+        self.headers = response.headers.raw
+        self._response = response
+        self._stream: Any = response.stream
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return cast(AsyncIterator[bytes], aiter(self._stream))
+
+    async def aclose(self) -> None:
+        await self._response.aclose()
+
+
+class ConnectionPool:
     """Connections to the server of one URL, each used by one call at a time; the one used last is used next.
 
     What a call costs does not depend on how many there are: httpx's own pool looks at all of them for each call.
@@ -51,34 +125,32 @@ class ConnectionPool(httpx.AsyncBaseTransport):
         self._idle: deque[HttpConnection] = deque()
         self._reaper: asyncio.TimerHandle | None = None
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def send(self, request: OutgoingRequest) -> Answer:
         """Send the request; the answer's body is yet to be read. Raises httpcore's errors."""
-        timeouts: Mapping[str, float | None] = request.extensions.get("timeout", {})
         data = _request_bytes(request)
         used = self._take()
         if used is not None:
             try:
-                return await self._exchange(used, data, timeouts.get("read"))
+                return await self._exchange(used, data, request.read_timeout)
             except (httpcore.NetworkError, httpcore.RemoteProtocolError):
                 if used.begun:
                     raise
-        new = await connect(self._host, self._port, self._context, timeouts.get("connect"))
-        return await self._exchange(new, data, timeouts.get("read"))
+        new = await connect(self._host, self._port, self._context, request.connect_timeout)
+        return await self._exchange(new, data, request.read_timeout)
 
     async def aclose(self) -> None:
         """Close the idle connections; one in use is closed at the end of its call. Idempotent."""
         self._expiry = 0.0
         self._close_idle()
 
-    async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> httpx.Response:
+    async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> Answer:
         try:
             connection.send(data, timeout)
             await connection.read_head()
         except BaseException:
             connection.close()
             raise
-        body = _Body(connection, self._give_back)
-        return httpx.Response(connection.status, headers=connection.headers, stream=body)
+        return PooledAnswer(connection, self._give_back)
 
     def _take(self) -> HttpConnection | None:
         """The idle connection that was used last, if it can be used again."""
@@ -114,10 +186,11 @@ class ConnectionPool(httpx.AsyncBaseTransport):
             self._reaper = loop.call_at(self._idle[0].idle_since + self._expiry, self._close_idle)
 
 
-class _Body(httpx.AsyncByteStream):
-    """An answer's body in pieces, as they arrive. Closing it gives the connection back."""
+class PooledAnswer:
+    """The answer on a connection of the pool. Closing it gives the connection back."""
 
     def __init__(self, connection: HttpConnection, give_back: Callable[[HttpConnection], None]) -> None:
+        self.status, self.headers = connection.status, connection.headers
         self._connection: HttpConnection | None = connection
         self._give_back = give_back
 
@@ -136,14 +209,17 @@ class _Body(httpx.AsyncByteStream):
             self._give_back(connection)
 
 
-def _request_bytes(request: httpx.Request) -> bytes:
+def _request_bytes(request: OutgoingRequest) -> bytes:
     """The whole request: one write, and so one call of the system, for head and body."""
     lines = [b"%s %s HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
-    lines += [b"%s: %s" % pair for pair in request.headers.raw]
+    lines.append(b"host: " + request.url.netloc)
+    lines += [b"%s: %s" % pair for pair in request.headers]
+    if request.body or request.method == "POST":
+        lines.append(b"content-length: %d" % len(request.body))
     head = b"\r\n".join([*lines, b"", b""])
     if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1 or b"\0" in head:
         raise httpcore.LocalProtocolError("a header holds the end of a line")
-    return head + request.content
+    return head + request.body
 
 
 def _tls() -> ssl.SSLContext:
