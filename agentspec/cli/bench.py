@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,13 @@ class ModelShape(StrEnum):
     tiny = "tiny"
     small = "1b"
     large = "8b"
+
+
+class GatewayMeasure(StrEnum):
+    latency = "latency"
+    throughput = "throughput"
+    streams = "streams"
+    overload = "overload"
 
 
 @app.command()
@@ -208,6 +216,41 @@ def vllm(
     place = VllmInstallation(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
     run = partial(run_vllm, place, limit=limit, controls=controls)
     _publish(run, json, wide=False, subject={"model": model, "eager": str(eager)})
+
+
+@app.command()
+def gateway(
+    measure: Annotated[
+        list[GatewayMeasure] | None, typer.Option(help="Only this measure; may be given several times [default: all]")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Repetitions, whose medians are shown", min=1)] = 1,
+    calls: Annotated[
+        int | None, typer.Option(help="Calls at each number of connections [default: 20000]", min=100)
+    ] = None,
+    connections: Annotated[str | None, typer.Option(help="Numbers of connections [default: 16,64]")] = None,
+    streams: Annotated[int | None, typer.Option(help="Streams at once [default: 1000]", min=1, max=20_000)] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes where none are given: half a minute")] = False,
+    soak: Annotated[
+        str | None, typer.Option(help="An even load for so long, e.g. 2h, after the measures that --measure names")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every run to this file")] = None,
+) -> None:
+    """Put load on a gateway before a scripted upstream: added latency, calls per second, processor time, overload."""
+    from agentspec.benchmarks.gateway.bench import QUICK, connections_of, length_of, run_gateway
+    from agentspec.benchmarks.gateway.measures import GatewayPlan
+
+    require_writable(json)
+    plan = QUICK if quick else GatewayPlan()
+    plan = replace(
+        plan,
+        calls=calls or plan.calls,
+        connections=connections_of(connections) if connections is not None else plan.connections,
+        streams=streams or plan.streams,
+    )
+    named = [one.value for one in (measure or ([] if soak else list(GatewayMeasure)))]
+    length = length_of(soak) if soak is not None else 0.0
+    run = partial(run_gateway, plan, measures=named, runs=runs, soak_seconds=length)
+    _publish(run, json, packages=("starlette", "uvicorn"))
 
 
 @app.command()

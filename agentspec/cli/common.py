@@ -30,7 +30,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 # The packages that each extra installs and a command may need.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "huggingface_hub"),
-    "proxy": ("starlette", "uvicorn", "jinja2", "prometheus_client", "structlog"),
+    "proxy": ("starlette", "uvicorn", "jinja2", "prometheus_client"),
     "langgraph": ("langgraph", "langchain_core"),
     "lora": ("peft",),
     "retrieval": ("faiss", "bm25s"),

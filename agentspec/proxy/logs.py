@@ -5,49 +5,139 @@ Fields never hold a body, a header or a key, and of an exception only its class 
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from typing import TextIO
-
-import structlog
+import threading
+from collections import deque
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TextIO, cast
 
 from agentspec.telemetry.safe_errors import class_of, frames_of
 
-logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
-    logging.getLogger("agentspec.proxy"),
-    processors=[structlog.stdlib.filter_by_level, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-    wrapper_class=structlog.stdlib.BoundLogger,
-)
+BATCH_SECONDS = 0.02  # lines that come within this time are written together
+MAX_WAITING = 65_536  # lines; further ones are dropped and counted while nobody takes what is written
+STUCK_SECONDS = 2.0
+_encode = json.JSONEncoder(default=repr).encode
 
 
-def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Write the process's log records from `level` on to `stream` (stderr) as JSON; the HTTP client's from WARNING."""
-    shared: list[structlog.typing.Processor] = [
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
-        processors=[
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            *shared,
-            _place_only,
-            structlog.processors.JSONRenderer(),
-        ],
-    )
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(formatter)
+@dataclass(frozen=True, slots=True)
+class LoggedEvent:
+    """The message of a record: what other formatters than ours write of it."""
+
+    event: str
+    fields: dict[str, Any]
+
+    def __str__(self) -> str:
+        return str({**self.fields, "event": self.event})
+
+
+class EventLogger:
+    """Logs events with fields, at a small part of the cost of a `logging.Logger`, which looks for its caller."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def log(self, level: int, event: str, **fields: Any) -> None:
+        if self._logger.isEnabledFor(level):
+            said = LoggedEvent(event, fields)
+            self._logger.handle(logging.LogRecord(self._logger.name, level, "", 0, said, None, None))
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self.log(logging.DEBUG, event, **fields)
+
+    def info(self, event: str, **fields: Any) -> None:
+        self.log(logging.INFO, event, **fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self.log(logging.WARNING, event, **fields)
+
+    def error(self, event: str, **fields: Any) -> None:
+        self.log(logging.ERROR, event, **fields)
+
+
+logger = EventLogger("agentspec.proxy")
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats any record as a JSON object: class and frames in place of a traceback, which would end with a message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = cast(object, record.msg)
+        if isinstance(said, LoggedEvent):
+            line = {**said.fields, "event": said.event}
+        else:
+            line = {"event": record.getMessage(), "logger": record.name}
+        line["level"] = record.levelname.lower()
+        line["timestamp"] = f"{datetime.fromtimestamp(record.created, UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            line.update(exception=class_of(error), frames=frames_of(error))
+        return _encode(line)
+
+
+class BackgroundHandler(logging.StreamHandler[TextIO]):
+    """Writes lines in batches from a thread, so that a slow reader of the log holds up no request.
+
+    `flush`, which also runs when the interpreter exits, writes what waits.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._waiting: deque[str] = deque()
+        self._dropped = 0
+        self._wake = threading.Event()
+        self._writing = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            self._dropped += 1
+            return
+        self._waiting.append(self.format(record) + self.terminator)
+        if not self._wake.is_set():
+            self._wake.set()
+            if self._thread is None or not self._thread.is_alive():  # the first line of this process
+                self._thread = threading.Thread(target=self._write_batches, name="agentspec-log", daemon=True)
+                self._thread.start()
+
+    def flush(self) -> None:
+        """Write every line that waits, unless another thread is stuck in writing."""
+        if not self._writing.acquire(timeout=STUCK_SECONDS):
+            return
+        try:
+            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                lines.append(_encode({"event": "log lines dropped", "count": dropped, "level": "warning"}) + "\n")
+            self.stream.write("".join(lines))
+            self.stream.flush()
+        finally:
+            self._writing.release()
+
+    def _write_batches(self) -> None:
+        pause = threading.Event()
+        while True:
+            self._wake.wait()
+            pause.wait(BATCH_SECONDS)
+            self._wake.clear()
+            try:
+                self.flush()
+            except (OSError, ValueError):  # the log's reader has gone
+                return
+
+
+def configure(level: str = "INFO", stream: TextIO | None = None, *, background: bool = False) -> None:
+    """Write the process's log records from `level` on to `stream` (stderr) as JSON; the HTTP client's from WARNING.
+
+    `background`: write from a thread, as a server does that must not wait for its log.
+    """
+    given = stream or sys.stderr
+    handler = BackgroundHandler(given) if background else logging.StreamHandler(given)
+    handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
     for name in ("httpx", "httpx2", "httpcore", "httpcore2"):  # at INFO and DEBUG they log addresses and headers
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _place_only(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Log class and frames in place of a traceback, which would end with the exception's message."""
-    given = event.pop("exc_info", None)
-    error = given[1] if isinstance(given, tuple) else given
-    if isinstance(error, BaseException):
-        event.update(exception=class_of(error), frames=frames_of(error))
-    return event

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from agentspec.telemetry.samples import BackendSample, EngineSample, TenantSample, UpstreamSample
+
+T = TypeVar("T", Counter, Histogram)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
@@ -38,6 +41,7 @@ class Metrics:
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self._models = frozenset(models)
+        self._children: dict[tuple[object, ...], Any] = {}
         model = ("model",)
         self._requests = Counter(
             "agentspec_requests", "Requests answered", ("route", "model", "outcome"), registry=registry
@@ -73,21 +77,30 @@ class Metrics:
     def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
         """Count one finished request. `route` and `outcome` must come from a fixed set."""
         label = self._label(model)
-        self._requests.labels(route, label, outcome).inc()
-        self._duration.labels(route, label).observe(seconds)
+        self._child(self._requests, route, label, outcome).inc()
+        self._child(self._duration, route, label).observe(seconds)
 
     def first_token(self, model: str | None, seconds: float) -> None:
-        self._first.labels(self._label(model)).observe(seconds)
+        self._child(self._first, self._label(model)).observe(seconds)
 
     def tokens(self, model: str | None, *, prompt: int, completion: int) -> None:
-        self._prompt.labels(self._label(model)).inc(prompt)
-        self._completion.labels(self._label(model)).inc(completion)
+        label = self._label(model)
+        self._child(self._prompt, label).inc(prompt)
+        self._child(self._completion, label).inc(completion)
 
     def speculation(self, model: str | None, *, drafted: int, accepted: int, steps: int) -> None:
         label = self._label(model)
         self._drafted.labels(label).inc(drafted)
         self._accepted.labels(label).inc(accepted)
         self._steps.labels(label).inc(steps)
+
+    def _child(self, metric: T, *labels: str) -> T:
+        """The sample of these labels, remembered: looking it up by `labels` costs several times as much."""
+        key = (id(metric), *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return cast(T, child)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

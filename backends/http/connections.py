@@ -5,27 +5,60 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.request import getproxies, proxy_bypass
 
 from agentspec.backends.http.library import httpcore, httpx
-from agentspec.backends.http.network import SocketStream, connect
+from agentspec.backends.http.network import HttpConnection, connect
 
 Transport = httpx.AsyncBaseTransport
 
 
-def open_transport(url: httpx.URL, keepalive_expiry: float) -> Transport:
-    """The connections to the server of `url`: through the proxy that the environment names for it, if any.
+@dataclass(slots=True)
+class OutgoingRequest:
+    """A request without the headers that tell its address and its length. Timeouts are in seconds, None for none."""
+
+    method: str
+    url: httpx.URL
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    connect_timeout: float | None
+    read_timeout: float | None
+
+
+class Answer(Protocol):
+    """An answer whose head has arrived. Iterating yields the body as it arrives; `aclose` ends what is under way."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Connections(Protocol):
+    """The way to one server. Methods raise httpx's or httpcore's errors."""
+
+    async def send(self, request: OutgoingRequest) -> Answer: ...
+
+    async def aclose(self) -> None: ...
+
+
+def open_connections(url: httpx.URL, keepalive_expiry: float, transport: Transport | None) -> Connections:
+    """The connections to the server of `url`: through `transport`, or the proxy that the environment names, if any.
 
     One that was idle for `keepalive_expiry` seconds is not used again.
     """
+    if transport is not None:
+        return LibraryConnections(transport)
     proxy = _proxy(url)
     if proxy is None:
         return ConnectionPool(url, keepalive_expiry)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_expiry)
-    return httpx.AsyncHTTPTransport(proxy=proxy, limits=limits)
+    return LibraryConnections(httpx.AsyncHTTPTransport(proxy=proxy, limits=limits))
 
 
 def _proxy(url: httpx.URL) -> str | None:
@@ -37,20 +70,46 @@ def _proxy(url: httpx.URL) -> str | None:
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-@dataclass(slots=True)
-class _Connection:
-    """`seen` are the bytes that had arrived when it became idle, at `since` by the loop's clock."""
+class LibraryConnections:
+    """The connections that a transport of the HTTP library keeps."""
 
-    http: httpcore.AsyncHTTP11Connection
-    stream: SocketStream
-    since: float = 0.0
-    seen: int = 0
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
-    def rest(self, now: float) -> None:
-        self.since, self.seen = now, self.stream.received
+    async def send(self, request: OutgoingRequest) -> Answer:
+        timeout = httpx.Timeout(request.read_timeout, connect=request.connect_timeout)
+        response = await self._transport.handle_async_request(
+            httpx.Request(
+                request.method,
+                request.url,
+                headers=request.headers,
+                content=request.body,
+                extensions={"timeout": timeout.as_dict()},
+            )
+        )
+        return LibraryAnswer(response)
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
 
 
-class ConnectionPool(httpx.AsyncBaseTransport):
+class LibraryAnswer:
+    """An answer of the HTTP library's, with its body as it was sent."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.status = response.status_code
+        self.headers = response.headers.raw
+        self._response = response
+        self._stream: Any = response.stream
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return cast(AsyncIterator[bytes], aiter(self._stream))
+
+    async def aclose(self) -> None:
+        await self._response.aclose()
+
+
+class ConnectionPool:
     """Connections to the server of one URL, each used by one call at a time; the one used last is used next.
 
     What a call costs does not depend on how many there are: httpx's own pool looks at all of them for each call.
@@ -61,67 +120,55 @@ class ConnectionPool(httpx.AsyncBaseTransport):
     def __init__(self, url: httpx.URL, keepalive_expiry: float) -> None:
         secure = url.scheme == "https"
         self._host, self._port = url.host, url.port or (443 if secure else 80)
-        self._origin = httpcore.Origin(url.raw_scheme, url.raw_host, self._port)
         self._context = _tls() if secure else None
         self._expiry = keepalive_expiry
-        self._idle: deque[_Connection] = deque()
+        self._idle: deque[HttpConnection] = deque()
         self._reaper: asyncio.TimerHandle | None = None
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def send(self, request: OutgoingRequest) -> Answer:
         """Send the request; the answer's body is yet to be read. Raises httpcore's errors."""
-        sent = httpcore.Request(
-            method=request.method,
-            url=httpcore.URL(
-                scheme=request.url.raw_scheme,
-                host=request.url.raw_host,
-                port=request.url.port,
-                target=request.url.raw_path,
-            ),
-            headers=request.headers.raw,
-            content=cast(Any, request.stream),
-            extensions=request.extensions,
-        )
+        data = _request_bytes(request)
         used = self._take()
         if used is not None:
             try:
-                return self._answer(used, await used.http.handle_async_request(sent))
+                return await self._exchange(used, data, request.read_timeout)
             except (httpcore.NetworkError, httpcore.RemoteProtocolError):
-                if used.stream.received > used.seen:
+                if used.begun:
                     raise
-        new = await self._connect(request.extensions.get("timeout", {}))
-        return self._answer(new, await new.http.handle_async_request(sent))
+        new = await connect(self._host, self._port, self._context, request.connect_timeout)
+        return await self._exchange(new, data, request.read_timeout)
 
     async def aclose(self) -> None:
         """Close the idle connections; one in use is closed at the end of its call. Idempotent."""
         self._expiry = 0.0
         self._close_idle()
 
-    async def _connect(self, timeouts: Mapping[str, float | None]) -> _Connection:
-        stream = await connect(self._host, self._port, self._context, timeouts.get("connect"))
-        return _Connection(httpcore.AsyncHTTP11Connection(self._origin, stream), stream)
+    async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> Answer:
+        try:
+            connection.send(data, timeout)
+            await connection.read_head()
+        except BaseException:
+            connection.close()
+            raise
+        return PooledAnswer(connection, self._give_back)
 
-    def _answer(self, connection: _Connection, answer: httpcore.Response) -> httpx.Response:
-        body = _Body(answer, lambda: self._give_back(connection))
-        return httpx.Response(answer.status, headers=answer.headers, stream=body, extensions=answer.extensions)
-
-    def _take(self) -> _Connection | None:
+    def _take(self) -> HttpConnection | None:
         """The idle connection that was used last, if it can be used again."""
         oldest = asyncio.get_running_loop().time() - self._expiry
         while self._idle:
             connection = self._idle.pop()
-            if connection.since > oldest and not connection.stream.is_readable:
+            if connection.idle_since > oldest and connection.is_idle:
                 return connection
-            connection.stream.close()
+            connection.close()
         return None
 
-    def _give_back(self, connection: _Connection) -> None:
-        if not connection.http.is_idle():
+    def _give_back(self, connection: HttpConnection) -> None:
+        """Keep the connection of an answer that is over, and close the one of an answer that is given up."""
+        if self._expiry <= 0 or not connection.is_idle:
+            connection.close()
             return
         loop = asyncio.get_running_loop()
-        connection.rest(loop.time())
-        if self._expiry <= 0 or connection.stream.is_readable:
-            connection.stream.close()
-            return
+        connection.idle_since = loop.time()
         self._idle.append(connection)
         if self._reaper is None:
             self._reaper = loop.call_later(self._expiry, self._close_idle)
@@ -133,25 +180,46 @@ class ConnectionPool(httpx.AsyncBaseTransport):
             self._reaper = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        while self._idle and self._idle[0].since + self._expiry <= now:
-            self._idle.popleft().stream.close()
+        while self._idle and self._idle[0].idle_since + self._expiry <= now:
+            self._idle.popleft().close()
         if self._idle:
-            self._reaper = loop.call_at(self._idle[0].since + self._expiry, self._close_idle)
+            self._reaper = loop.call_at(self._idle[0].idle_since + self._expiry, self._close_idle)
 
 
-class _Body(httpx.AsyncByteStream):
-    """An answer's body. Closing it gives the connection back if the whole body was read, and breaks it off if not."""
+class PooledAnswer:
+    """The answer on a connection of the pool. Closing it gives the connection back."""
 
-    def __init__(self, answer: httpcore.Response, done: Callable[[], None]) -> None:
-        self._stream: Any = answer.stream
-        self._done = done
+    def __init__(self, connection: HttpConnection, give_back: Callable[[HttpConnection], None]) -> None:
+        self.status, self.headers = connection.status, connection.headers
+        self._connection: HttpConnection | None = connection
+        self._give_back = give_back
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        return cast(AsyncIterator[bytes], aiter(self._stream))
+        return self
+
+    async def __anext__(self) -> bytes:
+        piece = b"" if self._connection is None else await self._connection.read()
+        if not piece:
+            raise StopAsyncIteration
+        return piece
 
     async def aclose(self) -> None:
-        await self._stream.aclose()
-        self._done()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._give_back(connection)
+
+
+def _request_bytes(request: OutgoingRequest) -> bytes:
+    """The whole request: one write, and so one call of the system, for head and body."""
+    lines = [b"%s %s HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
+    lines.append(b"host: " + request.url.netloc)
+    lines += [b"%s: %s" % pair for pair in request.headers]
+    if request.body or request.method == "POST":
+        lines.append(b"content-length: %d" % len(request.body))
+    head = b"\r\n".join([*lines, b"", b""])
+    if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1 or b"\0" in head:
+        raise httpcore.LocalProtocolError("a header holds the end of a line")
+    return head + request.body
 
 
 def _tls() -> ssl.SSLContext:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from agentspec.backends.http.connections import Transport, open_transport
+from agentspec.backends.http.connections import Connections, OutgoingRequest, Transport, open_connections
 from agentspec.backends.http.failures import mapped_errors, status_error
 from agentspec.backends.http.library import httpx
 from agentspec.backends.http.response import (
@@ -39,11 +39,11 @@ class Endpoint:
     ) -> None:
         self._url = httpx.URL(str(settings.base_url).rstrip("/"))
         self._authorization = _authorization(settings, self._url)
-        self._timeout = httpx.Timeout(settings.read_timeout, connect=settings.connect_timeout).as_dict()
+        self._timeouts = (settings.connect_timeout, settings.read_timeout)
         self._keepalive_expiry = settings.keepalive_expiry
         self._transport = transport
-        self._transports: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Transport]
-        self._transports = weakref.WeakKeyDictionary()
+        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Connections]
+        self._pools = weakref.WeakKeyDictionary()
         self._addresses: dict[tuple[str, bool], httpx.URL] = {}
         self._shown = str(self._url.copy_with(username=None, password=None, query=None))
         self.name = self._shown if name is None else repr(name)
@@ -79,20 +79,16 @@ class Endpoint:
             sent = {key: value for key, value in sent.items() if key not in ACCOUNT_HEADERS}
             sent["authorization"] = self._authorization
         with self._logged_errors():
-            request = httpx.Request(
-                method,
-                self._address(path, query, above=above),
-                headers=[(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()],
-                content=body,
-                extensions={"timeout": self._timeout if timeout is None else httpx.Timeout(timeout).as_dict()},
-            )
-            response = await self._connections().handle_async_request(request)
+            url = self._address(path, query, above=above)
+            given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
+            timeouts = self._timeouts if timeout is None else (timeout, timeout)
+            answer = await self._connections().send(OutgoingRequest(method, url, given, body, *timeouts))
         try:
-            if not 200 <= response.status_code < 300 and response.status_code < 400:
-                raise UpstreamError(f"upstream {self.name} answered {response.status_code}; redirects are not followed")
-            yield UpstreamResponse(response, self.name, own_key=self.has_key)
+            if not 200 <= answer.status < 300 and answer.status < 400:
+                raise UpstreamError(f"upstream {self.name} answered {answer.status}; redirects are not followed")
+            yield UpstreamResponse(answer, self.name, own_key=self.has_key)
         finally:
-            await response.aclose()
+            await answer.aclose()
 
     async def fetch(
         self,
@@ -115,13 +111,13 @@ class Endpoint:
     async def aclose(self) -> None:
         """Close the connections of the running loop and drop those of other loops. Idempotent."""
         await self.leave_loop()
-        self._transports.clear()
+        self._pools.clear()
 
     async def leave_loop(self) -> None:
         """Close the connections of the running loop only, before the loop ends. Idempotent."""
-        transport = self._transports.pop(asyncio.get_running_loop(), None)
-        if transport is not None:
-            await transport.aclose()
+        pool = self._pools.pop(asyncio.get_running_loop(), None)
+        if pool is not None:
+            await pool.aclose()
 
     @contextmanager
     def _logged_errors(self) -> Iterator[None]:
@@ -133,13 +129,12 @@ class Endpoint:
             logger.warning("%s: %s", self._shown, error.message)
             raise
 
-    def _connections(self) -> Transport:
+    def _connections(self) -> Connections:
         loop = asyncio.get_running_loop()
-        transport = self._transports.get(loop)
-        if transport is None:
-            transport = self._transport or open_transport(self._url, self._keepalive_expiry)
-            self._transports[loop] = transport
-        return transport
+        pool = self._pools.get(loop)
+        if pool is None:
+            pool = self._pools[loop] = open_connections(self._url, self._keepalive_expiry, self._transport)
+        return pool
 
     def _address(self, path: str, query: str, *, above: bool) -> httpx.URL:
         """The URL of `path`. Those without a query are few, and kept: parsing one takes long."""

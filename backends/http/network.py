@@ -1,129 +1,205 @@
-"""Sockets for the HTTP library: they tell how much has arrived, and whether the server has left an idle connection."""
+"""Connections that speak HTTP/1.1: an asyncio protocol each, whose answers httptools parses.
+
+A general client takes several times the processor time for a call and for a piece of a streamed answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import deque
-from typing import Any
+from typing import Any, cast
+
+import httptools
 
 from agentspec.backends.http.library import httpcore
 
-MAX_UNREAD = 256 << 10
-"""Bytes that wait to be read before the server is made to wait."""
+MAX_UNREAD = 64 << 10
+"""Bytes of an answer that wait to be read before the server is made to wait."""
+MAX_HEAD_BYTES = 256 << 10
 _FALLBACK_SECONDS = 0.25  # RFC 8305: when the next address of a name is tried beside the first one
+_EMPTY = (204, 304)  # statuses of answers without a body
 
 
-class SocketStream(asyncio.Protocol, httpcore.AsyncNetworkStream):
-    """A connected socket. `received` counts the bytes that the server has sent so far."""
+class HttpConnection(asyncio.Protocol):
+    """One connection, for one call at a time: `send`, `read_head`, then `read` until it returns nothing.
+
+    All raise httpcore's errors. `begun`: a byte of the current answer has arrived.
+    """
 
     def __init__(self) -> None:
-        self.received = 0
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._unread: deque[bytes] = deque()
-        self._unread_bytes = 0
-        self._paused = False
-        self._ended = False
-        self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None
-        self._writer: asyncio.Future[None] | None = None
-        self._writable = True
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._pieces: list[bytes] = []
+        self._paused = self._closed = False
+        self._failure: Exception | None = None
+        self.idle_since = 0.0
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Expect an answer."""
+        self._parser = httptools.HttpResponseParser(self)
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.begun = self.complete = self._framed = self._kept = self._spoilt = False
+        self._head_bytes = self._unread = self._unsent = 0
+        self._timeout: float | None = None
+        self._waiting_since = 0.0
+
+    # The pool calls these.
+
+    def send(self, data: bytes, timeout: float | None) -> None:
+        """Send a whole request. Then a wait for a part of its answer takes at most `timeout` seconds.
+
+        As long as the server takes more of the request, this time begins anew.
+        """
+        if self.complete:
+            self._prepare()
+        if self._closed or self._transport is None:
+            raise httpcore.WriteError("the connection is closed")
+        self._timeout = timeout
+        self._transport.write(data)
+        self._unsent = self._transport.get_write_buffer_size()
+
+    async def read_head(self) -> None:
+        """Wait until `status` and `headers` are there."""
+        while not self.status:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """What has arrived of the body since the last call, or else the next bytes; nothing at the end."""
+        while not self._pieces:
+            if self.complete:
+                return b""
+            await self._wait()
+        taken = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._unread = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return taken
 
     @property
-    def is_readable(self) -> bool:
-        """Whether there is something to read, or the end. An idle connection with either is of no use any more."""
-        return self._ended or bool(self._unread)
-
-    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """The next bytes, at most `max_bytes`; none at the end. Raises httpcore's `ReadTimeout` and `ReadError`."""
-        if not self._unread and not self._ended:
-            self._reader = self._loop.create_future()
-            try:
-                await self._wait(self._reader, timeout, httpcore.ReadTimeout)
-            finally:
-                self._reader = None
-        if self._unread:
-            return self._take(max_bytes)
-        if self._error is not None:
-            raise httpcore.ReadError(str(self._error)) from self._error
-        return b""
-
-    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Send `buffer`. Raises httpcore's `WriteTimeout` and `WriteError`."""
-        if self._ended or self._transport is None:
-            raise httpcore.WriteError("the connection is closed")
-        self._transport.write(buffer)
-        if not self._writable:
-            self._writer = self._loop.create_future()
-            try:
-                await self._wait(self._writer, timeout, httpcore.WriteTimeout)
-            finally:
-                self._writer = None
+    def is_idle(self) -> bool:
+        """Whether the last answer is over and was read, and another call may follow on this connection."""
+        return self.complete and self._kept and not self._closed and not self._pieces
 
     def close(self) -> None:
-        """Close at once: what was not sent yet is dropped. Idempotent."""
+        """Close at once: what was not sent yet is dropped, and what was not read. Idempotent."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         if self._transport is not None:
             self._transport.abort()
 
-    async def aclose(self) -> None:
-        self.close()
-
-    def get_extra_info(self, info: str) -> Any:
-        if info == "is_readable":
-            return self.is_readable
-        names = {"client_addr": "sockname", "server_addr": "peername"}
-        return None if self._transport is None else self._transport.get_extra_info(names.get(info, info))
+    # The transport calls these.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self.received += len(data)
-        self._unread.append(data)
-        self._unread_bytes += len(data)
-        if self._unread_bytes > MAX_UNREAD and not self._paused and self._transport is not None:
+        if self.complete:
+            self.close()  # nobody asked for this: some servers send 408 before they close an idle connection
+            return
+        self.begun = True
+        if not self.status:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(httpcore.RemoteProtocolError(f"the answer is not HTTP/1.1: {type(error).__name__}"))
+            return
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._fail(httpcore.RemoteProtocolError(f"the answer's head is longer than {MAX_HEAD_BYTES} bytes"))
+            return
+        if self._unread > MAX_UNREAD and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-        _wake(self._reader)
-
-    def eof_received(self) -> None:
-        self._ended = True
-        _wake(self._reader)
+        if self._pieces or self.complete or self.status:
+            _wake(self._waiter)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._ended, self._error = True, error
-        _wake(self._reader)
-        _wake(self._writer)
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.complete:
+            return
+        if self.status and not self._framed and error is None:
+            self.complete = True  # what has no length ends with the connection
+            _wake(self._waiter)
+        elif error is not None:
+            self._fail(httpcore.ReadError(str(error)))
+        else:
+            self._fail(httpcore.RemoteProtocolError("the server closed the connection before its answer was complete"))
 
-    def pause_writing(self) -> None:
-        self._writable = False
+    # The parser calls these.
 
-    def resume_writing(self) -> None:
-        self._writable = True
-        _wake(self._writer)
+    def on_message_begin(self) -> None:
+        if self.complete:  # a second answer to one request is ignored, and so is what else comes
+            self._spoilt, self._kept = True, False
 
-    def _take(self, max_bytes: int) -> bytes:
-        data = self._unread.popleft()
-        if len(data) > max_bytes:
-            self._unread.appendleft(data[max_bytes:])
-            data = data[:max_bytes]
-        self._unread_bytes -= len(data)
-        if self._paused and self._unread_bytes <= MAX_UNREAD // 2 and self._transport is not None:
-            self._paused = False
-            self._transport.resume_reading()
-        return data
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.status:  # what follows the body are trailers
+            self.headers.append((name.lower(), value))
 
-    async def _wait(self, event: asyncio.Future[None], timeout: float | None, late: type[Exception]) -> None:
-        handle = None if timeout is None else self._loop.call_later(timeout, _expire, event, late)
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._spoilt:
+            return
+        if status < 200:
+            self.headers.clear()  # of 100 Continue and 103 Early Hints
+            return
+        self._head_bytes = sum(len(name) + len(value) for name, value in self.headers)
+        self._framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+        self.status = status
+
+    def on_body(self, data: bytes) -> None:
+        if not self._spoilt:
+            self._pieces.append(data)
+            self._unread += len(data)
+
+    def on_message_complete(self) -> None:
+        self.complete = bool(self.status)
+        self._kept = self._parser.should_keep_alive() and (self._framed or self.status in _EMPTY) and not self._spoilt
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = waiter = self._loop.create_future()
+        self._waiting_since = self._loop.time()
+        if self._timer is None and self._timeout is not None:
+            self._timer = self._loop.call_later(self._timeout, self._look)
         try:
-            await event
+            await waiter
         finally:
-            if handle is not None:
-                handle.cancel()
+            self._waiter = None
+
+    def _look(self) -> None:
+        """Fail a wait that has taken too long. One timer serves many waits: it sets itself again for the last one."""
+        self._timer = None
+        if self._waiter is None or self._waiter.done() or self._timeout is None or self._transport is None:
+            return
+        left = self._waiting_since + self._timeout - self._loop.time()
+        unsent = self._transport.get_write_buffer_size()
+        if unsent < self._unsent:
+            self._unsent, left = unsent, self._timeout
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self._fail(httpcore.ReadTimeout(f"nothing came for {self._timeout:g} seconds"))
+
+    def _fail(self, failure: Exception) -> None:
+        if self._failure is None:
+            self._failure = failure
+        if not self._closed:
+            self.close()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(self._failure)
 
 
-async def connect(host: str, port: int, context: ssl.SSLContext | None, timeout: float | None) -> SocketStream:
+async def connect(host: str, port: int, context: ssl.SSLContext | None, timeout: float | None) -> HttpConnection:
     """A new connection, with TLS if there is a `context`. Raises httpcore's `ConnectTimeout` and `ConnectError`."""
     loop = asyncio.get_running_loop()
     options: dict[str, Any] = {} if context is None else {"ssl": context, "server_hostname": host}
@@ -131,19 +207,14 @@ async def connect(host: str, port: int, context: ssl.SSLContext | None, timeout:
         options["happy_eyeballs_delay"] = _FALLBACK_SECONDS
     try:
         async with asyncio.timeout(timeout):
-            _, stream = await loop.create_connection(SocketStream, host, port, **options)
+            _, connection = await loop.create_connection(HttpConnection, host, port, **options)
     except TimeoutError as error:
         raise httpcore.ConnectTimeout(str(error)) from error
     except (OSError, UnicodeError) as error:
         raise httpcore.ConnectError(str(error)) from error
-    return stream
+    return connection
 
 
 def _wake(event: asyncio.Future[None] | None) -> None:
     if event is not None and not event.done():
         event.set_result(None)
-
-
-def _expire(event: asyncio.Future[None], late: type[Exception]) -> None:
-    if not event.done():
-        event.set_exception(late())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Any
 
+from agentspec.backends.http.connections import Answer
 from agentspec.backends.http.failures import mapped_errors
-from agentspec.backends.http.library import httpx
 from agentspec.errors import UpstreamError
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -28,13 +27,13 @@ class UpstreamResponse:
     `own_key`: the request carried the operator's key, not the client's, so that headers about the account are left out.
     """
 
-    def __init__(self, response: httpx.Response, name: str, *, own_key: bool = False) -> None:
-        self.status = response.status_code
+    def __init__(self, answer: Answer, name: str, *, own_key: bool = False) -> None:
+        self.status = answer.status
         self.own_key = own_key
         self.name = name
-        received = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in response.headers.raw)
+        received = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in answer.headers)
         self.headers = allowed(received, RESPONSE_HEADERS, _OWN_PREFIXES if own_key else RESPONSE_PREFIXES)
-        self._stream: Any = response.stream
+        self._answer = answer
 
     @property
     def is_stream(self) -> bool:
@@ -47,11 +46,9 @@ class UpstreamResponse:
 
     async def aiter_raw(self) -> AsyncGenerator[bytes]:
         """The body's bytes exactly as the upstream sent them. Raises `UpstreamError` if the body breaks off."""
-        pieces = aiter(self._stream)
         with mapped_errors(self.name):
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    yield piece
+            async for piece in self._answer:
+                yield piece
 
     async def aread(self, limit: int = MAX_ANSWER_BYTES) -> bytes:
         """The whole body. Raises `UpstreamError` if it breaks off or is longer than `limit` bytes."""

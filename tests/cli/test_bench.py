@@ -97,3 +97,19 @@ def test_best_of_n_prints_and_writes_every_drafter(program, tiny_model, tmp_path
     contests = json.loads(out.read_text())["contests"]
     assert [contest["temperature"] for contest in contests] == [0.5, 1.0]
     assert {one["order"] for one in contests[0]["standings"]} == {"side by side", "in turn"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--soak", "2"), "2h"),
+        (("--connections", "16;64"), "16,64"),
+        (("--measure", "speed"), "speed"),
+        (("--runs", "0"), "runs"),
+        (("--calls", "7"), "calls"),
+        (("--json", "/nowhere/at/all"), "nowhere"),
+    ],
+)
+def test_gateway_refuses_nonsense(program, options, message):
+    result = program("bench", "gateway", *options)
+    assert result.exit_code == 2 and message in result.output

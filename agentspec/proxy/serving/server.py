@@ -33,7 +33,7 @@ def serve(settings: Settings, *, log_level: str = "INFO", reload: Callable[[], S
     Raises what building the backends raises, and `ConfigurationError` if the address or the certificate cannot be used.
     Drains and raises `EngineStoppedError` when a local engine's device fails: only a new process can use it again.
     """
-    logs.configure(log_level)
+    logs.configure(log_level, background=True)
     runtime = Runtime.from_settings(settings)
     app = create_app(runtime, settings)
     if is_unprotected(settings.server):

@@ -205,7 +205,7 @@ async def test_what_a_server_says_unasked_is_no_answer() -> None:
         assert await endpoint.fetch("POST", "/x", body=b"{}") == b"{}"
         said.set()
         pool: Any = endpoint._connections()
-        await until(lambda: pool._idle[0].stream.is_readable)
+        await until(lambda: not pool._idle[0].is_idle)
         assert await endpoint.fetch("POST", "/x", body=b"{}") == b"{}"
         assert len(server.clients) == 2
 

@@ -1,0 +1,206 @@
+"""The measures: each drives the load client once and returns its figures by name, in the units of `report.GOALS`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from agentspec.benchmarks.gateway.processes import Bench
+from agentspec.benchmarks.gateway.wire import Script, Target
+from agentspec.benchmarks.report import Progress
+
+MIB = 1 << 20
+PLACES, PLACE_SECONDS = 16, 0.16  # the upstream whose capacity the overload exceeds
+PLACED = Script("placed", 0, PLACE_SECONDS)
+CAPACITY = PLACES / PLACE_SECONDS  # calls per second
+PATIENCE = 10.0  # seconds after which a client of the overload gives up
+MOST_CONNECTIONS = 8192  # of the client
+RECOVERED = 2.0  # times the latency before the overload
+SHED = ("429", "503")
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayPlan:
+    """The sizes of the measures.
+
+    `pairs` calls are made one at a time to each side; `calls` at each number of `connections`; `streams` at once, each
+    with an event `every` so many seconds, are measured for `stream_seconds`; the overload is `overload` times the
+    upstream's capacity for `overload_seconds`.
+    """
+
+    pairs: int = 2000
+    calls: int = 20_000
+    connections: tuple[int, ...] = (16, 64)
+    streams: int = 1000
+    every: float = 0.2
+    ramp: float = 5.0
+    stream_seconds: float = 20.0
+    overload: float = 5.0
+    overload_seconds: float = 20.0
+    soak_rate: float = 200.0
+    window: float = 60.0
+
+
+@dataclass(slots=True)
+class UsedProcessor:
+    """Processor time in seconds that the processes used between two moments."""
+
+    gateway: float = 0.0
+    upstream: float = 0.0
+
+
+@contextmanager
+def used(bench: Bench) -> Iterator[UsedProcessor]:
+    """Fill in what the gateway and the upstream use inside the block."""
+    usage = UsedProcessor()
+    gateway, upstream = bench.gateway.processor(), bench.upstream.processor()
+    yield usage
+    usage.gateway, usage.upstream = bench.gateway.processor() - gateway, bench.upstream.processor() - upstream
+
+
+def latency(bench: Bench, plan: GatewayPlan) -> Figures:
+    """What the gateway adds to a call while nothing else runs, by calls made to it and to the upstream in turn."""
+    targets = {"direct": bench.upstream.target, "gateway": _one_tenant(bench.gateway.target)}
+    seconds = bench.client.do("turns", targets=targets, script=Script(), count=plan.pairs)
+    return {
+        f"latency_{share}": 1000 * (seconds["gateway"][share] - seconds["direct"][share]) for share in ("p50", "p99")
+    }
+
+
+def throughput(bench: Bench, plan: GatewayPlan) -> Figures:
+    """Calls per second and processor time per call, not streamed, at each number of connections."""
+    figures: Figures = {}
+    for connections in plan.connections:
+        with used(bench) as usage:
+            result = _calls(bench, connections, plan.calls)
+        figures[f"rate_{connections}"] = plan.calls / result["elapsed"]
+        figures[f"call_processor_{connections}"] = 1000 * usage.gateway / plan.calls
+        figures[f"call_client_{connections}"] = 1000 * result["processor"] / plan.calls
+        figures[f"call_upstream_{connections}"] = 1000 * usage.upstream / plan.calls
+    return figures
+
+
+def streams(bench: Bench, plan: GatewayPlan) -> Figures:
+    """Many streams at once: how late events arrive, what one costs, and the memory that the streams take."""
+    marks: dict[str, tuple[float, float, int, float]] = {}
+
+    def marked(mark: dict[str, Any]) -> None:
+        gateway = bench.gateway
+        marks[mark["mark"]] = (gateway.processor(), bench.upstream.processor(), mark["events"], gateway.resident())
+
+    before = bench.gateway.resident()
+    sizes: dict[str, Any] = {"count": plan.streams, "every": plan.every, "ramp": plan.ramp}
+    sizes["seconds"] = plan.stream_seconds
+    result = bench.client.do("streams", marked=marked, target=bench.gateway.target, **sizes)
+    steady, over = marks["steady"], marks["over"]
+    events = over[2] - steady[2]
+    return {
+        "delivery_p50": 1000 * (result["delivery"]["p50"] or 0.0),
+        "delivery_p99": 1000 * (result["delivery"]["p99"] or 0.0),
+        "event_processor": 1000 * (over[0] - steady[0]) / events,
+        "event_upstream": 1000 * (over[1] - steady[1]) / events,
+        "event_client": 1000 * result["processor"] / result["events"],
+        "stream_memory": (over[3] - before) / MIB,
+        "stream_failures": plan.streams - result["statuses"].get("200", 0),
+    }
+
+
+def overload(bench: Bench, plan: GatewayPlan) -> Figures:
+    """More calls than the upstream has places for: good answers against the peak, refusals, and the time to recover."""
+    peak = _arrivals(bench, CAPACITY, plan.overload_seconds)
+    calm = _arrivals(bench, CAPACITY / 2, 2.0)["p50"]
+    flood = _arrivals(bench, CAPACITY * plan.overload, plan.overload_seconds)
+    recovery = _recovery(bench, RECOVERED * calm)
+    statuses = flood["statuses"]
+    return {
+        "goodput": 100 * _good_rate(flood, plan.overload_seconds) / _good_rate(peak, plan.overload_seconds),
+        "shed": sum(statuses.get(status, 0) for status in SHED),
+        "failed": sum(count for status, count in statuses.items() if status not in ("200", *SHED)),
+        "overload_p99": 1000 * (flood["p99"] or 0.0),
+        "recovery": recovery,
+    }
+
+
+@dataclass(slots=True)
+class SoakWindows:
+    """Windows of a long, even load: when each ended, the gateway's memory then, and the p99 within."""
+
+    seconds: list[float] = field(default_factory=list)
+    failures: int = 0
+    resident: list[float] = field(default_factory=list)
+    p99: list[float] = field(default_factory=list)
+
+    def figures(self) -> Figures:
+        """Growth in MB per hour and drift of the p99 in percent, both without the first quarter, which warms up."""
+        warm = len(self.seconds) // 4
+        hours, sizes, late = np.asarray(self.seconds[warm:]) / 3600, self.resident[warm:], self.p99[warm:]
+        third = max(1, len(late) // 3)
+        first, last = np.median(late[:third]), np.median(late[-third:])
+        slope = np.polyfit(hours, np.asarray(sizes) / 1e6, 1)[0] if len(sizes) > 1 else 0.0
+        drift = 100 * (last / first - 1)
+        return {"soak_growth": float(slope), "soak_drift": float(drift), "soak_failures": self.failures}
+
+
+def soak(bench: Bench, plan: GatewayPlan, length: float, progress: Progress) -> SoakWindows:
+    """An even load for `length` seconds, in windows: calls, and in each window some streams."""
+    found, started = SoakWindows(), time.monotonic()
+    while (passed := time.monotonic() - started) < length:
+        progress(f"soak: {passed:.0f} of {length:.0f} s")
+        bench.client.do("streams", target=bench.gateway.target, count=20, every=0.05, ramp=0.5, seconds=0.5)
+        seconds = min(plan.window, max(1.0, length - passed))
+        result = _arrivals(bench, plan.soak_rate, seconds, Script("whole", 0, 0.02))
+        found.seconds.append(time.monotonic() - started)
+        found.resident.append(bench.gateway.resident())
+        found.p99.append(1000 * (result["p99"] or 0.0))
+        found.failures += sum(count for status, count in result["statuses"].items() if status != "200")
+    return found
+
+
+MEASURES: dict[str, Callable[[Bench, GatewayPlan], Figures]] = {
+    "latency": latency,
+    "throughput": throughput,
+    "streams": streams,
+    "overload": overload,
+}
+
+
+def warm_up(bench: Bench) -> None:
+    """Let the gateway make its first calls, whose imports and connections belong to no measure."""
+    _calls(bench, 8, 200)
+
+
+def _one_tenant(target: Target) -> Target:
+    return Target(target.port, target.keys[:1])
+
+
+def _calls(bench: Bench, connections: int, count: int) -> dict[str, Any]:
+    target = bench.gateway.target
+    return bench.client.do("calls", target=target, script=Script(), connections=connections, count=count)
+
+
+def _arrivals(bench: Bench, rate: float, seconds: float, script: Script = PLACED) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"rate": rate, "seconds": seconds, "patience": PATIENCE, "connections": MOST_CONNECTIONS}
+    return bench.client.do("arrivals", target=bench.gateway.target, script=script, **sizes)
+
+
+def _good_rate(result: dict[str, Any], seconds: float) -> float:
+    """Good answers per second while the load lasted, without the first second, in which the queue fills."""
+    good: list[int] = result["good"]
+    return sum(good[1:]) / max(1, len(good) - 1) if seconds > 1 else sum(good)
+
+
+def _recovery(bench: Bench, limit: float) -> float:
+    """Seconds after an overload until half the capacity is answered as fast as before, in windows of half a second."""
+    started = time.monotonic()
+    while time.monotonic() - started < 60:
+        result = _arrivals(bench, CAPACITY / 2, 0.5)
+        if set(result["statuses"]) == {"200"} and result["p50"] <= limit:
+            break
+    return max(0.0, time.monotonic() - started - 0.5)

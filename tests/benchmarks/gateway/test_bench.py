@@ -1,0 +1,124 @@
+"""The benchmark of the gateway itself: that it counts what happens, on a run too small to time anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.benchmarks.gateway import measures
+from agentspec.benchmarks.gateway.bench import (
+    QUICK,
+    GatewayReport,
+    connections_of,
+    length_of,
+    run_gateway,
+)
+from agentspec.benchmarks.gateway.measures import SoakWindows
+from agentspec.benchmarks.gateway.processes import Bench, BenchmarkFailedError, LineProcess, running
+from agentspec.benchmarks.gateway.wire import Script, Target, percentile, summary
+from agentspec.errors import ConfigurationError
+
+pytest.importorskip("uvicorn")
+
+TINY = replace(
+    QUICK, pairs=5, calls=100, connections=(2,), streams=3, ramp=0.1, stream_seconds=0.5, every=0.1, window=0.5
+)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("reads /proc")
+    with running(tmp_path_factory.mktemp("bench"), streams=10, places=2) as started:
+        yield started
+
+
+def test_figures_of_a_tiny_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.benchmarks.gateway.bench.running", lambda *_, **__: nullcontext(bench))
+    report = run_gateway(TINY, measures=("latency", "throughput", "streams"), soak_seconds=0.5)
+    figures = {figure.name: figure for figure in report.figures()}
+    assert figures["added latency, one at a time, p50"].value
+    assert (figures["calls per second, 2 connections"].value or 0) > 0
+    assert figures["streams: failed"].value == figures["soak: failed"].value == 0
+    assert figures["streams: processor time per event"].required == 0.1
+    data = json.loads(json.dumps(report.data()))
+    assert data["plan"]["calls"] == 100 and len(data["runs"]["rate_2"]) == 1 and data["soak"]["p99"]
+    [table] = report.show()
+    assert table.row_count == len(figures)  # type: ignore[union-attr]
+
+
+def test_answers_beyond_the_places_wait_and_a_gone_client_is_counted(bench: Bench) -> None:
+    sizes: dict[str, Any] = {"rate": 40.0, "seconds": 0.5, "connections": 50, "target": bench.gateway.target}
+    script = Script("placed", 0, 0.05)
+    assert bench.client.do("arrivals", script=script, patience=60.0, **sizes)["statuses"] == {"200": 20}
+    script = Script("placed", 0, 60.0)
+    assert bench.client.do("arrivals", script=script, patience=0.2, **sizes)["statuses"] == {"gave up": 20}
+    assert bench.gateway.resident() > 1 << 20 and bench.gateway.files() > 3
+
+
+def test_a_slow_answer_arrives_byte_by_byte(bench: Bench) -> None:
+    script = Script("trickle", 4, 0.01)
+    result = bench.client.do("calls", target=bench.gateway.target, connections=3, count=3, script=script)
+    assert result["statuses"] == {"200": 3} and result["p50"] >= 0.03
+
+
+def test_a_process_that_ends_early_is_reported() -> None:
+    with LineProcess.start("upstream", "none") as process, pytest.raises(BenchmarkFailedError):
+        process.hear()
+
+
+def test_a_script_travels_in_the_message() -> None:
+    request = Target(1, ("one", "two")).request(Script("stream", 7, 0.25), connection=3)
+    assert b"Bearer two\r\n" in request and b'"stream": true' in request
+    assert Script.of(request) == Script("stream", 7, 0.25)
+    assert Script.of(b"{}") == Script()
+
+
+def test_a_report_takes_the_median_and_judges_it() -> None:
+    report = GatewayReport(QUICK)
+    for value in (0.8, 0.4, 3.0):
+        report.add({"call_processor_16": value})
+    [figure] = report.figures()
+    assert (figure.name, figure.value) == ("processor time per call, 16 connections", 0.8)
+    assert figure.verdict == "met" and figure.note == "3 runs, 0.4 to 3"
+
+
+def test_growth_and_drift_of_a_soak() -> None:
+    windows = SoakWindows()
+    for number in range(1, 25):
+        windows.seconds.append(number * 300.0)
+        windows.resident.append(100e6 + number * 1e6 / 12 * 2)
+        windows.p99.append(10.0 + number / 10)
+    figures = windows.figures()
+    assert figures["soak_growth"] == pytest.approx(2.0)
+    assert 5 < figures["soak_drift"] < 20 and figures["soak_failures"] == 0
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1.5m", 90), ("2h", 7200)])
+def test_lengths(text: str, seconds: float) -> None:
+    assert length_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "2", "h", "-1h", "0s", "2d", "1e3s"])
+def test_a_wrong_length_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="write for instance"):
+        length_of(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "16,16", "a", "1,,2", "-1", "10001"])
+def test_wrong_connections_are_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"connections"):
+        connections_of(text)
+
+
+def test_percentiles() -> None:
+    values = [float(number) for number in range(100)]
+    assert (percentile(values, 0.5), percentile(values, 0.99), percentile([], 0.5)) == (50.0, 99.0, None)
+    assert summary([]) == {"p50": None, "p99": None, "max": None}
+    assert set(measures.MEASURES) == {"latency", "throughput", "streams", "overload"}
