@@ -58,6 +58,9 @@ from .errors import (
     OverloadedError as OverloadedError,
 )
 from .errors import (
+    PermissionDeniedError as PermissionDeniedError,
+)
+from .errors import (
     RequestTimeoutError as RequestTimeoutError,
 )
 from .errors import (

@@ -4,8 +4,13 @@ AgentSpecError
 ├── ConfigurationError            settings that cannot work; says which setting to change
 ├── InvalidRequestError      400  the caller's mistake; `param` names the field
 │   ├── ContextLengthError   400  prompt and max_tokens do not fit the model
-│   └── ModelNotFoundError   404  no configured model has this name
+│   ├── ModelNotFoundError   404  no configured model has this name
+│   ├── SlowClientError      408  the request did not arrive in time
+│   ├── HostNotAllowedError  421  the Host header names another server
+│   ├── OriginNotAllowedError 403 the request comes from another site's web page
+│   └── HeadersTooLargeError 431  target and headers are over the configured limit
 ├── AuthenticationError      401  missing or wrong API key
+├── PermissionDeniedError    403  the API key is for other routes
 ├── RequestTooLargeError     413  body over the configured limit
 ├── OverloadedError          429  queue full; `retry_after` seconds
 ├── NotReadyError            503  the server is still loading its models
@@ -13,6 +18,7 @@ AgentSpecError
 ├── RequestTimeoutError      504  no answer within the request's time limit
 ├── ModelUnavailableError    500  a model's files cannot be fetched, read or verified
 ├── EngineError              500  the local engine failed on this request
+│   └── EngineStoppedError   503  the local engine can compute nothing any more: its device failed
 ├── CacheError               500  the cache cannot do what the caller requested
 │   ├── CacheClosedError          used after close()
 │   ├── CacheLockedError          another process writes to the folder
@@ -69,10 +75,36 @@ class ModelNotFoundError(InvalidRequestError):
     code = "model_not_found"
 
 
+class SlowClientError(InvalidRequestError):
+    status = 408
+    code = "client_too_slow"
+
+
+class HostNotAllowedError(InvalidRequestError):
+    status = 421
+    code = "host_not_allowed"
+
+
+class OriginNotAllowedError(InvalidRequestError):
+    status = 403
+    code = "origin_not_allowed"
+
+
+class HeadersTooLargeError(InvalidRequestError):
+    status = 431
+    code = "headers_too_large"
+
+
 class AuthenticationError(AgentSpecError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class PermissionDeniedError(AgentSpecError):
+    status = 403
+    type = "permission_error"
+    code = "permission_denied"
 
 
 class RequestTooLargeError(AgentSpecError):
@@ -112,6 +144,11 @@ class ModelUnavailableError(AgentSpecError):
 
 class EngineError(AgentSpecError):
     code = "engine_error"
+
+
+class EngineStoppedError(EngineError):
+    status = 503
+    code = "engine_stopped"
 
 
 class CacheError(AgentSpecError):

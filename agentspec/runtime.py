@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentspec.backends.base import Backend, closing_items
+from agentspec.backends.base import Backend, ReportsHealth, closing_items
 from agentspec.backends.settings import BackendSettings, OpenAISettings
 from agentspec.errors import (
+    AgentSpecError,
     ConfigurationError,
     ModelNotFoundError,
     NotReadyError,
@@ -79,6 +80,12 @@ class Runtime:
     def ready(self) -> bool:
         """Whether every backend is built and the runtime accepts requests."""
         return self._started and not self._closed
+
+    @property
+    def failure(self) -> AgentSpecError | None:
+        """Why a backend can serve no more requests until the process is started again; None if all can."""
+        reporting = [backend for backend in self._backends.values() if isinstance(backend, ReportsHealth)]
+        return next((backend.failure for backend in reporting if backend.failure is not None), None)
 
     @property
     def cache(self) -> SuffixCache:

@@ -17,6 +17,8 @@ from agentspec.types import Delta, GenerateRequest, Labels, Message
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
+    from agentspec.backends.settings import OpenAISettings
+    from agentspec.errors import AgentSpecError
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -96,6 +98,11 @@ def tokenization_of(backend: Backend) -> Tokenization | None:
 class Forwards(Protocol):
     """A backend whose server speaks OpenAI's protocol itself: a gateway forwards bytes in both directions unchanged."""
 
+    @property
+    def settings(self) -> OpenAISettings:
+        """The settings, which say what clients may send to the server."""
+        ...
+
     def forward(
         self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b"", query: str = ""
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
@@ -130,6 +137,16 @@ class AddsHeaders(Protocol):
 
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
         """The headers of the answer to `request`, known before it begins."""
+        ...
+
+
+@runtime_checkable
+class ReportsHealth(Protocol):
+    """A backend that computes in this process and can fail for good."""
+
+    @property
+    def failure(self) -> AgentSpecError | None:
+        """The error with which every further request is refused, once only a new process can help; None before."""
         ...
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr, model_validator
 
 VllmChoice = Literal["auto", "on", "off"]
+_HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?(:[0-9]{1,5})?$|^[0-9a-fA-F:]*:[0-9a-fA-F:.]*$"
 DrafterName = Literal["suffix", "prediction", "ngram", "model"]
 
 
@@ -82,6 +83,15 @@ class OpenAISettings(BaseModel):
     vllm: VllmChoice = Field(default="auto", description="Whether it is a vLLM server; auto asks it")
     vllm_labels: bool = Field(
         default=True, description="Tell a vLLM server the session, workflow and step names, as vllm_xargs"
+    )
+    allow_fields: tuple[Annotated[str, Field(min_length=1, max_length=128)], ...] = Field(
+        default=(), description="Fields to pass on that are refused by default, since they name addresses or identities"
+    )
+    allow_media_hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = Field(
+        default=(), description="Hosts (with :port, if unusual) of images and other media that messages may link to"
+    )
+    allow_template_arguments: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,127}$")], ...] = Field(
+        default=(), description="Names in chat_template_kwargs to pass on besides the known ones"
     )
 
 

@@ -16,12 +16,14 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Remo
 from agentspec.reasoning.settings import STRATEGIES, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, ServerSettings
+from agentspec.settings.server import TenantLimits
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- settings: begin (make docs writes this) -->", "<!-- settings: end -->"
 TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("[server]", ServerSettings),
     ("[[server.api_keys]]", ApiKey),
+    ("[server.tenants.NAME]", TenantLimits),
     ("[cache]", CacheSettings),
     ('[backends.NAME] with kind = "torch"', TorchSettings),
     ('[backends.NAME] with kind = "openai"', OpenAISettings),

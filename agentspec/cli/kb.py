@@ -94,13 +94,16 @@ def serve(
     folder: Folder,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one")] = 8800,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="Name that clients may send as Host, besides --host; repeatable")
+    ] = None,
 ) -> None:
     """Serve a knowledge base by HTTP until told to stop. It asks for no key: whoever reaches it reads the corpus."""
     from agentspec.proxy.knowledge import serve as run
     from agentspec.reasoning.retrieval.knowledge.factory import load_encoder
     from agentspec.reasoning.retrieval.knowledge.folder import open_folder
 
-    run(open_folder(folder, load_encoder), host, port)
+    run(open_folder(folder, load_encoder), host, port, allowed_host or ())
 
 
 async def _search(folder: Path, query: str, count: int) -> tuple[Hit, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,21 +34,27 @@ def serve(
             help="Keep prompts, outputs and their key/value rows after a request [default: --store]",
         ),
     ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate chain: serve HTTPS", dir_okay=False)] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="The certificate's private key, if in a file of its own", dir_okay=False)
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log")] = LogLevel.info,
 ) -> None:
-    """Run the OpenAI-compatible gateway until it is told to stop (SIGTERM drains).
+    """Run the OpenAI-compatible gateway until it is told to stop (SIGTERM drains, SIGHUP reloads keys and limits).
 
     An upstream's API key comes from AGENTSPEC_BACKENDS__UPSTREAM__API_KEY.
     """
     if model is not None and upstream is not None:
         raise typer.BadParameter("give --model or --upstream, not both; a configuration file can name several backends")
     backends = _backends(model, upstream)
-    overrides = {"server": _given(host=host, port=port), "cache": _given(store=store), "backends": backends}
-    settings = load(config, overrides, only_overridden_backends=bool(backends))
+    server = _given(host=host, port=port, tls_cert_file=tls_cert, tls_key_file=tls_key)
+    overrides = {"server": server, "cache": _given(store=store), "backends": backends}
+    read = partial(load, config, overrides, only_overridden_backends=bool(backends))
+    settings = read()
 
-    from agentspec.proxy.server import serve as run
+    from agentspec.proxy.serving.server import serve as run
 
-    run(settings, log_level=log_level.upper())
+    run(settings, log_level=log_level.upper(), reload=read)
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -46,8 +46,11 @@ def strategy_headers(summary: str, *, lossy: bool, speculation: bool) -> dict[st
 def _label(headers: Mapping[str, str], name: str) -> str | None:
     """A label, percent-decoded; None if the header is empty."""
     header = PREFIX + name
+    given = headers.get(header, "")
+    if not given.isascii():
+        raise InvalidRequestError(f"{header} must be percent-encoded UTF-8, as in %C3%A9", param=header)
     try:
-        value = unquote(headers.get(header, ""), errors="strict")
+        value = unquote(given, errors="strict")
     except UnicodeDecodeError:
         raise InvalidRequestError(f"{header} is not percent-encoded UTF-8", param=header) from None
     if len(value) > MAX_LABEL or not value.isprintable():

@@ -56,7 +56,8 @@ _SAMPLING = (
 class AnswerFormat:
     """How an answer is written: as a stream or whole, and what it contains besides text.
 
-    `usage` adds the usage as a stream's last chunk, `echo` the prompt in front of a text completion.
+    `usage` adds the usage as a stream's last chunk, `echo` the prompt in front of a text completion. `obfuscation` says
+    whether the client wants its chunks filled up to equal sizes; None if it does not say.
     """
 
     stream: bool = False
@@ -64,11 +65,12 @@ class AnswerFormat:
     token_ids: bool = False
     prompt_logprobs: bool = False
     echo: bool = False
+    obfuscation: bool | None = None
 
 
 class _StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: Annotated[Any, only(False)] = None
+    include_obfuscation: bool | None = None
     continuous_usage_stats: Annotated[Any, only(False)] = None
 
 
@@ -139,17 +141,17 @@ class _GenerationBody(_CommonBody):
         """The sampling parameters that both routes spell alike, updated with `others`."""
         return SamplingParams(**{**self.given(*_SAMPLING), **self.rules(), **others})
 
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+    def stream_format(self) -> dict[str, Any]:
+        """The fields of `AnswerFormat` that concern streams."""
         options = self.stream_options or {}
         if options and not self.stream:
             raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
         try:
-            usage = _StreamOptions.parse(options).include_usage
+            read = _StreamOptions.parse(options)
             _StreamOptions.finish(options)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message, param=f"stream_options.{error.param}") from None
-        return usage
+        return {"stream": self.stream, "usage": read.include_usage, "obfuscation": read.include_obfuscation}
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse fields that `sampling` does not support."""
@@ -238,7 +240,7 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int) -> tuple[GenerateR
     """Parse a chat request. Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported."""
     fields = _ChatBody.parse(body)
     plain = GenerateRequest(model=fields.model, messages=_messages(fields.messages or [], max_messages))
-    usage = fields.includes_usage()
+    stream = fields.stream_format()
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
     sampling = fields.sampling(
@@ -254,19 +256,18 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int) -> tuple[GenerateR
         **fields.chat(plain),
     )
     _ChatBody.finish(body)
-    return request, AnswerFormat(fields.stream, usage, token_ids=request.return_prompt)
+    return request, AnswerFormat(**stream, token_ids=request.return_prompt)
 
 
 def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFormat]:
     """Parse a request to complete text or token ids. Raises what `parse_chat` raises."""
     fields = _CompletionBody.parse(body)
     prompt = _prompt(fields.prompt)
-    usage = fields.includes_usage()
+    stream = fields.stream_format()
     sampling = fields.sampling(logprobs=fields.logprobs is not None, top_logprobs=fields.logprobs or 0)
     fields.check(sampling)
     form = AnswerFormat(
-        fields.stream,
-        usage,
+        **stream,
         token_ids=bool(fields.return_token_ids),
         prompt_logprobs=sampling.prompt_logprobs is not None,
         echo=fields.echo,

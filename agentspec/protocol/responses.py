@@ -77,6 +77,8 @@ def _with_calls(calls: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> li
 class ResponseWriter(Protocol):
     """Writes one answer in the form of its route."""
 
+    format: AnswerFormat
+
     def body(self, answer: Accumulator) -> dict[str, Any]:
         """The whole answer."""
         ...

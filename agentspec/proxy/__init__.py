@@ -1,4 +1,4 @@
-"""The OpenAI-compatible gateway: `create_app` for any ASGI server, `agentspec.proxy.server.serve` for uvicorn."""
+"""The OpenAI-compatible gateway: `create_app` for any ASGI server, `serving.server.serve` to run it."""
 
 from agentspec.proxy.app import create_app
 

@@ -16,12 +16,16 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Forwards, ReportsMetrics
-from agentspec.errors import ModelNotFoundError, UpstreamStatusError
+from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError
 from agentspec.protocol.responses import encode
-from agentspec.proxy.auth import Authenticator
+from agentspec.proxy.admission.auth import Authenticator
+from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.admission.limits import Deadlines
+from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import request_headers
-from agentspec.proxy.limits import ConcurrencyLimiter
+from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.request_record import RequestRecord
@@ -41,14 +45,18 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     lifespan closes the runtime. Raises `ConfigurationError` for an API key that cannot be read.
     """
     settings = settings or runtime.settings
-    limiter = ConcurrencyLimiter(settings.server.max_concurrent)
+    limiter = ConcurrencyLimiter(settings.server)
+    budget = BodyBudget(settings.server.max_body_memory, settings.server.parsing_threads)
     pages = Pages(runtime, limiter)
-    routes = [_route(path, handler, "GET") for path, handler in pages.routes().items()]
-    for path in (CHAT, COMPLETIONS, EMBEDDINGS):
-        routes.append(_route(f"/v1{path}", GenerationEndpoint(path, runtime, settings.server, limiter), "POST"))
+    routes = [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
+    paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
+    endpoints = [GenerationEndpoint(path, runtime, settings.server, limiter, budget, deadlines) for path in paths]
+    routes += [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
+    routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
-    return GatewayMiddleware(router, Authenticator(settings.server.api_keys), limiter, pages.registry, loading)
+    authenticator, hosts = Authenticator(settings.server.api_keys), HostCheck(settings.server)
+    return GatewayMiddleware(router, authenticator, hosts, limiter, deadlines, pages.registry, loading, endpoints)
 
 
 class Pages:
@@ -64,6 +72,7 @@ class Pages:
             models=runtime.models(),
             index_size=lambda: _index_size(runtime),
             backends=lambda: self._samples,
+            tenants=limiter.samples,
         )
 
     def routes(self) -> dict[str, Handler]:
@@ -71,7 +80,6 @@ class Pages:
             "/health": self.health,
             "/ready": self.ready,
             "/version": self.version,
-            "/metrics": self.metrics,
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.model,
         }
@@ -81,8 +89,10 @@ class Pages:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Report whether the gateway accepts requests: 200, or 503 while it loads or drains."""
+        """Report whether the gateway accepts requests: 200, or 503 while it loads or drains, or after a failure."""
         status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
+        if self._runtime.failure is not None:
+            status = "failed"
         return _json({"status": status}, 200 if status == "ready" else 503)
 
     async def version(self, request: Request) -> Response:
@@ -108,6 +118,7 @@ class Pages:
         if names or not (self._runtime.ready and self._runtime.takes_any_model):
             return [self._object(name) for name in names]
         backend = self._runtime.route("*").backend
+        check_head(request.scope)
         record = RequestRecord.of(request.scope)
         try:
             headers = request_headers(request.scope, record)
@@ -120,15 +131,22 @@ class Pages:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}
 
 
-def _route(path: str, handler: Any, method: str) -> Route:
-    return _RecordedRoute(path, handler, methods=[method], include_in_schema=False)
-
-
 class _RecordedRoute(Route):
-    """A route that first stores its path in the request's record, so that failed requests have it too."""
+    """A route that first stores its path in the request's record, so that failed requests have it too.
+
+    Raises `PermissionDeniedError` if the identity of the request's key lacks the `permission`.
+    """
+
+    def __init__(self, path: str, handler: Any, method: str, permission: str = "") -> None:
+        super().__init__(path, handler, methods=[method], include_in_schema=False)
+        self._permission = permission
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        RequestRecord.of(scope).route = self.path
+        record = RequestRecord.of(scope)
+        record.route = self.path
+        if self._permission and not getattr(record.identity, self._permission):
+            wanted = "a tenant's" if self._permission == "uses_models" else "an operator's"
+            raise PermissionDeniedError(f"this route needs {wanted} API key (role in server.api_keys)")
         await super().handle(scope, receive, send)
 
 

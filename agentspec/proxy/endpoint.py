@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -11,20 +11,28 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, AddsHeaders, Backend, is_forwarding
+from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
+from agentspec.protocol.obfuscation import filler, obfuscated
 from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.protocol.sse import DONE, event
-from agentspec.proxy.auth import Caller, read_caller
-from agentspec.proxy.body import parse_object, read_body
+from agentspec.proxy.admission.auth import Caller, read_caller
+from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.admission.limits import Deadlines, until_disconnect
+from agentspec.proxy.body.amounts import check_amounts
+from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.head import check_head
+from agentspec.proxy.body.json_object import parse_object
+from agentspec.proxy.body.reading import read_body
+from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import error_event, log_unexpected, outcome
 from agentspec.proxy.forwarding.inspection import expected_choices
-from agentspec.proxy.forwarding.passthrough import check_upstream_fields, pass_through, upstream_body
-from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
+from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.streaming.pacing import paced
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
@@ -38,40 +46,62 @@ EVENT_STREAM = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerationEndpoint:
-    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses."""
+    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses.
+
+    `settings` may be replaced while requests run.
+    """
 
     path: str
     runtime: Runtime
     settings: ServerSettings
     limiter: ConcurrencyLimiter
+    budget: BodyBudget
+    deadlines: Deadlines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record, headers = RequestRecord.of(scope), Headers(scope=scope)
-        with self.limiter.enter():
-            deadline = Deadline(self.settings.request_timeout)
-            body = await read_body(headers, receive, self.settings.max_body_bytes)
-            fields = parse_object(body)
-            model = _model(fields)
-            route = self._ready().route(model)
-            record.model = model if model in self.runtime.models() else OTHER
-            caller = read_caller(headers, record.tenant or "")
-            async with until_disconnect(receive) as client:
-                if is_forwarding(route.backend):
-                    check_upstream_fields(fields, self.settings.max_messages)
-                    async with deadline.limit():
-                        body = await upstream_body(
-                            route.backend, self.path, body, fields, caller.labels, route.upstream_model
-                        )
-                    choices = expected_choices(self.path, fields)
-                    await pass_through(scope, send, route.backend, self.path, body, deadline, choices)
-                else:
-                    request, writer = self._parse(fields, caller, route.backend, record)
-                    deltas = deadline.within(self.runtime.generate(request))
-                    await (send_sse if record.stream else send_json)(deltas, writer, record, send)
-            if client.cancelled_caught and not record.body_ended:
-                record.outcome = "cancelled"
+        record = RequestRecord.of(scope)
+        async with self.limiter.enter(record.tenant or "", receive) as receive:
+            with self.budget.account(record.tenant or "") as account:
+                await self._admitted(scope, receive, send, record, account)
+
+    async def _admitted(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: Callable[[int], None]
+    ) -> None:
+        headers, tenant = Headers(scope=scope), record.tenant or ""
+        deadline = self.deadlines.start(self.settings.request_timeout)
+        async with deadline.limit():
+            body = await read_body(headers, receive, self.settings.max_body_bytes, account)
+        fields = await self.budget.run(tenant, len(body), parse_object, body)
+        model = _model(fields)
+        route = self._ready().route(model)
+        record.model = model if model in self.runtime.models() else OTHER
+        caller = read_caller(headers, tenant)
+        async with until_disconnect(receive) as client:
+            if is_forwarding(route.backend):
+                check_head(scope)
+                await self.budget.run(tenant, len(body), self._check, fields, route.backend)
+                async with deadline.limit():
+                    body = await upstream_body(
+                        route.backend, self.path, body, fields, caller.labels, route.upstream_model
+                    )
+                choices = expected_choices(self.path, fields)
+                del fields  # an answer can take minutes
+                await pass_through(scope, send, route.backend, self.path, body, deadline, choices)
+            else:
+                request, writer = await self.budget.run(
+                    tenant, len(body), self._parse, fields, caller, route.backend, record
+                )
+                deltas = deadline.within(self.runtime.generate(request))
+                await self._answer(deltas, writer, record, send)
+        if client.cancelled_caught and not record.body_ended:
+            record.outcome = "cancelled"
+
+    def _check(self, fields: Mapping[str, Any], backend: Forwards) -> None:
+        """Raise `InvalidRequestError` for what the upstream may not get."""
+        check_amounts(fields, self.path, self.settings)
+        UpstreamFields(backend.settings).check(fields)
 
     def _parse(
         self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
@@ -89,6 +119,19 @@ class GenerationEndpoint:
         if isinstance(backend, AddsHeaders):
             record.response_headers = backend.response_headers(request)
         return request, kind(request, form, self.settings.speculation_object)
+
+    async def _answer(
+        self, deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send
+    ) -> None:
+        if not record.stream:
+            await send_json(deltas, writer, record, send)
+            return
+        pacing, form = self.settings.stream_pacing, writer.format
+        if pacing:
+            length = self.settings.stream_pacing_characters
+            deltas = paced(deltas, pacing, length, token_ids=form.token_ids)
+        obfuscate = bool(pacing) if form.obfuscation is None else form.obfuscation
+        await send_sse(deltas, writer, record, send, obfuscate=obfuscate)
 
     def _ready(self) -> Runtime:
         if not self.runtime.ready:
@@ -114,15 +157,20 @@ async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, recor
     await respond(send, Response(body, media_type="application/json"))
 
 
-async def send_sse(deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send) -> None:
-    """Answer with server-sent events. An error before the first delta is raised and gets its own HTTP status."""
+async def send_sse(
+    deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send, *, obfuscate: bool = False
+) -> None:
+    """Answer with server-sent events, filled up to equal sizes if `obfuscate`.
+
+    An error before the first delta is raised and gets its own HTTP status.
+    """
     async with aclosing(deltas):
         first = await anext(deltas, Delta(finish_reason="stop"))
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         try:
-            await _send_chunks(first, writer, record, send)
+            await _send_chunks(first, writer, record, send, obfuscate)
             async for delta in deltas:
-                await _send_chunks(delta, writer, record, send)
+                await _send_chunks(delta, writer, record, send, obfuscate)
         except Exception as error:
             record_failure(record, error)
             await _send(send, error_event(error, record.request_id))
@@ -130,10 +178,13 @@ async def send_sse(deltas: AsyncGenerator[Delta], writer: ResponseWriter, record
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _send_chunks(delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send) -> None:
+async def _send_chunks(
+    delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send, obfuscate: bool
+) -> None:
     note(record, delta)
-    for chunk in writer.chunks(delta):
-        await _send(send, event(encode(chunk)))
+    events = [event(obfuscated(chunk) if obfuscate else encode(chunk)) for chunk in writer.chunks(delta)]
+    for data in events or ([filler()] if obfuscate else []):
+        await _send(send, data)
 
 
 async def _send(send: Send, data: bytes) -> None:

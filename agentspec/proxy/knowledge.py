@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, RequestTooLargeError
+from agentspec.errors import AgentSpecError, InvalidRequestError, RequestTooLargeError
 from agentspec.proxy import logs
-from agentspec.proxy.server import is_unprotected
+from agentspec.proxy.hosts import HostCheck, is_unprotected
+from agentspec.proxy.serving.http_server import HttpServer
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query
 from agentspec.reasoning.retrieval.knowledge.dense import DenseMetric, Encoder
 from agentspec.reasoning.retrieval.knowledge.wire import found_json, parse_search
 from agentspec.settings.server import ServerSettings
 
 MAX_BODY_BYTES = 8 << 20
+GRACE_SECONDS = 10
 
 
 def create_service(base: KnowledgeBase) -> Starlette:
@@ -49,15 +51,32 @@ def create_service(base: KnowledgeBase) -> Starlette:
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={AgentSpecError: _failed})
 
 
-def serve(base: KnowledgeBase, host: str, port: int) -> None:
-    """Serve until a signal stops the server. Raises `ConfigurationError` if it cannot listen."""
+def serve(base: KnowledgeBase, host: str, port: int, allowed_hosts: Sequence[str] = ()) -> None:
+    """Serve until SIGTERM or SIGINT; running searches then have ten seconds.
+
+    `allowed_hosts` are names that clients may send as Host besides `host` and loopback. Raises `ConfigurationError` if
+    it cannot listen.
+    """
     logs.configure("INFO")
-    if is_unprotected(ServerSettings(host=host, port=port)):
+    settings = ServerSettings(host=host, port=port, allowed_hosts=tuple(allowed_hosts))
+    if is_unprotected(settings):
         logs.logger.warning("everybody who reaches this address can read the corpus", host=host)
-    try:
-        uvicorn.run(create_service(base), host=host, port=port, log_level="warning", server_header=False)
-    except SystemExit:  # how uvicorn says that it cannot listen
-        raise ConfigurationError(f"cannot listen on {host}:{port}: it is taken or not this machine's") from None
+    HttpServer(_checked(create_service(base), HostCheck(settings)), settings, grace=GRACE_SECONDS).run()
+
+
+def _checked(app: ASGIApp, hosts: HostCheck) -> ASGIApp:
+    """`app` for requests that are meant for this server."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                hosts.check(scope, any_host=scope["path"] == "/health")
+            except AgentSpecError as error:
+                await JSONResponse(error.body(), error.status)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return checked
 
 
 async def _read_search(request: Request) -> tuple[list[Query], int, str | None]:

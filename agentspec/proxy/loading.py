@@ -26,6 +26,11 @@ class Loading:
         self.error: Exception | None = None
         self.left_behind = False
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why the process must be started again: the error of a failed start, or of a backend that failed for good."""
+        return self.error or self._runtime.failure
+
     def abort(self) -> None:
         self._aborted = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,16 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.proxy.auth import Authenticator, request_id
+from agentspec.proxy.admission.auth import Authenticator, request_id
+from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.admission.limits import Deadlines
+from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
-from agentspec.proxy.limits import ConcurrencyLimiter
+from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
 
 OPEN_ROUTES = ("/health",)
@@ -29,9 +34,19 @@ class GatewayMiddleware:
 
     routes: Router
     authenticator: Authenticator
+    hosts: HostCheck
     limiter: ConcurrencyLimiter
+    deadlines: Deadlines
     metrics: Metrics
     loading: Loading
+    endpoints: Sequence[GenerationEndpoint]
+
+    def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
+        """Use other keys and limits for the requests to come."""
+        self.authenticator, self.hosts = authenticator, HostCheck(settings)
+        self.limiter.update(settings)
+        for endpoint in self.endpoints:
+            endpoint.settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,8 +60,11 @@ class GatewayMiddleware:
         send = record.sending(send)
         self.metrics.in_flight.inc()
         try:
-            if scope["path"] not in OPEN_ROUTES:
-                record.tenant = self.authenticator.tenant(headers)
+            is_open = scope["path"] in OPEN_ROUTES
+            self.hosts.check(scope, any_host=is_open)
+            if not is_open:
+                record.identity = self.authenticator.identify(headers)
+                record.tenant = record.identity.tenant
             await self.routes(scope, receive, send)
         except ClientDisconnect:
             record.outcome = "cancelled"

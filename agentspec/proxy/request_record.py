@@ -9,6 +9,7 @@ from typing import cast
 
 from starlette.types import Message, Scope, Send
 
+from agentspec.proxy.admission.auth import Identity
 from agentspec.types import Delta, Speculation, Usage
 
 _KEY = "agentspec.request_record"
@@ -18,14 +19,15 @@ _KEY = "agentspec.request_record"
 class RequestRecord:
     """One request and its outcome. `model` is None, "other" or a configured name: no client text is logged.
 
-    `has_gateway_key` tells that the Authorization header is meant for this gateway. `response_headers` are the headers
-    that the backend adds to the response.
+    `identity` is whose key the request has, None before the check. `has_gateway_key` tells that the Authorization
+    header is meant for this gateway. `response_headers` are the headers that the backend adds to the response.
     """
 
     request_id: str
     method: str
     route: str = "unknown"
     has_gateway_key: bool = False
+    identity: Identity | None = None
     tenant: str | None = None
     model: str | None = None
     status: int = 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from agentspec.errors import ConfigurationError
 from agentspec.types import DEFAULT_TENANT
+
+Role = Literal["tenant", "operator"]
 
 
 class ApiKey(BaseModel):
@@ -19,6 +21,7 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tenant: str = Field(default=DEFAULT_TENANT, min_length=1, description="Whose cached tokens the key reaches")
+    role: Role = Field(default="tenant", description="`operator`: reads `/metrics` instead of using models")
     key_env: str | None = Field(default=None, description="Environment variable holding the key")
     key_file: Path | None = Field(default=None, description="File holding the key")
 
@@ -33,20 +36,27 @@ class ApiKey(BaseModel):
         value = os.environ.get(self.key_env, "") if self.key_env is not None else read_secret(self.key_file)
         if not value.strip():
             where = f"environment variable {self.key_env!r}" if self.key_env else f"file {str(self.key_file)!r}"
-            raise ConfigurationError(f"the API key of tenant {self.tenant!r} is empty: set the {where}")
+            whose = f"tenant {self.tenant!r}" if self.role == "tenant" else "an operator"
+            raise ConfigurationError(f"the API key of {whose} is empty: set the {where}")
         return SecretStr(value.strip())
 
 
-def read_keys(keys: Iterable[ApiKey]) -> list[tuple[SecretStr, str]]:
-    """Read every API key; returns (key, tenant) pairs. Raises `ConfigurationError` if two tenants share a key."""
-    read = [(key.secret(), key.tenant) for key in keys]
-    owners: dict[str, str] = {}
-    for secret, tenant in read:
-        owner = owners.setdefault(secret.get_secret_value(), tenant)
-        if owner != tenant:
+def read_keys(keys: Iterable[ApiKey]) -> list[tuple[SecretStr, ApiKey]]:
+    """Read every API key; returns (key, entry) pairs. Raises `ConfigurationError` if entries that differ in tenant or
+    role share a key.
+    """
+    read = [(key.secret(), key) for key in keys]
+    owners: dict[str, ApiKey] = {}
+    for secret, key in read:
+        owner = owners.setdefault(secret.get_secret_value(), key)
+        if owner.tenant != key.tenant:
             raise ConfigurationError(
-                f"tenants {owner!r} and {tenant!r} have the same API key, so nobody could tell whose a request is:"
-                " give each a key of its own"
+                f"tenants {owner.tenant!r} and {key.tenant!r} have the same API key, so nobody could tell whose a"
+                " request is: give each a key of its own"
+            )
+        if owner.role != key.role:
+            raise ConfigurationError(
+                f"an operator and tenant {key.tenant!r} have the same API key: give the operator a key of its own"
             )
     return read
 

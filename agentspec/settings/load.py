@@ -33,7 +33,7 @@ from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, Know
 from agentspec.reasoning.settings import STRATEGIES, StrategySettings, TraceSettings
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.file import PREFIX, env_key, read_file, refuse_secrets, tables
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ServerSettings, TenantLimits
 
 CONFIG_VARIABLE = "AGENTSPEC_CONFIG"
 ALIASES = {"AGENTSPEC_CACHE_PATH": "AGENTSPEC_CACHE__PATH"}
@@ -301,6 +301,8 @@ def _known(key: Key, merged: Mapping[str, Any]) -> str:
             table = RemoteSettings if merged["knowledge"][name].get("kind") == "remote" else IndexSettings
         case ["server", "api_keys", *_]:
             table = ApiKey
+        case ["server", "tenants", _]:
+            table = TenantLimits
         case ["models", name]:
             table = STRATEGIES.get(str(merged["models"][name].get("strategy")), ModelSettings)
         case [section, *_]:

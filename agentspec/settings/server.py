@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from agentspec.settings.api_keys import ApiKey
+from agentspec.types import DEFAULT_TENANT
+
+
+class TenantLimits(BaseModel):
+    """`[server.tenants.NAME]`: one tenant's share of the places for requests."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="Share of the places under load")
+    reserved: int = Field(default=0, ge=0, description="Places that no other tenant may use")
+    max_concurrent: int | None = Field(default=None, ge=1, description="Most places of this tenant; unset: all")
+
+    @model_validator(mode="after")
+    def _reserve_fits(self) -> Self:
+        if self.max_concurrent is not None and self.reserved > self.max_concurrent:
+            raise ValueError(f"reserved = {self.reserved} is more than max_concurrent = {self.max_concurrent}")
+        return self
 
 
 class ServerSettings(BaseModel):
@@ -17,7 +37,86 @@ class ServerSettings(BaseModel):
     api_keys: tuple[ApiKey, ...] = Field(default=(), description="Keys clients must send; none leaves the door open")
     max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), gt=0, description="Larger request bodies get 413")
     max_messages: int = Field(default=2048, ge=1, description="Most messages a request may carry")
-    max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; one more gets 429")
+    max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; further ones wait")
     request_timeout: float = Field(default=600.0, gt=0, description="Seconds a request may take before 504")
     drain_timeout: float = Field(default=30.0, ge=0, description="Seconds running requests get after SIGTERM")
     speculation_object: bool = Field(default=True, description="Add the `speculation` object to answers")
+
+    # Bodies.
+    max_body_memory: ByteSize = Field(
+        default=ByteSize(256 << 20),
+        gt=0,
+        description="Memory for the bodies of all running requests, half of it for one tenant; beyond it, 429",
+    )
+    parsing_threads: int = Field(
+        default=2, ge=1, description="Threads that read bodies above 64 KiB; one tenant never takes the last"
+    )
+    max_choices: int = Field(default=8, ge=1, description="Most answers (n, best_of) to one prompt from an upstream")
+    max_output_tokens: int = Field(
+        default=131072, ge=1, description="Most tokens (max_tokens and its other names) asked of an upstream"
+    )
+    max_logprobs: int = Field(default=20, ge=0, description="Most alternatives per token asked of an upstream")
+    max_prompts: int = Field(
+        default=64, ge=1, description="Most answers to all prompts of one text completion by an upstream"
+    )
+    max_embedding_inputs: int = Field(default=2048, ge=1, description="Most texts in one request for embeddings")
+    max_tools: int = Field(default=128, ge=0, description="Most tools in a request to an upstream")
+
+    # Admission.
+    queue_timeout: float = Field(
+        default=2.0, ge=0, description="Seconds a request may wait for a place before 429; 0: not at all"
+    )
+    max_queued: int = Field(default=256, ge=0, description="Requests of one tenant that may wait; one more gets 429")
+    stream_pacing: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds between the equally long events of a local model's stream; 0: each as it comes",
+    )
+    stream_pacing_characters: int = Field(
+        default=32, ge=1, description="Characters of each; choose a rate that the model keeps without drafts"
+    )
+    tenants: dict[str, TenantLimits] = Field(default_factory=dict, description="Tables [server.tenants.NAME]")
+
+    # Connections.
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description='Names clients may send as Host besides loopback and `host`; "*.example.com" for all below, "*" for'
+        " any. Unset, any is answered with api_keys; without, web pages under other names are refused",
+    )
+    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set, HTTPS is served")
+    tls_key_file: Path | None = Field(default=None, description="Its private key; unset, it is in tls_cert_file")
+    max_connections: int = Field(
+        default=4096, ge=1, description="Connections in all; fewer where the process may not open that many files"
+    )
+    max_connections_per_address: int = Field(
+        default=2048, ge=1, description="Connections of one client address (of IPv6 one /64); a proxy is one client"
+    )
+    max_header_bytes: ByteSize = Field(default=ByteSize(32 << 10), ge=1024, description="Larger heads get 431")
+    header_timeout: float = Field(default=10.0, gt=0, description="Seconds for a complete head, TLS handshake apart")
+    min_body_rate: ByteSize = Field(
+        default=ByteSize(1 << 10), ge=0, description="Bytes a second that a body must bring, or it gets 408"
+    )
+    body_rate_window: float = Field(default=10.0, gt=0, description="Seconds over which min_body_rate is averaged")
+    keep_alive_timeout: float = Field(default=75.0, gt=0, description="Seconds before an idle connection is closed")
+    write_timeout: float = Field(
+        default=30.0, gt=0, description="Seconds a client may take nothing of its answer before it is cut off"
+    )
+
+    @model_validator(mode="after")
+    def _tenants_fit(self) -> Self:
+        known = dict.fromkeys([*(key.tenant for key in self.api_keys), DEFAULT_TENANT])
+        if unknown := [name for name in self.tenants if name not in known]:
+            raise ValueError(f"server.tenants.{unknown[0]} is the tenant of no API key; known: {', '.join(known)}")
+        reserved = sum(tenant.reserved for tenant in self.tenants.values())
+        if reserved > self.max_concurrent:
+            raise ValueError(
+                f"tenants reserve {reserved} places, which is more than max_concurrent = {self.max_concurrent}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _key_has_certificate(self) -> Self:
+        if self.tls_key_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_key_file needs tls_cert_file beside it")
+        return self

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from agentspec.telemetry.samples import BackendSample, EngineSample, UpstreamSample
+from agentspec.telemetry.samples import BackendSample, EngineSample, TenantSample, UpstreamSample
 
 T = TypeVar("T", Counter, Histogram)
 
@@ -26,7 +26,8 @@ class Metrics:
     """Counters and histograms of one gateway, in their own registry.
 
     `models` are the names that may become a label value; other names are counted as "other". Each scrape calls
-    `index_size`, which returns (bytes, sequences) or None, and `backends`, which returns the backends' own counts.
+    `index_size`, which returns (bytes, sequences) or None, `backends`, which returns the backends' own counts, and
+    `tenants`, which returns the counts of each tenant's requests.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Metrics:
         models: Collection[str] = (),
         index_size: Callable[[], tuple[int, int] | None] = lambda: None,
         backends: Callable[[], Iterable[BackendSample]] = lambda: (),
+        tenants: Callable[[], Iterable[TenantSample]] = lambda: (),
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self._models = frozenset(models)
@@ -70,6 +72,7 @@ class Metrics:
         registry.register(_OnScrape(lambda: _index(index_size())))
         registry.register(_OnScrape(lambda: _engines(backends())))
         registry.register(_OnScrape(lambda: _upstreams(backends())))
+        registry.register(_OnScrape(lambda: _tenants(tenants())))
 
     def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
         """Count one finished request. `route` and `outcome` must come from a fixed set."""
@@ -161,3 +164,15 @@ def _upstreams(samples: Iterable[BackendSample]) -> Iterator[Metric]:
         drafted.add_metric([upstream.backend], upstream.drafted)
         accepted.add_metric([upstream.backend], upstream.accepted)
     yield from (drafts, drafted, accepted)
+
+
+def _tenants(samples: Iterable[TenantSample]) -> Iterator[Metric]:
+    label = ("tenant",)
+    running = GaugeMetricFamily("agentspec_tenant_running", "Requests being answered, by tenant", labels=label)
+    waiting = GaugeMetricFamily("agentspec_tenant_waiting", "Requests waiting for a place", labels=label)
+    refused = CounterMetricFamily("agentspec_tenant_refused", "Requests that got no place (429)", labels=label)
+    for one in samples:
+        running.add_metric([one.tenant], one.running)
+        waiting.add_metric([one.tenant], one.waiting)
+        refused.add_metric([one.tenant], one.refused)
+    yield from (running, waiting, refused)

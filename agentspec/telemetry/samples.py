@@ -34,3 +34,13 @@ class UpstreamSample:
 
 
 BackendSample = EngineSample | UpstreamSample
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSample:
+    """One tenant's requests at the gateway: running now, waiting for a place now, and refused in total."""
+
+    tenant: str
+    running: int
+    waiting: int
+    refused: int

@@ -31,9 +31,15 @@ from agentspec.backends.torch.model.vector_scan import VectorScan
 from agentspec.backends.torch.stepwise import TorchSession, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
-from agentspec.backends.torch.text.structured_output import StructuredOutputBuilder
+from agentspec.backends.torch.text.structured_output import LargeGrammarError, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError, OverloadedError
+from agentspec.errors import (
+    ConfigurationError,
+    ContextLengthError,
+    EngineStoppedError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from agentspec.telemetry.samples import EngineSample
 from agentspec.types import Delta, GenerateRequest, Message, Source
 
@@ -73,7 +79,7 @@ class TorchBackend:
         if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
             context.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(context, settings, self._open_session)
-        self._tasks = Tasks(compute_thread(loaded.target.device))
+        self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
 
     @classmethod
     def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
@@ -84,6 +90,11 @@ class TorchBackend:
             return cls(loaded, settings, cache, load_draft(settings, loaded))
 
         return on_own_thread(build)
+
+    @property
+    def failure(self) -> EngineStoppedError | None:
+        """Set once the device failed: the process must be restarted."""
+        return self._engine.failure
 
     @property
     def target(self) -> TargetModel:
@@ -104,9 +115,11 @@ class TorchBackend:
         """Yield the answer step by step; closing the iterator cancels the request.
 
         Raises `InvalidRequestError` or `ContextLengthError` for a request that cannot be generated, `OverloadedError`
-        when the queue is full, `EngineError` when this request fails, `ShuttingDownError` when the engine is closed.
+        when the queue is full, `EngineError` when this request fails, `EngineStoppedError` once the device failed, and
+        `ShuttingDownError` when the engine is closed.
         """
-        choices, parser_spec = await asyncio.to_thread(self.prepare_all, request)
+        self._engine.require_running()
+        choices, parser_spec = await self._prepared(request)
         async with aclosing(self._answers(choices)) as deltas:
             parsers = [parser_spec.parser() for _ in choices]
             async for delta in deltas:
@@ -166,6 +179,7 @@ class TorchBackend:
 
         All texts share one forward. Raises `ContextLengthError` if a text is too long.
         """
+        self._engine.require_running()
         if any(len(text) > self.context_length for text in texts):
             raise ContextLengthError(f"a text is longer than the model's {self.context_length} tokens")
         for text in texts:
@@ -177,10 +191,11 @@ class TorchBackend:
 
         Raises `InvalidRequestError`, `ContextLengthError`, and `ConfigurationError` for a model without rewinding.
         """
+        self._engine.require_running()
         require_one_answer(request)
         if not self.target.rewindable:
             raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
-        (first, *_), parser_spec = await asyncio.to_thread(self.prepare_all, request)
+        (first, *_), parser_spec = await self._prepared(request)
         return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser())
 
     async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
@@ -190,15 +205,26 @@ class TorchBackend:
     async def aclose(self) -> None:
         self._tasks.close()
         await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self._structured_outputs.close)
 
     def prepare(self, request: GenerateRequest) -> EngineRequest:
         """The first choice of `prepare_all`."""
         return self.prepare_all(request)[0][0]
 
-    def prepare_all(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
+    async def _prepared(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
+        """`prepare_all` off the event loop. Large grammars wait for each other, and in nobody else's way."""
+        try:
+            return await asyncio.to_thread(self.prepare_all, request, may_wait=False)
+        except LargeGrammarError:
+            return await self._structured_outputs.in_turn(partial(self.prepare_all, request))
+
+    def prepare_all(
+        self, request: GenerateRequest, *, may_wait: bool = True
+    ) -> tuple[list[EngineRequest], OutputParserSpec]:
         """Tokenize and check a request. Returns an engine request for each choice, and how to parse the answers.
 
-        Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`.
+        Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`;
+        `LargeGrammarError` instead of waiting for a large grammar unless it `may_wait`.
         """
         text, prompt = self._tokenizer.read(request)
         sampling = request.sampling
@@ -206,7 +232,7 @@ class TorchBackend:
         self._check_ids(list(sampling.logit_bias), "logit_bias")
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
-        output = self._structured_outputs.build(request, text)
+        output = self._structured_outputs.build(request, text, may_wait=may_wait)
         first = EngineRequest(
             original=request,
             prompt=prompt,

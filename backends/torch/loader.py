@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +23,13 @@ from agentspec.backends.torch.model.cuda_graphs import record_graphs
 from agentspec.backends.torch.model.device import choose_device, choose_dtype, choose_kernels
 from agentspec.backends.torch.model.lora import merge_adapter, with_adapter
 from agentspec.backends.torch.model.packed_linear import pack_linears, unpack_linears
+from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
 from agentspec.errors import ConfigurationError, ModelUnavailableError
 from agentspec.types import Namespace
 
 logger = logging.getLogger(__name__)
-
-CHECK_TOKENS, CHECK_TREE, CHECK_PARENTS = 5, 4, (-1, -1, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +118,12 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str, adapter
     if not check.logits.isfinite().all():
         dtype = str(module.dtype).removeprefix("torch.")
         raise ModelUnavailableError(f"{name!r} computes no finite numbers in {dtype}: set dtype to float32 or bfloat16")
+    structure = StructureCheck.of(module)
     packed = pack_linears(module)
-    target = choose_target(module, check)
+    target = choose_target(module, check, structure)
     if target is None and packed:
         unpack_linears(module)
-        packed, target = 0, choose_target(module, check)
+        packed, target = 0, choose_target(module, check, structure)
     if target is None:
         reason = "its tokens, computed one after another, are not those of the whole text"
         raise ModelUnavailableError(f"the local engine cannot run {name!r} ({type(module).__name__}): {reason}")
@@ -151,11 +151,14 @@ def _limit_context(target: TargetModel, name: str) -> None:
         target.context_length = bound
 
 
-def choose_target(module: Any, check: SelfCheck) -> TargetModel | None:
-    """The fastest way to run `module` that passes the check; None if no way does."""
+def choose_target(module: Any, check: SelfCheck, structure: StructureCheck | None) -> TargetModel | None:
+    """The fastest way to run `module` that passes the checks; None if no way does."""
     own = module.config._attn_implementation
-    stateful = getattr(module, "_is_stateful", False) or not has_known_masks(module.config)
-    for attention in () if stateful else (ATTENTION_NAME, own, "eager"):
+    if structure is not None and not structure.causal:
+        return None
+    for attention in (ATTENTION_NAME, own, "eager") if _may_rewind(module) else ():
+        if structure is not None and not structure.passes(attention):
+            continue
         module.set_attn_implementation(attention)
         target = TargetModel(module, rewindable=True)
         if check.passes(target):
@@ -165,50 +168,9 @@ def choose_target(module: Any, check: SelfCheck) -> TargetModel | None:
     return target if check.passes(target) else None
 
 
-@dataclass(frozen=True, slots=True)
-class SelfCheck:
-    """A few tokens, a draft tree after them, and the model's own logits [1 + tree, vocab], each path run by itself."""
-
-    tokens: list[int]
-    nodes: list[int]
-    logits: Tensor
-
-    @classmethod
-    @torch.inference_mode()
-    def of(cls, module: Any) -> SelfCheck:
-        vocab = module.config.get_text_config().vocab_size
-        ids = torch.randint(vocab, (CHECK_TOKENS + CHECK_TREE,), generator=torch.Generator().manual_seed(0)).tolist()
-        tokens, nodes = ids[:CHECK_TOKENS], ids[CHECK_TOKENS:]
-        texts = [tokens + _path(nodes, CHECK_PARENTS, node) for node in range(-1, len(nodes))]
-        return cls(tokens, nodes, torch.stack([_own_logits(module, text) for text in texts]))
-
-    def passes(self, target: TargetModel) -> bool:
-        try:
-            difference = self.difference(target)
-        except (TypeError, ValueError, AttributeError, NotImplementedError, LookupError, RuntimeError) as error:
-            logger.debug("%s fails with %s attention: %s", type(target.module).__name__, target.attention, error)
-            return False
-        return difference <= target.tolerance
-
-    def difference(self, target: TargetModel) -> float:
-        """Largest logit difference in one forward over cached slots, tokens and tree; over one token if `target` cannot
-        be rewound.
-        """
-        nodes, parents, known = (self.nodes, CHECK_PARENTS, 2) if target.rewindable else ([], (), CHECK_TOKENS - 1)
-        cache = target.new_cache(1)
-        target.prefill(cache, self.tokens[:known])
-        logits = target.forward(cache, self.tokens[known:], nodes, parents)
-        return float((logits - self.logits[: len(logits)]).abs().max())
-
-
-def _own_logits(module: Any, ids: list[int]) -> Tensor:
-    out = module(input_ids=torch.tensor([ids], device=module.device), use_cache=False)
-    logits: Tensor = out.logits[0, -1].float()
-    return logits
-
-
-def _path(nodes: list[int], parents: Sequence[int], node: int) -> list[int]:
-    return [] if node < 0 else [*_path(nodes, parents, parents[node]), nodes[node]]
+def _may_rewind(module: Any) -> bool:
+    """Whether the model keeps no state but its slots, and masks that are known."""
+    return not getattr(module, "_is_stateful", False) and has_known_masks(module.config)
 
 
 class _Float32Head(nn.Module):

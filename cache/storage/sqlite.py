@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from agentspec.cache.storage.database import Database, Upsert
 from agentspec.errors import CacheFormatError, CacheLockedError
 
 DATABASE = "sequences.sqlite3"
+_TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
 _PRIMARY = 0xFF  # the bits of SQLite's error codes that hold the primary code
 _PASSING = {
@@ -54,7 +56,9 @@ class SqliteDatabase(Database):
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.name = str(self._path)
         self._lock: WriterLock | None = None
-        self.engine = sa.create_engine(f"sqlite:///{self._path}", connect_args={"timeout": 30}, hide_parameters=True)
+        self.engine = sa.create_engine(
+            f"sqlite:///{self._path}", connect_args={"timeout": _TIMEOUT}, hide_parameters=True
+        )
         event.listen(self.engine, "connect", _configure)
 
     def acquire_writer(self) -> None:
@@ -154,7 +158,20 @@ class WriterLock:
 def _configure(connection: Any, _: ConnectionPoolEntry) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    cursor.execute("PRAGMA journal_mode = WAL")
+    _use_write_ahead_log(cursor)
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.execute("PRAGMA secure_delete = ON")  # overwrite deleted and moved data
     cursor.close()
+
+
+def _use_write_ahead_log(cursor: sqlite3.Cursor) -> None:
+    """Set the journal mode. SQLite does not wait for other processes here, whatever the connection's timeout."""
+    deadline = time.monotonic() + _TIMEOUT
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & _PRIMARY != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)

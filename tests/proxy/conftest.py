@@ -18,7 +18,7 @@ from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
 from agentspec.proxy import create_app
 from agentspec.proxy.middleware import GatewayMiddleware
-from agentspec.proxy.server import GatewayServer
+from agentspec.proxy.serving.server import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
@@ -97,9 +97,9 @@ def post_and_hang_up(url: str, body: object) -> Iterator[None]:
     """Send a request and, instead of reading its answer, hang up at the end."""
     host, port = url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: "
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + b"\r\n\r\n" + content)
+        connection.sendall(head.encode() + b"%d\r\n\r\n" % len(content) + content)
         yield
 
 

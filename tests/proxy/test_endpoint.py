@@ -257,7 +257,7 @@ def test_curl_meets_the_body_limit(gateway: Any, chunked: bool) -> None:
 
 def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) -> None:
     backend = Held()
-    running = gateway({MODEL: backend}, max_concurrent=1)
+    running = gateway({MODEL: backend}, max_concurrent=1, queue_timeout=0)
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
         stream = ask(client, stream=True)
         next(iter(stream))

@@ -43,6 +43,7 @@ ROUTES = [
     ("DELETE", "/v1/models"),
     ("OPTIONS", "/v1/chat/completions"),
 ]
+OPERATOR_KEY = "sk-operator-planted-canary"
 KEYS = {"alice": "sk-alice-planted-canary", "bob": "sk-bob-planted-canary"}
 
 
@@ -278,7 +279,7 @@ def test_a_slow_reader_holds_the_answer_back(gateway: Any, until: Callable[..., 
     running = gateway({MODEL: backend})
     host, port = running.url.removeprefix("http://").split(":")
     body = json.dumps({**BODY, "stream": True}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))

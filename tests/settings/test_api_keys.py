@@ -30,7 +30,7 @@ def test_a_key_has_one_tenant(tmp_path, monkeypatch):
     (tmp_path / "key").write_text("same\n")
     again = ApiKey(tenant="a", key_file=tmp_path / "key")
     first = ApiKey(tenant="a", key_env="KEY")
-    assert [tenant for _, tenant in read_keys([first, again])] == ["a", "a"]
+    assert [key.tenant for _, key in read_keys([first, again])] == ["a", "a"]
     with pytest.raises(ConfigurationError, match="'a' and 'b' have the same API key") as caught:
         read_keys([first, ApiKey(tenant="b", key_file=tmp_path / "key")])
     assert "same\n" not in str(caught.value) and "'same'" not in str(caught.value)

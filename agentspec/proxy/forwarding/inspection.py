@@ -13,6 +13,7 @@ from typing import Any
 
 from agentspec.backends.base import COMPLETIONS
 from agentspec.errors import UpstreamError
+from agentspec.protocol.json_scan import top_level_value
 from agentspec.protocol.sse import MAX_HELD, SseDecoder
 from agentspec.protocol.usage import read_speculation, read_usage
 from agentspec.types import Delta, Speculation, Usage
@@ -23,9 +24,7 @@ PARSED_BYTES = 64 << 10
 _NAMES = rb'"(?:finish_reason|usage|speculation|error)"\s*:\s*[^n\s]'
 _TELLING = re.compile(rb"\[DONE\]|" + _NAMES)
 _TELLING_TEXT = re.compile(_NAMES.decode())
-_COUNTS = {name: re.compile(rb'"%s"\s*:\s*\{' % name.encode()) for name in ("usage", "speculation")}
-_MAX_COUNTS_BYTES = 4096
-_TRIES = 8
+_COUNTS = ("usage", "speculation")
 
 
 def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
@@ -86,23 +85,7 @@ def read_answer(content: bytes) -> tuple[Delta, Any]:
     if len(content) <= PARSED_BYTES:
         answer = _object(content)
         return _delta(answer), answer.get("error")
-    return _delta({name: _last(content, name) for name in _COUNTS}), None
-
-
-def _last(content: bytes, name: str) -> Any:
-    """The last object of that name in a long JSON text."""
-    end = len(content)
-    for _ in range(_TRIES):
-        start = content.rfind(b'"%s"' % name.encode(), 0, end)
-        if start < 0:
-            return None
-        found = _COUNTS[name].match(content, start)
-        if found is not None:
-            text = content[found.end() - 1 : found.end() + _MAX_COUNTS_BYTES].decode("utf-8", "replace")
-            with suppress(ValueError, RecursionError):
-                return json.JSONDecoder().raw_decode(text)[0]
-        end = start
-    return None
+    return _delta({name: top_level_value(content, name) for name in _COUNTS}), None
 
 
 def _object(data: str | bytes) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -10,53 +11,22 @@ from starlette.datastructures import Headers
 from starlette.types import Scope, Send
 
 from agentspec.backends.base import CHAT, COMPLETIONS, Forwards
-from agentspec.errors import AgentSpecError, InvalidRequestError, UpstreamError
+from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.sse import EventSplitter
 from agentspec.protocol.upstream_errors import error_object, without_account
-from agentspec.proxy.body import set_value
+from agentspec.proxy.admission.limits import Deadline
+from agentspec.proxy.body.budget import INLINE_BYTES
+from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.errors import error_event, outcome, refused_key
 from agentspec.proxy.forwarding.inspection import StreamInspector, read_answer
-from agentspec.proxy.limits import Deadline
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Labels
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
 
-# Fields that could make another gateway send the request, and its API key, to a different address.
-URL_FIELDS = frozenset({"api_base", "base_url", "model_url"})
-# These fields hold text or a schema for text: no server takes an address from them.
-_TEXT_FIELDS = frozenset(
-    "messages prompt input prediction metadata response_format guided_json structured_outputs".split()
-)
-_SCHEMA_FIELDS = frozenset({"parameters", "input_schema"})  # of a tool's description
 SENT_BYTES = 64 << 10  # pieces of a whole answer, so that a slow client holds no copy of all of it
 _LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
-
-
-def check_upstream_fields(fields: Mapping[str, Any], max_messages: int) -> None:
-    """Raise `InvalidRequestError` for a field that names a URL and for too many messages; the rest is forwarded."""
-    for path in _addressed(fields):
-        raise InvalidRequestError(f"{path} is refused: upstreams are configured, not requested", param=path)
-    messages = fields.get("messages")
-    if isinstance(messages, list) and len(messages) > max_messages:
-        raise InvalidRequestError(f"messages has {len(messages)} entries; {max_messages} are allowed", param="messages")
-
-
-def _addressed(fields: Mapping[str, Any]) -> Iterator[str]:
-    """The dotted paths of fields that name a URL, at any depth except inside texts and tool schemas."""
-    waiting: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in _TEXT_FIELDS]
-    yield from (name for name in fields if name.lower() in URL_FIELDS)
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, list):
-            waiting += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-        elif isinstance(value, dict):
-            yield from (f"{path}.{name}" for name in value if name.lower() in URL_FIELDS)
-            tool = path.startswith(("tools[", "functions["))
-            waiting += [
-                (f"{path}.{name}", item) for name, item in value.items() if not tool or name not in _SCHEMA_FIELDS
-            ]
 
 
 async def upstream_body(
@@ -70,9 +40,11 @@ async def upstream_body(
     added = await backend.label_fields(labels, fields) if path in _LABELLED else {}
     if model != fields["model"]:
         added = {**added, "model": model}
-    for name, value in added.items():
-        body = set_value(body, name, value)
-    return body
+    if not added:
+        return body
+    if len(body) <= INLINE_BYTES:
+        return set_values(body, fields, added)
+    return await asyncio.to_thread(set_values, body, fields, added)
 
 
 async def pass_through(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
 from agentspec.backends.torch.drafters.merged import merge
-from agentspec.backends.torch.sampling.grammar import GrammarMatcher
+from agentspec.backends.torch.grammars.matcher import GrammarMatcher
 from agentspec.types import Draft, Source
 
 FORCED = 0.9  # how likely the model is to spell a forced text in the same tokens as the tokenizer

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from agentspec.backends.torch.drafters.base import Drafter
 from agentspec.backends.torch.drafters.merged import merge
+from agentspec.backends.torch.model.device import is_device_error
 from agentspec.telemetry.safe_errors import safe_message
 from agentspec.types import Draft
 
@@ -59,6 +60,8 @@ class GatedDrafter(Drafter):
         try:
             draft = costly.propose(context, budget)
         except Exception as error:
+            if is_device_error(error):
+                raise
             logger.warning("going on without the draft model: %s", safe_message(error))
             self._drop()
             return None

@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from agentspec.errors import ShuttingDownError
+from agentspec.backends.torch.model.device import is_device_error
+from agentspec.errors import AgentSpecError, EngineStoppedError, ShuttingDownError
 
 T = TypeVar("T")
 
@@ -36,7 +37,10 @@ def on_own_thread(function: Callable[[], T]) -> T:
 
 
 class Worker(Protocol):
-    """An object that computes in turns. `turn` must not raise and must not wait."""
+    """An object that computes in turns. `turn` must not raise and must not wait.
+
+    `fail` tells it, in the computing thread, that its device failed: it has to fail its work and leave the thread.
+    """
 
     @property
     def ready(self) -> bool:
@@ -44,6 +48,8 @@ class Worker(Protocol):
         ...
 
     def turn(self) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
 
 
 class ComputeThread:
@@ -77,6 +83,13 @@ class ComputeThread:
         with self._changed:
             self._changed.notify()
 
+    def fail(self, error: BaseException) -> None:
+        """Tell all workers that the device failed, as `error` shows. Only the computing thread may call this."""
+        with self._changed:
+            workers = list(self._workers)
+        for worker in workers:
+            worker.fail(error)
+
     @property
     def current(self) -> bool:
         """Whether the caller runs in this thread."""
@@ -100,15 +113,20 @@ class ComputeThread:
 
 
 class Tasks:
-    """Runs calls submitted by any thread in a computing thread: in order, one a turn, between its engines' turns."""
+    """Runs calls submitted by any thread in a computing thread: in order, one a turn, between its engines' turns.
+
+    `device_failed` is told an error of a call that means that the device failed (default: all workers of the thread).
+    """
 
     def __init__(
         self,
         thread: ComputeThread,
         refused: str = "the engine is shutting down",
         dropped: str = "the engine was shut down",
+        device_failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._thread, self._refused, self._dropped = thread, refused, dropped
+        self._device_failed = device_failed or thread.fail
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._lock = threading.Lock()
         self._added = self._closed = False
@@ -131,6 +149,13 @@ class Tasks:
 
     def close(self) -> None:
         """Fail all waiting calls with `ShuttingDownError` and the message `dropped`. Idempotent."""
+        self._close(ShuttingDownError(self._dropped))
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all waiting calls because the device failed, and refuse further ones."""
+        self._close(stopped_by(error))
+
+    def _close(self, error: AgentSpecError) -> None:
         with self._lock:
             if self._added and not self._closed:
                 self._thread.remove(self)
@@ -138,7 +163,7 @@ class Tasks:
             waiting, self._calls = self._calls, deque()
         for future, _ in waiting:
             if future.set_running_or_notify_cancel():
-                future.set_exception(ShuttingDownError(self._dropped))
+                future.set_exception(error)
 
     @property
     def ready(self) -> bool:
@@ -156,6 +181,13 @@ class Tasks:
             future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
+            if is_device_error(error):
+                self._device_failed(error)
+
+
+def stopped_by(cause: BaseException) -> EngineStoppedError:
+    """The error of all requests once `cause` has shown that nothing can be computed any more."""
+    return EngineStoppedError(f"the engine stopped: {type(cause).__name__}; the process must be restarted")
 
 
 _threads: dict[str, ComputeThread] = {}

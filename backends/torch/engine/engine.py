@@ -6,16 +6,15 @@ import logging
 import threading
 from collections.abc import Callable
 
-import torch
-
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.cache_session import CacheSession
-from agentspec.backends.torch.engine.compute_thread import compute_thread
+from agentspec.backends.torch.engine.compute_thread import compute_thread, stopped_by
 from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
 from agentspec.backends.torch.engine.step import Outcome, run_step
-from agentspec.errors import AgentSpecError, EngineError, ShuttingDownError
+from agentspec.backends.torch.model.device import is_async_device, is_device_error, is_out_of_memory
+from agentspec.errors import AgentSpecError, EngineError, EngineStoppedError, ShuttingDownError
 from agentspec.telemetry.safe_errors import error_location
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,8 @@ JOIN_SECONDS = 60.0
 class Engine:
     """Runs requests to their end. Any thread may call `submit`, `cancel` and `close`.
 
-    The scheduler decides which sequences are computed. An error in one request is delivered to that request alone.
+    The scheduler decides which sequences are computed. An error in one request is delivered to that request alone. Only
+    an error of the device ends the engine: `failure` then says so, and every further request is refused with it.
     """
 
     def __init__(
@@ -36,12 +36,14 @@ class Engine:
         self.scheduler = Scheduler(context, settings)
         context.free_memory = self.scheduler.prefix_cache.clear
         self._open_session = open_session
+        self.failure: EngineStoppedError | None = None
         self._ended = threading.Event()
         self._thread = compute_thread(context.target.device)
         self._thread.add(self)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Raises the errors of `Scheduler.add`."""
+        """Queue a request. Raises the errors of `Scheduler.add`, and `EngineStoppedError` once the device failed."""
+        self.require_running()
         self.scheduler.add(request)
         self._thread.wake()
 
@@ -49,6 +51,11 @@ class Engine:
         """Free the request's place now and stop its work before the next step. Does nothing if it has finished."""
         if self.scheduler.cancel(request):
             self._thread.wake()
+
+    def require_running(self) -> None:
+        """Raise `EngineStoppedError` once the device failed."""
+        if self.failure is not None:
+            raise EngineStoppedError(self.failure.message)
 
     def close(self) -> None:
         """Fail all running and waiting requests with `ShuttingDownError` and free the key/value memory. Idempotent."""
@@ -63,20 +70,52 @@ class Engine:
 
     def turn(self) -> None:
         """Run one step. Only the computing thread may call this."""
+        if self._ended.is_set():
+            return
         try:
             if self.scheduler.closed:
                 self._end(ShuttingDownError("the engine was shut down"))
             else:
                 self._step()
-        except BaseException as cause:
-            logger.error("the engine ended: %s", error_location(cause))
-            self._end(EngineError(f"the engine stopped: {type(cause).__name__}"))
+        except BaseException as error:
+            if isinstance(error, Exception) and not is_device_error(error):
+                self._recover(error)
+            else:
+                self.device_failed(error)
+
+    def device_failed(self, error: BaseException) -> None:
+        """End the engine, and all others on the same accelerator, because `error` says that nothing can be computed any
+        more. Only the computing thread may call this.
+        """
+        if is_async_device(self.context.target.device):
+            self._thread.fail(error)
+        else:  # a processor has no state that one engine's error could leave behind for another
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all requests, and refuse further ones, because of `error`."""
+        if not self._ended.is_set():
+            logger.critical("the engine ended: %s", error_location(error))
+            self.failure = stopped_by(error)
+            self._end(self.failure)
 
     def _step(self) -> None:
         self.scheduler.remove_cancelled()
         schedule = self.scheduler.schedule(self._open)
         for sequence, outcome in run_step(schedule, self.context):
-            self._finish(sequence, outcome)
+            try:
+                self._finish(sequence, outcome)
+            except Exception as error:
+                self.scheduler.drop(sequence)
+                self._fail(sequence.request, error)
+                if is_device_error(error):
+                    raise
+
+    def _recover(self, error: Exception) -> None:
+        """Go on after a step that failed as a whole: fail the answers that took part in it."""
+        self.context.free_memory()
+        for request in self.scheduler.drop_running():
+            self._fail(request, error)
 
     def _open(self, request: EngineRequest) -> Sequence | None:
         """Open a sequence for an admitted request; on failure, deliver the error to the request and return None."""
@@ -86,6 +125,8 @@ class Engine:
             kv_cache = self.scheduler.allocate(request, request.prompt)
             return Sequence(request, self.context, kv_cache, session)
         except Exception as error:
+            if is_device_error(error):
+                raise
             if session is not None:
                 session.close(clean=False)
             self._fail(request, error)
@@ -121,15 +162,10 @@ class Engine:
         request.deliver(error)
 
     def _end(self, error: AgentSpecError) -> None:
-        unfinished = self.scheduler.clear()
-        self._thread.remove(self)
-        for request in unfinished:
-            request.deliver(error)
-        self._ended.set()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that an allocation failed, on any device."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        try:
+            unfinished = self.scheduler.clear()
+            self._thread.remove(self)
+            for request in unfinished:
+                request.deliver(error)
+        finally:
+            self._ended.set()

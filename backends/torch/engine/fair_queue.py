@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from itertools import count
 
 from agentspec.backends.torch.engine.request import EngineRequest
@@ -49,6 +49,9 @@ class FairQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[EngineRequest]:
+        return iter(self._waiting)
 
     def __contains__(self, request: object) -> bool:
         return request in self._waiting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from torch import Tensor
@@ -18,8 +18,10 @@ from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
 from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEstimate
 from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.device import is_device_error
 from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
 from agentspec.errors import OverloadedError, ShuttingDownError
+from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta
 
 logger = logging.getLogger(__name__)
@@ -63,10 +65,14 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step: `scheduled` sequences share a forward; each `scoring` sequence scores its prompt in its own forward."""
+    """One step: `scheduled` sequences share a forward; each `scoring` sequence scores its prompt in its own forward.
+
+    `failed` are sequences that could not be resumed, with the reason.
+    """
 
     scheduled: list[ScheduledSequence]
     scoring: list[Sequence]
+    failed: Iterable[tuple[Sequence, Exception]] = ()
 
     @classmethod
     def of(cls, active: Iterable[Sequence], context: EngineContext) -> Schedule:
@@ -156,14 +162,28 @@ class Scheduler:
 
         `open_sequence` starts a request with KV slots from `allocate` and returns None if that failed.
         """
+        failed: list[tuple[Sequence, Exception]] = []
         while (request := self._next()) is not None:
-            preempted = self._preempted.pop(request, None)
-            if preempted is not None:
-                preempted.kv_cache = self.allocate(request, preempted.tokens)
-            if (sequence := preempted or open_sequence(request)) is not None:
-                self.active.append(sequence)
+            preempted = self._preempted.get(request)
+            if preempted is None:
+                if (sequence := open_sequence(request)) is not None:
+                    self.active.append(sequence)
+            elif (error := self._resume(preempted)) is not None:
+                failed.append((preempted, error))
         self._reserve()
-        return Schedule.of(self.active, self._context)
+        return replace(Schedule.of(self.active, self._context), failed=failed)
+
+    def _resume(self, sequence: Sequence) -> Exception | None:
+        """Make a preempted sequence active again. Returns the error if that fails, and leaves it preempted."""
+        try:
+            sequence.kv_cache = self.allocate(sequence.request, sequence.tokens)
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            return error
+        del self._preempted[sequence.request]
+        self.active.append(sequence)
+        return None
 
     def _next(self) -> EngineRequest | None:
         """Return the next request if there is a place and memory for it, preempting sequences of higher priority
@@ -191,10 +211,21 @@ class Scheduler:
         the last token, which must be computed because its logits are needed.
         """
         capacity = self.kv_budget.initial(request, len(tokens))
-        found = self.prefix_cache.find(request.tenant, tokens[:-1], capacity)
+        found = self._reusable(request, tokens[:-1], capacity)
         if found is not None:
             self._context.counters.reused_tokens += found.length
         return found or self._context.target.new_cache(capacity)
+
+    def _reusable(self, request: EngineRequest, tokens: list[int], capacity: int) -> KVCache | None:
+        """The slots of the longest cached prefix; None if there are none, or no memory for a copy of them."""
+        try:
+            return self.prefix_cache.find(request.tenant, tokens, capacity)
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            logger.warning("a prompt is computed again, since its slots cannot be copied: %s", error_location(error))
+            self.prefix_cache.clear()
+            return None
 
     def _reserve(self) -> None:
         """Reserve KV slots for every active sequence's part of the step; preempt the last ones if there are too few."""
@@ -205,9 +236,9 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take the sequence's KV slots and its place; it resumes later from its tokens."""
         self.active.remove(sequence)
+        self._preempted[sequence.request] = sequence
         self._keep(sequence)
         sequence.kv_cache = self._context.target.new_cache(1)
-        self._preempted[sequence.request] = sequence
         self._context.counters.preempted += 1
         with self._lock:
             if not sequence.request.cancelled:
@@ -227,6 +258,31 @@ class Scheduler:
         if clean:
             self._keep(sequence)
             self._answer_seconds += 0.2 * (perf_counter() - sequence.started - self._answer_seconds)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Remove a sequence that failed, whatever state it is in."""
+        self._preempted.pop(sequence.request, None)
+        if sequence in self.active:
+            self.active.remove(sequence)
+        self.forget(sequence.request)
+        try:
+            sequence.close(clean=False)
+        except Exception as error:
+            logger.error("a failed answer was not closed: %s", error_location(error))
+
+    def drop_running(self) -> list[EngineRequest]:
+        """Drop all sequences of a step that failed as a whole, and return their requests. If none ran, drop those that
+        wait, since the next step would fail like this one.
+        """
+        with self._lock:
+            running = [request for request in self._unfinished if request not in self._waiting]
+            if not running:
+                running = [*self._waiting]
+                self._waiting.clear()
+        sequences = [*self.active, *(self._preempted[request] for request in running if request in self._preempted)]
+        for sequence in sequences:
+            self.drop(sequence)
+        return [request for request in running if not request.cancelled]
 
     def remove_cancelled(self) -> None:
         for sequence in [*self.active, *self._preempted.values()]:
@@ -251,8 +307,10 @@ class Scheduler:
         try:
             kept = part(cache)
             self.prefix_cache.keep(request.tenant, sequence.tokens[: kept.length], kept)
-        except (MemoryError, RuntimeError) as error:  # no memory for the copy: the answer itself is not affected
-            logger.warning("the rows of an answer are not kept for the next call: %s", error)
+        except Exception as error:  # no memory for the copy: the answer itself is not affected
+            if is_device_error(error):
+                raise
+            logger.warning("the rows of an answer are not kept for the next call: %s", error_location(error))
             self.prefix_cache.clear()
 
     def clear(self) -> list[EngineRequest]:
@@ -263,9 +321,7 @@ class Scheduler:
             self._waiting.clear()
             self._unfinished.clear()
         for sequence in [*self.active, *self._preempted.values()]:
-            sequence.close(clean=False)
-        self.active.clear()
-        self._preempted.clear()
+            self.drop(sequence)
         self.prefix_cache.clear()
         return unfinished
 

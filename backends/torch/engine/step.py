@@ -8,13 +8,11 @@ from functools import partial
 from time import perf_counter
 from traceback import clear_frames
 
-from torch import AcceleratorError
-
 from agentspec.backends.torch.engine.scheduler import Schedule, ScheduledSequence, kv_length
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
 from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first, subtree
 from agentspec.backends.torch.engine.stats import count
-from agentspec.backends.torch.model.device import synchronize
+from agentspec.backends.torch.model.device import is_device_error, synchronize
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import fetch
 from agentspec.speculation.governor import Governor
@@ -28,10 +26,11 @@ Outcome = Delta | Exception | None
 
 def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence, Outcome]]:
     """Run one step and return each sequence's outcome: a delta, None while it reads its prompt, or its own error."""
-    scored: list[tuple[Sequence, Outcome]] = [(sequence, score(sequence)) for sequence in schedule.scoring]
+    alone: list[tuple[Sequence, Outcome]] = [(sequence, score(sequence)) for sequence in schedule.scoring]
+    alone += schedule.failed
     scheduled, device = schedule.scheduled, context.target.device
     if not scheduled:
-        return scored
+        return alone
     for each in scheduled:
         if each.draws:
             isolate_failure(each, each.propose)
@@ -47,7 +46,7 @@ def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence,
     deltas = [isolate_failure(each, partial(each.commit, cost)) for each in scheduled]
     if batched:  # the time includes sampling, which on a CUDA device is what waits for the forward
         context.governor.cost.observe(tokens, past, perf_counter() - started, len(scheduled))
-    return [*scored, *((each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True))]
+    return [*alone, *((each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True))]
 
 
 def score(sequence: Sequence) -> Exception | None:
@@ -56,6 +55,8 @@ def score(sequence: Sequence) -> Exception | None:
         if sequence.scorer:
             sequence.scorer.step()
     except Exception as error:
+        if is_device_error(error):
+            raise
         return error
     return None
 
@@ -97,6 +98,8 @@ def run_together(scheduled: list[ScheduledSequence], target: TargetModel) -> boo
     try:
         outputs = target.forward_batch([each.batch_item for each in scheduled])
     except Exception as error:
+        if is_device_error(error):
+            raise
         logger.warning("a step of %d answers failed, each is tried alone: %s", len(scheduled), error_location(error))
         return False
     for each, logits in zip(scheduled, outputs, strict=True):
@@ -124,21 +127,23 @@ def draw(scheduled: list[ScheduledSequence]) -> None:
     try:
         fetch(samplers)
     except Exception as error:
+        if is_device_error(error):
+            raise
         logger.warning("the draws of %d answers failed, each is tried alone: %s", len(samplers), error_location(error))
 
 
 def isolate_failure(each: ScheduledSequence, action: Callable[[], Delta | None]) -> Delta | None:
     """Run `action` unless this sequence has failed before; store an exception in `each.error` instead of raising it.
 
-    Raises `AcceleratorError` only: after a device failure nothing more can be computed in this process.
+    Raises errors of the device only: after them nothing more can be computed in this process.
     """
     if each.error is not None:
         return None
     try:
         return action()
-    except AcceleratorError:
-        raise
     except Exception as error:
+        if is_device_error(error):
+            raise
         clear_frames(error.__traceback__)  # the frames keep the failed forward's tensors alive while others are tried
         each.error = error
         return None

@@ -13,6 +13,8 @@ from torch import Tensor
 from agentspec.errors import ConfigurationError
 
 WAITS = "called a synchronizing CUDA operation"
+NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+DEVICE_FAILED = ("CUDA error", "HIP error", "STATUS_EXECUTION_FAILED", "STATUS_INTERNAL_ERROR", "STATUS_MAPPING_ERROR")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,6 +55,23 @@ def _best_dtype(device: torch.device) -> torch.dtype:
         return torch.float32
     native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float16
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error means that an allocation failed, on any device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in NO_MEMORY)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether the device itself failed: then this process can compute nothing on it any more. An illegal access or a
+    failed assertion poisons a CUDA context, and every later call fails as well.
+    """
+    if is_out_of_memory(error):
+        return False
+    signs = isinstance(error, RuntimeError) and any(sign in str(error) for sign in DEVICE_FAILED)
+    return signs or isinstance(error, torch.AcceleratorError)
 
 
 def is_async_device(device: torch.device) -> bool:

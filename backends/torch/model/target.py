@@ -18,8 +18,6 @@ from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache, StateCache
 from agentspec.backends.torch.model.tree_mask import attention_mask, tree_layout
 
-TOLERANCE = {torch.float32: 2e-3}
-LOW_PRECISION_TOLERANCE = 0.5
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 LENGTH_BOUND_ROTARIES = frozenset({"dynamic", "longrope"})  # their angles depend on the longest position of a forward
 
@@ -49,11 +47,6 @@ class TargetModel:
         self._windows = layer_windows(config) or {}
         parameters = inspect.signature(module.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
-
-    @property
-    def tolerance(self) -> float:
-        """By how much logits may differ from the same token's logits computed in another way."""
-        return TOLERANCE.get(self.dtype, LOW_PRECISION_TOLERANCE)
 
     def new_cache(self, capacity: int) -> KVCache:
         return SequenceCache(capacity) if self.rewindable else StateCache(self._config)

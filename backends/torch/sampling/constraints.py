@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentspec.backends.torch.grammars.matcher import CompiledGrammar, GrammarMatcher
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.sampling.grammar import CompiledGrammar, GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ _WORD: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
 _MIX_2: Final = 0x94D049BB133111EB
+_BELOW_ONE: Final = 1 - 2.0**-24  # the largest float32 below 1
 
 
 def _signed(word: int) -> int:
@@ -52,7 +53,13 @@ def gumbel_noise(key: int | Tensor, token_ids: Tensor) -> Tensor:
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(_MIX_1)
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(_MIX_2)
     bits = ((z ^ ((z >> 31) & ((1 << 33) - 1))) >> 32) & 0xFFFFFFFF
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
+    return _gumbel(bits)
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise in float32 for uniform 32-bit integers; finite for all of them."""
+    # The largest 128 integers round to 1, whose noise would be -inf: as if the token were forbidden.
+    uniform = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=_BELOW_ONE)
     return -torch.log(-torch.log1p(-uniform))
 
 

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
-import llguidance
-
-from agentspec.backends.torch.sampling.grammar import closed_schema, lark_string
+from agentspec.backends.torch.grammars.complexity import MAX_CHARACTERS, Complexity, measure_regex
+from agentspec.backends.torch.grammars.lark_outline import measure_lark
+from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
+from agentspec.backends.torch.grammars.schema_outline import measure_schema
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation
-from agentspec.backends.torch.text.tool_parser import ToolFormat
+from agentspec.backends.torch.text.tool_parser import Tool, ToolFormat
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.json_values import check_json
 from agentspec.types import GenerateRequest, StructuredOutputs
 
+FORM: Final = "structured_outputs"
+TOOLS: Final = "tools"
+MAX_REGEX: Final = 20_000  # characters
+MAX_CHOICE: Final = 20_000
 Symbol = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A grammar in llguidance's notation, what it asks of a compiler, and the request's field that asks for it."""
+
+    text: str
+    complexity: Complexity
+    param: str
 
 
 def grammar_of(
     request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol
-) -> str | None:
-    """The grammar of the answers that `request` allows, in llguidance's notation; None if it allows any text.
+) -> GrammarSource | None:
+    """The grammar of the answers that `request` allows; None if it allows any text. Raises `InvalidRequestError` for a
+    form or tools beyond the limits.
 
     Tool calls are enforced for `tool_choice` "required" and for a named tool. With "auto", an answer may be calls or
     the requested structured output; without the latter, the calls within a text are constrained if tools are `strict`.
@@ -31,30 +48,47 @@ def grammar_of(
     must_call = request.tool_choice not in ("auto", "none")
     if form is None and not must_call:
         return _strict(request, format, expected, symbol)
-    calls = _calls(request, format, symbol)
+    calls, whole = _calls(request, format, symbol)
     options = [*(["calls"] if calls else []), *([] if must_call or form is None else ["@form"])]
     thoughts, rules = _thoughts(expected, symbol)
     top = "\n".join([f"start: {thoughts} ({' | '.join(options)})", *rules, *([calls] if calls else [])])
     grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": top}]
     if "@form" in options and form is not None:
-        grammars.append({"name": "form", **_form(form)})
-    return json.dumps({"grammars": grammars})
+        entry, complexity = _form(form)
+        complexity.check(FORM)
+        grammars.append({"name": "form", **entry})
+        whole += complexity
+    return GrammarSource(json.dumps({"grammars": grammars}), whole, TOOLS if form is None else FORM)
 
 
-def _calls(request: GenerateRequest, format: ToolFormat | None, symbol: Symbol) -> str | None:
+def _measured_tools(tools: Sequence[Tool]) -> Complexity:
+    """The complexity of all tools' parameters side by side."""
+    whole = Complexity()
+    for tool in tools:
+        function = tool["function"]
+        if isinstance(function.get("parameters"), Mapping):
+            whole += _measured(function["parameters"], f"the parameters of the tool {function['name']!r}", TOOLS)
+    whole.check(TOOLS)
+    return whole
+
+
+def _calls(request: GenerateRequest, format: ToolFormat | None, symbol: Symbol) -> tuple[str | None, Complexity]:
     if format is None or request.tool_choice == "none":
-        return None
+        return None, Complexity()
     named = [tool for tool in request.tools if tool["function"]["name"] == request.tool_choice]
-    parallel = request.parallel_tool_calls and not named
-    return format.grammar(named or request.tools, parallel=parallel, symbol=symbol)
+    tools, parallel = named or request.tools, request.parallel_tool_calls and not named
+    complexity = _measured_tools(tools)
+    return format.grammar(tools, parallel=parallel, symbol=symbol), complexity
 
 
-def _strict(request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol) -> str | None:
+def _strict(
+    request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol
+) -> GrammarSource | None:
     """The grammar of any text in which every call opening is followed by a call that the tools allow."""
     strict = any(tool["function"].get("strict") for tool in request.tools)
     if format is None or format.bare or not strict or request.tool_choice != "auto":
         return None
-    several = request.parallel_tool_calls
+    complexity, several = _measured_tools(request.tools), request.parallel_tool_calls
     calls = format.grammar(request.tools, parallel=several and format.listed, symbol=symbol, opened=True)
     opening, again = symbol(format.opening), "*" if several else "?"
     if opening == lark_string(format.opening):
@@ -63,7 +97,8 @@ def _strict(request: GenerateRequest, format: ToolFormat | None, expected: Expec
     else:
         free = [f"free: text ({opening} calls text){again}"]
     thoughts, rules = _thoughts(expected, symbol)
-    return "\n".join([f"start: {thoughts} free", *rules, *free, "text: /(.|\\n)*/", calls])
+    lark = "\n".join([f"start: {thoughts} free", *rules, *free, "text: /(.|\\n)*/", calls])
+    return GrammarSource(lark, complexity, TOOLS)
 
 
 def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
@@ -79,26 +114,37 @@ def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
     return f"(thoughts blanks){optional}", [rule, "blanks: /\\s*/"]
 
 
-def _form(form: StructuredOutputs) -> dict[str, Any]:
+def _form(form: StructuredOutputs) -> tuple[dict[str, Any], Complexity]:
     """The entry for a structured output in llguidance's list of grammars. Raises `InvalidRequestError`."""
     if form.json_object:
-        return {"json_schema": closed_schema({"type": "object"})}
+        return {"json_schema": closed_schema({"type": "object"})}, Complexity()
     if form.json is not None:
         schema = form.json if isinstance(form.json, Mapping) else ({} if form.json else {"not": {}})
-        return {"json_schema": closed_schema(schema)}
+        return {"json_schema": closed_schema(schema)}, _measured(schema, "the schema", FORM)
     if form.regex is not None:
-        return {"lark_grammar": f"start: /{_slashed(form.regex)}/"}
+        _check_text(form.regex, MAX_REGEX)
+        return {"lark_grammar": f"start: {lark_regex(form.regex)}"}, measure_regex(form.regex)
     if form.choice is not None:
-        return {"lark_grammar": f"start: {' | '.join(map(lark_string, form.choice))}"}
+        for choice in form.choice:
+            _check_text(choice, MAX_CHOICE)
+        written = " | ".join(map(lark_string, form.choice))
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {written}"}, Complexity(len(written), 1, len(form.choice))
     assert form.grammar is not None
-    try:
-        return {"lark_grammar": llguidance.grammar_from("grammar", form.grammar)}
-    except ValueError as error:
-        raise InvalidRequestError(f"the grammar cannot be read: {error}", param="structured_outputs") from None
+    _check_text(form.grammar, MAX_CHARACTERS)
+    lark = as_lark(form.grammar, FORM)
+    return {"lark_grammar": lark}, measure_lark(lark, FORM)
 
 
-def _slashed(regex: str) -> str:
-    """A regular expression as Lark writes it between slashes."""
-    grammar = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))
-    lark: str = grammar["grammars"][0]["lark_grammar"]
-    return lark.removeprefix("start: /").removesuffix("/")
+def _measured(schema: Mapping[str, Any], name: str, param: str) -> Complexity:
+    """The complexity of a schema, which is checked first. Raises `InvalidRequestError`."""
+    check_json(schema, name, param=param)
+    complexity = Complexity(len(json.dumps(schema))) + measure_schema(schema, param)
+    complexity.check(param)
+    return complexity
+
+
+def _check_text(text: str, most: int) -> None:
+    if len(text) > most:
+        message = f"a regular expression, choice or grammar of {len(text):,} characters; {most:,} are allowed"
+        raise InvalidRequestError(message, param=FORM)
+    check_json(text, "the required form", param=FORM)

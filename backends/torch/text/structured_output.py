@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final, TypeVar
 
+from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.grammars.matcher import CompiledGrammar
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
-from agentspec.backends.torch.sampling.grammar import CompiledGrammar, GrammarCompiler
 from agentspec.backends.torch.text.chat_template import template_of, tool_format
-from agentspec.backends.torch.text.grammar_builder import grammar_of
+from agentspec.backends.torch.text.grammar_builder import GrammarSource, grammar_of
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, expectation
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.backends.torch.text.tool_parser import ToolFormat
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, OverloadedError
 from agentspec.types import GenerateRequest
+
+T = TypeVar("T")
+MAX_WAITING: Final = 64  # requests whose large grammars are tried out one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,10 @@ class StructuredOutput:
         return [ConstraintSpec(self.grammar, self.bad_words, choice, self.shown) for choice in range(choices)]
 
 
+class LargeGrammarError(Exception):
+    """Building this output would wait for another process that tries out its grammar."""
+
+
 class StructuredOutputBuilder:
     """Builds the `StructuredOutput` of one model's requests. Thread-safe."""
 
@@ -38,23 +49,50 @@ class StructuredOutputBuilder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._grammars = GrammarCompiler(tokenizer.tokenizer, vocab_size, end_ids)
+        self._queue = ThreadPoolExecutor(1, thread_name_prefix="agentspec-grammar")
+        self._waiting = 0
         self._vocabulary = _vocabulary(tokenizer)
         self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
 
-    def build(self, request: GenerateRequest, prompt: str) -> StructuredOutput:
-        """Build it for `request`, whose rendered prompt is `prompt`. Raises `InvalidRequestError`."""
+    def build(self, request: GenerateRequest, prompt: str, *, may_wait: bool = True) -> StructuredOutput:
+        """Build it for `request`, whose rendered prompt is `prompt`. Raises `InvalidRequestError`, and
+        `LargeGrammarError` instead of waiting unless it `may_wait`.
+        """
         chat = request.messages is not None
         called = bool(request.tools) and request.tool_choice != "none"
         format = tool_format(self._tokenizer.tokenizer) if called else None
         expected = expectation(prompt, thinks=chat and self._thinks)
         source = grammar_of(request, format, expected, self._grammars.symbol)
-        param = "tools" if request.sampling.structured_outputs is None else "structured_outputs"
         return StructuredOutput(
             parser_spec=OutputParserSpec.of(request, format, expected),
-            grammar=None if source is None else self._grammars.compile(source, param=param),
+            grammar=None if source is None else self._compiled(source, may_wait),
             bad_words=self._bad_words(request.sampling.bad_words),
             shown=self._shown(format, BEGIN, END) if chat else frozenset(),
         )
+
+    async def in_turn(self, function: Callable[[], T]) -> T:
+        """Run `function`, which may wait for a large grammar, in a thread that does so for one request after another.
+
+        Raises `OverloadedError` if too many requests wait.
+        """
+        if self._waiting >= MAX_WAITING:
+            raise OverloadedError("too many requests wait for large grammars", retry_after=2.0)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._queue, function)
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """End the thread and the process that try out large grammars."""
+        self._queue.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
+
+    def _compiled(self, source: GrammarSource, may_wait: bool) -> CompiledGrammar:
+        param, complexity = source.param, source.complexity
+        if not may_wait and self._grammars.waits(source.text, param=param, complexity=complexity):
+            raise LargeGrammarError
+        return self._grammars.compile(source.text, param=param, complexity=complexity)
 
     def _shown(self, format: ToolFormat | None, *markers: str) -> frozenset[int]:
         """The special tokens among the strings that the answer's parser looks for."""
@@ -70,7 +108,7 @@ class StructuredOutputBuilder:
             plain = tuple(self._tokenizer.encode(word))
             spaced = tuple(self._tokenizer.encode(" " + word.lstrip()))
             found.append(plain)
-            if spaced[0] != plain[0] and len(spaced) == len(plain):
+            if plain[:1] != spaced[:1] and len(spaced) == len(plain):
                 found.append(spaced)
         if any(not sequence or max(sequence) >= self._vocab_size for sequence in found):
             raise InvalidRequestError("bad_words holds a word that this model has no tokens for", param="bad_words")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agentspec.backends.torch.sampling.grammar import closed_schema, lark_string
+from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
 from agentspec.backends.torch.text.json_reader import JsonObjectParser
 from agentspec.text.stop_strings import partial_end
 

@@ -12,24 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch import loader
-from agentspec.backends.torch.loader import SelfCheck, load, load_draft, prepare
-from agentspec.backends.torch.model.attention import ATTENTION_NAME
-from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.loader import load, load_draft, prepare
 from agentspec.errors import ConfigurationError, ModelUnavailableError
-
-
-def test_a_wrong_tree_forward_is_not_used(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mask that hides nothing from siblings the check fails and the model's own decoding is used."""
-    module = tiny_model("llama")
-    check = SelfCheck.of(module)
-    module.set_attn_implementation(ATTENTION_NAME)
-    target = TargetModel(module, rewindable=True)
-    assert check.passes(target) and check.difference(target) < 1e-4
-    target._windows = {"full_attention": 1}
-    assert not check.passes(target)
-    target._windows = {"full_attention": "all"}  # type: ignore[dict-item]
-    assert not check.passes(target)  # an exception counts as a failure
 
 
 def test_a_model_that_differs_from_itself_is_refused(tiny_model: Any, byte_tokens: Any) -> None:
@@ -98,10 +82,6 @@ def test_numbers_that_overflow_are_an_error(tiny_model: Any, byte_tokens: Any) -
     module.model.norm.weight.data.fill_(float("inf"))
     with pytest.raises(ModelUnavailableError, match="no finite numbers in float32"):
         prepare(module, byte_tokens, name="hot", fingerprint="f")
-
-
-def test_the_check_covers_a_tree() -> None:
-    assert len(loader.CHECK_PARENTS) == loader.CHECK_TREE and len(set(loader.CHECK_PARENTS)) < loader.CHECK_TREE
 
 
 def test_a_draft_model_is_loaded_for_its_target(saved_model: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import exc
+from sqlalchemy import event, exc
 
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase, WriterLock
@@ -101,3 +101,36 @@ def test_a_killed_holder_does_not_block(tmp_path: Path) -> None:
             WriterLock(tmp_path)
         holder.kill()
     WriterLock(tmp_path).release()
+
+
+class RacingConnection(sqlite3.Connection):
+    """Loses the race for the file's lock three times. SQLite then fails at once, whatever the timeout."""
+
+    lost = 0
+
+    def cursor(self, *arguments: object) -> sqlite3.Cursor:  # type: ignore[override]
+        return super().cursor(RacingCursor)
+
+
+class RacingCursor(sqlite3.Cursor):
+    def execute(self, statement: str, *parameters: object) -> sqlite3.Cursor:  # type: ignore[override]
+        if "journal_mode =" in statement and RacingConnection.lost < 3:
+            RacingConnection.lost += 1
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise error
+        return super().execute(statement, *parameters)  # type: ignore[arg-type]
+
+
+def test_processes_that_make_the_database_at_the_same_moment_wait_for_each_other(tmp_path: Path) -> None:
+    database = SqliteDatabase(tmp_path)
+    database.connect()
+    event.listen(database.engine, "do_connect", _raced)
+    with database.engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+    assert RacingConnection.lost == 3
+    database.close()
+
+
+def _raced(dialect: object, record: object, arguments: list[object], keywords: dict[str, object]) -> None:
+    keywords["factory"] = RacingConnection

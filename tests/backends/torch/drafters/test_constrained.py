@@ -7,7 +7,7 @@ import pytest
 
 from agentspec.backends.torch.drafters import Drafter, make_draft
 from agentspec.backends.torch.drafters.constrained import ConstrainedDrafter
-from agentspec.backends.torch.sampling.grammar import GrammarCompiler
+from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.types import Draft, Source
 
 

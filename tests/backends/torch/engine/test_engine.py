@@ -14,13 +14,14 @@ import torch
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.cache_session import CacheSession
-from agentspec.backends.torch.engine.engine import Engine, is_out_of_memory
+from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.kv_budget import KVBudget
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
 from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.sequence import EngineContext
+from agentspec.backends.torch.model.device import is_out_of_memory
 from agentspec.cache import SuffixCache
-from agentspec.errors import ContextLengthError, EngineError, OverloadedError, ShuttingDownError
+from agentspec.errors import ContextLengthError, EngineError, EngineStoppedError, OverloadedError, ShuttingDownError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.types import Delta, GenerateRequest, Labels, Namespace, SamplingParams
 
@@ -190,8 +191,9 @@ def test_the_end_of_the_thread_or_its_device_leaves_nobody_waiting(engine_of: An
     for client in clients:
         with pytest.raises(EngineError, match=type(error).__name__):
             client.result()
-    with pytest.raises(ShuttingDownError):
+    with pytest.raises(EngineStoppedError, match="the process must be restarted"):
         Client(engine).submit()
+    assert isinstance(engine.failure, EngineStoppedError)
 
 
 def test_an_error_at_admission_is_that_requests_alone(engine_of: Any) -> None:

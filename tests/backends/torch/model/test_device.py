@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.model.device import choose_device, choose_dtype, is_async_device, to_device
+from agentspec.backends.torch.model.device import (
+    choose_device,
+    choose_dtype,
+    is_async_device,
+    is_device_error,
+    is_out_of_memory,
+    to_device,
+)
 from agentspec.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -66,3 +73,23 @@ def test_copies_to_a_cuda_device_do_not_wait(monkeypatch: pytest.MonkeyPatch) ->
 def test_values_reach_a_cuda_device() -> None:
     values = torch.arange(1000)
     assert to_device(values, torch.device("cuda")).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("error", "memory", "device"),
+    [
+        (MemoryError(), True, False),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, False),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough memory"), True, False),
+        (RuntimeError("CUDA error: out of memory"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True, False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False, True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), False, True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), False, True),
+        (torch.AcceleratorError("device-side assert triggered"), False, True),
+        (RuntimeError("shapes cannot be multiplied"), False, False),
+        (ValueError("CUDA error"), False, False),
+    ],
+)
+def test_errors_of_memory_and_of_the_device_are_told_apart(error: Exception, memory: bool, device: bool) -> None:
+    assert (is_out_of_memory(error), is_device_error(error)) == (memory, device)

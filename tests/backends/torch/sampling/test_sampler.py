@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.sampling import sampler as sampling
 from agentspec.backends.torch.sampling.acceptance import accept_path
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
-from agentspec.backends.torch.sampling.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.sampler import Sampler, ancestor_tokens, fetch, gumbel_noise, position_key
 from agentspec.types import SamplingParams
 
@@ -51,6 +52,45 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
     assert np.abs(counts / draws - expected).sum() / 2 < 0.01
     chi2 = ((counts - draws * expected) ** 2 / (draws * expected)).sum()
     assert chi2 < 25.7  # 1e-4 quantile of chi square with 5 degrees of freedom
+
+
+def hashes() -> list[torch.Tensor]:
+    """One hash for every float32 that hashes round to, in parts; those with the same float32 have the same noise."""
+    parts = [torch.arange(start, start + (1 << 21)) for start in range(0, 1 << 24, 1 << 21)]
+    for octave in range(8):
+        step = 2 << octave
+        parts += [torch.arange(start, 2 * start, step) for start in [1 << (24 + octave)]]
+    return [*parts, torch.arange((1 << 32) - 1024, 1 << 32)]
+
+
+@pytest.mark.slow
+def test_noise_is_finite_over_the_whole_range_of_the_hash_and_clamped_only_where_it_was_not() -> None:
+    clamped = 0
+    for bits in hashes():
+        noise = sampling._gumbel(bits)
+        before = -torch.log(-torch.log1p(-(bits.to(torch.float32) + 0.5) * 2.0**-32))
+        assert noise.isfinite().all()
+        assert torch.equal(noise[before.isfinite()], before[before.isfinite()])
+        clamped += int((~before.isfinite()).sum())
+    assert clamped == 128  # of 2^32: the hashes that round to 1
+
+
+def test_the_last_hashes_give_the_least_noise() -> None:
+    noise = sampling._gumbel(torch.arange((1 << 32) - 1024, 1 << 32))
+    assert noise.isfinite().all() and (noise.diff() <= 0).all() and noise[-1] == sampling._gumbel(torch.tensor(2**32))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_only_token_left_is_drawn_whatever_its_noise(ahead: bool) -> None:
+    """Its hash is one of those that round to 1: as -inf it would lose to token 0, which is forbidden."""
+    only, position = 35955, 10
+    assert gumbel_noise(position_key(718, 0, position), torch.tensor([only])).isfinite().all()
+    logits = torch.full((1, 49152), -math.inf)
+    logits[0, only] = 1.5
+    params = SamplingParams(temperature=1.0, seed=718)
+    subject = Sampler(params, 49152, [1] * position, CPU, ahead=ahead)
+    subject.begin(logits)
+    assert subject.choose(0) == only
 
 
 def test_noise_is_standard_gumbel_and_independent_between_ids_positions_and_seeds() -> None:

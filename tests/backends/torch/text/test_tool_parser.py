@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.grammar import GrammarCompiler
+from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.text.json_reader import JsonObjectParser
 from agentspec.backends.torch.text.tool_parser import (
     HERMES,

@@ -17,15 +17,16 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.proxy.server import is_unprotected
+from agentspec.proxy.hosts import is_unprotected
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.server import ServerSettings
 
 PROGRAM = """
 import sys
-from agentspec.settings.server import ServerSettings, Settings
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
 from agentspec.proxy import create_app, logs
-from agentspec.proxy.server import GatewayServer
+from agentspec.proxy.serving.server import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.testing import Answer, FakeBackend
 
@@ -108,7 +109,8 @@ def test_the_drain_has_an_end(process: Any) -> None:
     status, output = process.end()
     thread.join(60)
     assert status == 0 and output.endswith("flushed False\n")
-    assert "data: [DONE]" not in lines
+    *_, last, done = [json.loads(line) if "{" in line else line for line in (one[6:] for one in lines) if line]
+    assert last["error"]["code"] == "shutting_down" and done == "[DONE]"  # cut short, and the client is told
 
 
 @pytest.mark.parametrize("process", [3600.0], indirect=True)  # what it would drain for, were it not idle
@@ -138,10 +140,11 @@ def test_a_load_under_way_does_not_hold_up_the_end(tmp_path: Path, sent: signal.
 
 def test_a_backend_that_cannot_be_built_ends_serve() -> None:
     program = """
-from agentspec.settings.server import ServerSettings, Settings
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import AgentSpecError
-from agentspec.proxy.server import serve
+from agentspec.proxy.serving.server import serve
 up = OpenAISettings(base_url="http://127.0.0.1:9/v1", api_key_file="/nonexistent/key")
 settings = Settings(server=ServerSettings(port=0), backends={"up": up})
 try:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import hmac
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from starlette.datastructures import Headers
 
 from agentspec.errors import AuthenticationError, ConfigurationError
-from agentspec.proxy.auth import Authenticator, read_caller, request_id
+from agentspec.proxy.admission.auth import Authenticator, Identity, read_caller, request_id
 from agentspec.settings.api_keys import ApiKey
 from agentspec.types import GenerateRequest, Labels
 
@@ -23,9 +25,8 @@ def sent(*values: str) -> Headers:
 
 
 def test_the_tenant_comes_from_the_key(authenticator: Authenticator) -> None:
-    assert (
-        authenticator.tenant(sent("Bearer key-of-a")) == "a" and authenticator.tenant(sent("bearer key-of-b ")) == "b"
-    )
+    assert authenticator.identify(sent("Bearer key-of-a")) == Identity("a")
+    assert authenticator.identify(sent("bearer key-of-b ")) == Identity("b")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_the_tenant_comes_from_the_key(authenticator: Authenticator) -> None:
 )
 def test_everything_else_is_refused(authenticator: Authenticator, values: tuple[str, ...]) -> None:
     with pytest.raises(AuthenticationError):
-        authenticator.tenant(sent(*values))
+        authenticator.identify(sent(*values))
 
 
 def test_only_digests_are_kept(authenticator: Authenticator) -> None:
@@ -54,7 +55,51 @@ def test_only_digests_are_kept(authenticator: Authenticator) -> None:
 
 
 def test_without_keys_everybody_is_the_default_tenant() -> None:
-    assert not Authenticator([]) and Authenticator([]).tenant(sent("Bearer whatever")) == "default"
+    assert not Authenticator([]) and Authenticator([]).identify(sent("Bearer whatever")).tenant == "default"
+
+
+def test_an_operator_reads_metrics_and_uses_no_models(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("watch")
+    identity = Authenticator([ApiKey(role="operator", key_file=tmp_path / "key")]).identify(sent("Bearer watch"))
+    assert identity.reads_metrics and not identity.uses_models
+    (tmp_path / "tenant").write_text("watch")
+    with pytest.raises(ConfigurationError, match="operator"):
+        Authenticator([ApiKey(role="operator", key_file=tmp_path / "key"), ApiKey(key_file=tmp_path / "tenant")])
+
+
+def test_new_keys_hold_at_once_and_bad_ones_change_nothing(authenticator: Authenticator, tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("key-of-c")
+    authenticator.update([ApiKey(tenant="c", key_file=tmp_path / "c")])
+    assert authenticator.identify(sent("Bearer key-of-c")).tenant == "c"
+    with pytest.raises(AuthenticationError):
+        authenticator.identify(sent("Bearer key-of-a"))
+    for bad in ([], [ApiKey(key_file=tmp_path / "missing")]):
+        with pytest.raises(ConfigurationError):
+            authenticator.update(bad)
+        assert authenticator.identify(sent("Bearer key-of-c")).tenant == "c"
+
+
+class CountingDigest:
+    """Counts the comparisons that one check makes."""
+
+    def __init__(self) -> None:
+        self.compared: list[tuple[bytes, bytes]] = []
+
+    def compare_digest(self, one: bytes, other: bytes) -> bool:
+        self.compared.append((one, other))
+        return hmac.compare_digest(one, other)
+
+
+def test_i1_every_wrong_key_is_hashed_and_compared_with_every_known_one(
+    authenticator: Authenticator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = CountingDigest()
+    monkeypatch.setattr("agentspec.proxy.admission.auth.hmac", counting)
+    for key in ("", "k", "key-of-", "key-of-a", "key-of-b", "key-of-bb", "x" * 8, "\xff"):
+        counting.compared.clear()
+        with suppress(AuthenticationError):
+            authenticator.identify(sent(f"Bearer {key}"))
+        assert len(counting.compared) == 2 and {len(one) for pair in counting.compared for one in pair} == {32}
 
 
 def test_an_empty_key_is_a_configuration_error(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
 
-from agentspec.errors import AuthenticationError
+from agentspec.errors import AuthenticationError, ConfigurationError
 from agentspec.protocol.headers import read_labels, read_switch
 from agentspec.settings.api_keys import ApiKey, read_keys
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
@@ -33,26 +33,53 @@ class Caller:
         return replace(request, tenant=self.tenant, labels=self.labels, speculation=self.speculation, store=self.store)
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose key a request has. An operator reads the metrics and uses no models; a tenant the reverse.
+
+    Without configured keys everybody is the default tenant and operator in one.
+    """
+
+    tenant: str
+    uses_models: bool = True
+    reads_metrics: bool = False
+
+
+EVERYBODY = Identity(DEFAULT_TENANT, reads_metrics=True)
+
+
 class Authenticator:
     """Checks API keys. Keeps only their SHA-256, and compares a client's key with every one in constant time."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        self._tenants = [(_digest(key.get_secret_value().encode()), tenant) for key, tenant in read_keys(keys)]
+        self._known: list[tuple[bytes, Identity]] = []
+        self.update(keys)
+
+    def update(self, keys: Iterable[ApiKey]) -> None:
+        """Take `keys` in place of the present ones, from the next request on.
+
+        Raises `ConfigurationError` for a key that cannot be read, and if no key would be left, which would admit
+        everybody; the present keys then stay.
+        """
+        known = [(_digest(key.get_secret_value().encode()), _identity(entry)) for key, entry in read_keys(keys)]
+        if self._known and not known:
+            raise ConfigurationError("the last API key was removed, which would let everybody in: restart for that")
+        self._known = known
 
     def __bool__(self) -> bool:
-        return bool(self._tenants)
+        return bool(self._known)
 
-    def tenant(self, headers: Headers) -> str:
-        """The tenant of the request's key; without configured keys the default tenant.
+    def identify(self, headers: Headers) -> Identity:
+        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key.
 
-        Raises `AuthenticationError` for a missing or wrong key.
+        The work is the same for every wrong key: a hash, and a comparison with each known one.
         """
-        if not self._tenants:
-            return DEFAULT_TENANT
+        if not self._known:
+            return EVERYBODY
         given = headers.getlist("authorization")
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         digest = _digest(key.strip().encode("latin-1", "replace"))
-        matches = [tenant for known, tenant in self._tenants if hmac.compare_digest(known, digest)]
+        matches = [identity for known, identity in self._known if hmac.compare_digest(known, digest)]
         if scheme.lower() != "bearer" or not matches:
             raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY")
         return matches[0]
@@ -68,6 +95,11 @@ def request_id(headers: Headers) -> str:
     """The client's `x-request-id` if it is short and of harmless characters, else a new id."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+def _identity(key: ApiKey) -> Identity:
+    operator = key.role == "operator"
+    return Identity(key.tenant, uses_models=not operator, reads_metrics=operator)
 
 
 def _digest(key: bytes) -> bytes:

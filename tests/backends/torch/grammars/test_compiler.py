@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.grammar import GrammarCompiler, GrammarMatcher, closed_schema, lark_string
+from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.grammars.matcher import GrammarMatcher
+from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
 from agentspec.errors import InvalidRequestError
 
 END = 256

@@ -1,65 +1,69 @@
-"""Limits on requests: how many run at once and how long each may take; cancels those of disconnected clients."""
+"""The time that a request may take, and the end of requests whose clients have disconnected."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import anyio
 from starlette.types import Receive
 
-from agentspec.errors import OverloadedError, RequestTimeoutError, ShuttingDownError
+from agentspec.errors import AgentSpecError, RequestTimeoutError
 
 T = TypeVar("T")
 
 
-class ConcurrencyLimiter:
-    """Bounds the number of running requests. After `close`, running requests finish and new ones are refused."""
+class Deadlines:
+    """The deadlines of the running requests."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.running = 0
-        self.closed = False
+    def __init__(self) -> None:
+        self._running: WeakSet[Deadline] = WeakSet()
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Count as one running request. Raises `ShuttingDownError` or `OverloadedError` at once instead of waiting."""
-        if self.closed:
-            raise ShuttingDownError("the server is shutting down; send the request elsewhere or later")
-        if self.running >= self._limit:
-            raise OverloadedError(f"{self._limit} requests are being answered already (server.max_concurrent)")
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
+    def start(self, seconds: float) -> Deadline:
+        """The time limit of one request, which `interrupt` can bring forward."""
+        deadline = Deadline(seconds)
+        self._running.add(deadline)
+        return deadline
 
-    def close(self) -> None:
-        self.closed = True
+    def interrupt(self, error: AgentSpecError) -> None:
+        """End the running requests with `error`."""
+        for deadline in tuple(self._running):
+            deadline.interrupt(error)
 
 
 class Deadline:
     """The time limit of one request, which starts when the object is created, by the clock of the running loop."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
         self._at = asyncio.get_running_loop().time() + seconds
+        self._active: asyncio.Timeout | None = None
+        self._error: AgentSpecError = RequestTimeoutError(
+            f"no complete answer within {seconds:g} seconds (server.request_timeout)"
+        )
+
+    def interrupt(self, error: AgentSpecError) -> None:
+        """End the time now; what is limited raises `error`."""
+        self._at, self._error = asyncio.get_running_loop().time(), error
+        if self._active is not None and not self._active.expired():
+            self._active.reschedule(self._at)
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Raise `RequestTimeoutError` inside the block once the time is over."""
+        """Raise `RequestTimeoutError`, or what `interrupt` was given, inside the block once the time is over."""
         limit = asyncio.timeout_at(self._at)
         try:
             async with limit:
+                self._active = limit
                 yield
         except TimeoutError:
             if limit.expired():
-                raise RequestTimeoutError(
-                    f"no complete answer within {self._seconds:g} seconds (server.request_timeout)"
-                ) from None
+                raise self._error from None
             raise
+        finally:
+            self._active = None
 
     async def within(self, items: AsyncIterator[T]) -> AsyncGenerator[T]:
         """Yield `items`; raises `RequestTimeoutError` once the time is over. Closes `items` on the way out."""

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentspec.errors import OverloadedError, RequestTimeoutError, ShuttingDownError
-from agentspec.proxy.limits import ConcurrencyLimiter, Deadline, until_disconnect
+from agentspec.errors import RequestTimeoutError
+from agentspec.proxy.admission.limits import Deadline, until_disconnect
 
 pytestmark = pytest.mark.anyio
 
@@ -59,15 +59,3 @@ async def test_an_undisturbed_block_leaves_no_task() -> None:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not client.cancelled_caught and len(asyncio.all_tasks()) == before
-
-
-def test_the_concurrency_limit() -> None:
-    limiter = ConcurrencyLimiter(2)
-    with limiter.enter(), limiter.enter():
-        with pytest.raises(OverloadedError), limiter.enter():
-            pass
-        assert limiter.running == 2
-        limiter.close()
-        with pytest.raises(ShuttingDownError), limiter.enter():
-            pass
-    assert limiter.running == 0

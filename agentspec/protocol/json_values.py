@@ -1,0 +1,73 @@
+"""Bounds of the JSON values inside a request's fields: schemas, descriptions of tools, template arguments."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from agentspec.errors import InvalidRequestError
+
+MAX_JSON_DEPTH = 100  # levels of objects and arrays: whatever writes or compiles a value calls itself for each
+MAX_JSON_VALUES = 100_000
+
+
+def check_json(value: Any, name: str, *, param: str | None = None) -> None:
+    """Raise `InvalidRequestError` unless `value`, of the field `name`, is JSON that every later reader can take.
+
+    Refuses nesting beyond `MAX_JSON_DEPTH` levels, more than `MAX_JSON_VALUES` keys and values, strings that are not
+    text, numbers beyond 64-bit floats, and Python objects that JSON cannot write. Never recursive: goes level by level.
+    `param` is the error's, the name itself if not given.
+    """
+    param = param or name
+    level, count = [value], 0
+    for _ in range(MAX_JSON_DEPTH + 1):
+        inner: list[Any] = []
+        for one in level:
+            kind = type(one)
+            if kind is str:
+                fault = None if one.isascii() or _is_text(one) else "holds half a surrogate pair, which is not text"
+            elif kind is dict or isinstance(one, Mapping):
+                inner += one.keys()
+                inner += one.values()
+                fault = None if all(isinstance(key, str) for key in one) else "has a key that is not a string"
+            elif isinstance(one, (list, tuple)):
+                inner += one
+                fault = None
+            else:
+                fault = _fault(one)
+            if fault is not None:
+                raise InvalidRequestError(f"{name} {fault}", param=param)
+            if count + len(inner) > MAX_JSON_VALUES:
+                raise InvalidRequestError(f"{name} has more than {MAX_JSON_VALUES:,} keys and values", param=param)
+        if not inner:
+            return
+        level, count = inner, count + len(inner)
+    raise InvalidRequestError(f"{name} is nested more than {MAX_JSON_DEPTH} levels deep", param=param)
+
+
+def check_each(values: Iterable[Any], name: str) -> None:
+    """`check_json` for each of `values`, named `name[0]` and so on, all with the `param` `name`."""
+    for index, value in enumerate(values):
+        check_json(value, f"{name}[{index}]", param=name)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _fault(value: Any) -> str | None:
+    """What is wrong with a value that is neither a plain string nor a container."""
+    if value is None or isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        return None if _is_text(value) else "holds half a surrogate pair, which is not text"
+    if isinstance(value, (int, float)):
+        large = not math.isfinite(value) if isinstance(value, float) else abs(value) > sys.float_info.max
+        return "holds a number beyond the range of 64-bit floats" if large else None
+    return f"holds a Python {type(value).__name__}, which is not JSON"

@@ -1,0 +1,68 @@
+"""Bounds what one request may ask of an upstream: answers, tokens, alternatives, prompts, messages and tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentspec.backends.base import COMPLETIONS, EMBEDDINGS
+from agentspec.errors import InvalidRequestError
+from agentspec.settings.server import ServerSettings
+
+MAX_STOPS = 64
+MAX_BIASES = 1024
+# OpenAI's names, and those of SGLang, TGI, llama.cpp and Ollama for the same amount.
+_TOKENS = "max_tokens max_completion_tokens min_tokens max_new_tokens min_new_tokens n_predict num_predict".split()
+_ALTERNATIVES = "top_logprobs prompt_logprobs logprobs n_probs".split()
+_CHOICES = ("n", "best_of", "n_choices", "beam_width", "num_beams")
+_LISTS = ("stop", "stop_token_ids", "bad_words", "stop_regex")
+
+
+def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) -> None:
+    """Raise `InvalidRequestError` for an amount above its limit, or one that is not a whole number.
+
+    Servers accept "9" and 9.0 as numbers and read negative ones as "all", so that only plain counts can be bounded.
+    """
+    choices = max(_count(fields, name, 1, limits.max_choices, "server.max_choices") for name in _CHOICES)
+    for name in _TOKENS:
+        _count(fields, name, 0, limits.max_output_tokens, "server.max_output_tokens")
+    for name in _ALTERNATIVES:
+        if not isinstance(fields.get(name), bool):
+            _count(fields, name, 0, limits.max_logprobs, "server.max_logprobs")
+    _length(fields, "messages", limits.max_messages, "server.max_messages")
+    _length(fields, "tools", limits.max_tools, "server.max_tools")
+    _length(fields, "functions", limits.max_tools, "server.max_tools")
+    _length(fields, "logit_bias", MAX_BIASES)
+    for name in _LISTS:
+        _length(fields, name, MAX_STOPS)
+    if path == COMPLETIONS and _texts(fields.get("prompt")) * choices > max(limits.max_prompts, limits.max_choices):
+        raise InvalidRequestError(
+            f"the request asks for more than {limits.max_prompts} answers (server.max_prompts)", param="prompt"
+        )
+    if path == EMBEDDINGS and _texts(fields.get("input")) > limits.max_embedding_inputs:
+        raise InvalidRequestError(
+            f"input has more than {limits.max_embedding_inputs} texts (server.max_embedding_inputs)", param="input"
+        )
+
+
+def _count(fields: Mapping[str, Any], name: str, low: int, high: int, setting: str) -> int:
+    value = fields.get(name)
+    if value is None:
+        return low
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be an integer from {low} to {high} ({setting})", param=name)
+    return value
+
+
+def _length(fields: Mapping[str, Any], name: str, most: int, setting: str = "") -> None:
+    value = fields.get(name)
+    if isinstance(value, (list, dict)) and len(value) > most:
+        source = f" ({setting})" if setting else ""
+        raise InvalidRequestError(f"{name} has {len(value)} entries; {most} are allowed{source}", param=name)
+
+
+def _texts(value: Any) -> int:
+    """How many texts a prompt has: a list of numbers is one text of token ids."""
+    if not isinstance(value, list):
+        return 1
+    return max(1, sum(isinstance(item, (str, list, dict)) for item in value))

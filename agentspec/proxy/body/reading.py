@@ -1,0 +1,71 @@
+"""Reads a request's body, at most the allowed number of bytes, and refuses what is not declared as plain JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from agentspec.errors import InvalidRequestError, RequestTooLargeError
+
+BODY_SECONDS = 60.0
+
+
+def _unlimited(size: int) -> None:
+    """The memory of a caller that keeps no account."""
+
+
+async def read_body(
+    headers: Headers, receive: Receive, limit: int, account: Callable[[int], None] = _unlimited
+) -> bytes:
+    """The request's body. Reads at most `limit` bytes, whatever Content-Length claims.
+
+    `account` is told the size of each piece before it is kept, and may refuse it. Raises `RequestTooLargeError`,
+    starlette's `ClientDisconnect`, and `InvalidRequestError` for a body that is compressed, not declared as JSON, takes
+    more than a minute, or has both Transfer-Encoding and Content-Length.
+    """
+    _check_headers(headers)
+    length = headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
+        raise _too_large(limit)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _receive_all(receive, limit, account)
+    except TimeoutError:
+        raise InvalidRequestError(f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
+
+
+async def _receive_all(receive: Receive, limit: int, account: Callable[[int], None]) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece = message.get("body", b"")
+        if len(body) + len(piece) > limit:
+            raise _too_large(limit)
+        account(len(piece))
+        if not body and not message.get("more_body", False):
+            return bytes(piece)
+        body += piece
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _check_headers(headers: Headers) -> None:
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise InvalidRequestError("Transfer-Encoding and Content-Length contradict each other; send one")
+    encoding = headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise InvalidRequestError(f"Content-Encoding {encoding[:40]!r} is not taken; send the body uncompressed")
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        # Any web page may send other types without a preflight request (CORS "simple requests").
+        raise InvalidRequestError(f"set Content-Type to application/json, not {media_type[:80]!r}")
+
+
+def _too_large(limit: int) -> RequestTooLargeError:
+    return RequestTooLargeError(f"the body is larger than the limit of {limit} bytes (server.max_body_bytes)")

@@ -1,0 +1,161 @@
+"""Checks which fields of a request an upstream may get.
+
+Fields that could make an upstream, or another gateway behind it, connect elsewhere or act as somebody else are refused:
+by name (`field_names.py`), and by value where a value is an address. Texts, and schemas for texts, are passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import InvalidRequestError
+from agentspec.proxy.body.addresses import is_address, is_base64, is_inline, is_on
+from agentspec.proxy.body.field_names import is_denied, is_denied_in_message, is_denied_in_metadata, plain_name
+
+
+def _plain_names(names: str) -> frozenset[str]:
+    return frozenset(map(plain_name, names.split()))
+
+
+# Arguments of chat templates that published models read; templates are programs, and others may keep them busy.
+TEMPLATE_ARGUMENTS = frozenset(
+    "enable_thinking thinking thinking_mode thinking_budget reasoning_effort preserve_thinking clear_thinking"
+    " add_vision_id date_string tools_in_user_message model_identity builtin_tools".split()
+)
+# These fields hold text, or a schema or grammar for text: no server takes an address from them.
+_TEXT_FIELDS = frozenset(
+    "model suffix stop bad_words user safety_identifier prompt_cache_key response_format guided_json guided_regex"
+    " guided_choice guided_grammar guided_whitespace_pattern structured_outputs structural_tag regex ebnf json_schema"
+    " grammar stop_regex documents logit_bias instructions".split()
+)
+_MESSAGE_FIELDS = frozenset({"messages", "prompt", "input", "prediction"})
+_CALLS = frozenset({"tool_calls", "function_call", "arguments", "parameters", "input_schema"})
+_MESSAGE_TEXT = frozenset(
+    "role name content text prompt input prediction thinking refusal reasoning reasoning_content summary title context"
+    " signature tool_call_id messages transcript".split()
+)
+_TOOL_TEXT = frozenset("name description title definition syntax pattern examples type".split())
+_MEDIA = _plain_names(
+    "url image_url input_image video_url audio_url file_url image images video videos audio audios file path"
+)
+_ENCODED = _plain_names("data file_data input_audio b64_json")
+_CHECKED = frozenset({dict, list, str})
+
+_Link = tuple[Any, ...]  # (key, link of the container around it): the path of a container, spelled only for an error
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """How a part of a request is checked: which names are denied, which strings are text, which are media."""
+
+    denied: Callable[[str, Set[str]], bool]
+    skipped: Set[str] = frozenset()
+    text: Set[str] = frozenset()
+    media: bool = False
+    strings: bool = True  # whether strings are checked at all
+
+
+_OTHER = _Region(is_denied)
+_TOOLS = _Region(is_denied, skipped=_CALLS, text=_TOOL_TEXT)
+_METADATA = _Region(is_denied_in_metadata, strings=False)
+_MESSAGES = _Region(is_denied_in_message, skipped=_CALLS, text=_MESSAGE_TEXT, media=True)
+
+
+class UpstreamFields:
+    """The fields that the operator of one backend allows beyond the default."""
+
+    def __init__(self, settings: OpenAISettings) -> None:
+        self._allowed = frozenset(map(plain_name, settings.allow_fields))
+        self._hosts = frozenset(host.lower() for host in settings.allow_media_hosts)
+        self._arguments = TEMPLATE_ARGUMENTS | set(settings.allow_template_arguments)
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Raise `InvalidRequestError`, whose `param` is the path of the field, for a field that is not allowed.
+
+        Takes time and memory linear in the size of `fields`, whatever its nesting.
+        """
+        if is_address(str(fields.get("model", ""))):
+            raise InvalidRequestError("model must be a name, not an address", param="model")
+        if not isinstance(fields.get("metadata", {}), (dict, type(None))):
+            raise InvalidRequestError("metadata must be an object", param="metadata")
+        self._check_template_arguments(fields.get("chat_template_kwargs"))
+        for name, value in fields.items():
+            if name == "metadata":
+                self._check_name(name, None, _OTHER)
+                self._walk(value, (name, None), _METADATA)
+            elif name in _MESSAGE_FIELDS:
+                self._walk({name: value}, None, _MESSAGES)
+            elif name not in _TEXT_FIELDS:
+                self._walk({name: value}, None, _TOOLS if name in ("tools", "functions") else _OTHER)
+
+    def _check_template_arguments(self, arguments: Any) -> None:
+        for name in arguments if isinstance(arguments, dict) else ():
+            if name not in self._arguments:
+                param = f"chat_template_kwargs.{_shown(name)}"
+                raise InvalidRequestError(
+                    f"{param} is not among the template arguments that may be set (allow_template_arguments)",
+                    param=param,
+                )
+
+    def _walk(self, root: Any, link: _Link | None, region: _Region) -> None:
+        """Check all names and strings in and below `root`, whose own path is `link`."""
+        waiting: list[tuple[Any, _Link | None, str]] = [(root, link, "")]
+        while waiting:
+            container, link, nearest = waiting.pop()
+            if isinstance(container, dict):
+                for name, value in container.items():
+                    self._check_name(name, link, region)
+                    if name not in region.skipped:
+                        self._visit(value, name, link, name, region, waiting)
+            elif isinstance(container, list):
+                for index, value in enumerate(container):
+                    if type(value) in _CHECKED:
+                        self._visit(value, index, link, nearest, region, waiting)
+
+    def _visit(
+        self, value: Any, key: str | int, link: _Link | None, nearest: str, region: _Region, waiting: list[Any]
+    ) -> None:
+        """Check a string; put an array or object on the list of those that wait. `nearest` is the name around it."""
+        kind = type(value)
+        if kind is dict or kind is list:
+            waiting.append((value, (key, link), nearest))
+        elif kind is str and region.strings and nearest not in region.text:
+            self._check_string(value, (key, link), nearest, region)
+
+    def _check_name(self, name: str, link: _Link | None, region: _Region) -> None:
+        if region.denied(name, self._allowed):
+            path = _path((name, link))
+            raise InvalidRequestError(
+                f"{path} is refused: upstreams are configured, not requested (allow_fields of the backend)", param=path
+            )
+
+    def _check_string(self, text: str, link: _Link, nearest: str, region: _Region) -> None:
+        plain = plain_name(nearest) if region.media else ""
+        if plain in _MEDIA:
+            harmless = is_inline(text)
+        elif plain in _ENCODED:
+            harmless = is_inline(text) or is_base64(text)
+        elif region.media and nearest == "type":
+            harmless = not region.denied(text, self._allowed)
+        else:
+            harmless = not is_address(text)
+        if not harmless and not is_on(text, self._hosts):
+            path = _path(link)
+            wanted = "must be a data: URL" if plain in _MEDIA or plain in _ENCODED else "may not name an address"
+            raise InvalidRequestError(f"{path} {wanted} (allow_media_hosts of the backend)", param=path)
+
+
+def _path(link: _Link | None) -> str:
+    """The dotted path of a field, of which the last parts are shown."""
+    parts: list[str] = []
+    while link is not None and len(parts) < 16:
+        key, link = link
+        parts.append(f"[{key}]" if isinstance(key, int) else f".{_shown(key)}")
+    return "".join(reversed(parts)).removeprefix(".")
+
+
+def _shown(name: str) -> str:
+    return name[:80].encode("ascii", "replace").decode()

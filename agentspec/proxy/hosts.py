@@ -1,0 +1,126 @@
+"""Checks whom a request is meant for: its Host and Origin headers, so that no foreign web page uses the gateway.
+
+A page can make its own name point at this machine (DNS rebinding); its requests then carry that name in Host. Without
+API keys, which a page does not have, only names that are known to mean this server are served.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+from starlette.types import Scope
+
+from agentspec.errors import (
+    HeadersTooLargeError,
+    HostNotAllowedError,
+    InvalidRequestError,
+    OriginNotAllowedError,
+)
+from agentspec.settings.server import ServerSettings
+
+MAX_HEADERS = 128
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
+_KNOWN_HOSTS = 1024  # spellings of Host that are remembered as allowed
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address without brackets, means this machine alone."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def is_unprotected(server: ServerSettings) -> bool:
+    """Whether other machines can use the gateway without an API key."""
+    return not (is_loopback(server.host) or server.api_keys)
+
+
+class HostCheck:
+    """Decides by the head of a request whether it may be answered.
+
+    With API keys and without `allowed_hosts` every Host is; else loopback names and addresses, `host`, and
+    `allowed_hosts`. A server that is not on loopback also answers to every IP address: a page cannot rebind an address.
+    """
+
+    def __init__(self, server: ServerSettings) -> None:
+        self._any = "*" in server.allowed_hosts or bool(server.api_keys and not server.allowed_hosts)
+        self._checks_origin = not (self._any or server.api_keys)
+        self._public = not is_loopback(server.host)
+        names = (name.lower().rstrip(".") for name in (server.host, *server.allowed_hosts))
+        self._names = frozenset(name.strip("[]") for name in names)
+        self._suffixes = tuple(name[1:] for name in self._names if name.startswith("*."))
+        self._max_bytes = server.max_header_bytes
+        self._allowed: set[bytes] = set()
+
+    def check(self, scope: Scope, *, any_host: bool = False) -> None:
+        """Raise `InvalidRequestError` for a Host header that is missing, doubled or not a host, and for long heads.
+
+        `HostNotAllowedError` and `OriginNotAllowedError` tell that the request is meant for another server, or comes
+        from another server's page; not with `any_host`.
+        """
+        hosts, origins = self._read(scope)
+        if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
+            raise InvalidRequestError(f"the request has {len(hosts)} Host headers; send one")
+        for host in hosts:
+            if host not in self._allowed:
+                self._check_host(host, any_host)
+        if origins and self._checks_origin and not any_host:
+            self._check_origins(origins, hosts)
+
+    def _read(self, scope: Scope) -> tuple[list[bytes], list[bytes]]:
+        """The values of Host and of Origin. Raises `HeadersTooLargeError`."""
+        headers = scope["headers"]
+        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        hosts, origins = [], []
+        for name, value in headers:
+            size += len(name) + len(value)
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"origin":
+                origins.append(value)
+        if size > self._max_bytes or len(headers) > MAX_HEADERS:
+            limits = f"{MAX_HEADERS} headers and {self._max_bytes} bytes with the target"
+            raise HeadersTooLargeError(f"a request's head may have {limits} (server.max_header_bytes)")
+        return hosts, origins
+
+    def _check_host(self, raw: bytes, any_host: bool) -> None:
+        matched = _HOST.fullmatch(raw)
+        if matched is None:
+            raise InvalidRequestError("the Host header is not a host name or address with an optional port")
+        if any_host:
+            return
+        name = matched[1].decode().lower().strip("[]").rstrip(".")
+        if not (self._any or self._knows(name) or (self._public and _address(name) is not None)):
+            raise HostNotAllowedError(
+                f"this server does not answer for the host {name[:100]!r}: without API keys a web page could use it"
+                " under any name. Add the name to server.allowed_hosts, or set server.api_keys"
+            )
+        if len(self._allowed) < _KNOWN_HOSTS:
+            self._allowed.add(raw)
+
+    def _check_origins(self, origins: list[bytes], hosts: list[bytes]) -> None:
+        """Raise `OriginNotAllowedError` unless the page is this server's own, or one that is allowed."""
+        try:
+            name = urlsplit(origins[0].decode("ascii")).hostname or ""
+        except ValueError:
+            name = ""
+        matched = _HOST.fullmatch(hosts[0]) if hosts else None
+        own = matched is not None and name == matched[1].decode().lower().strip("[]").rstrip(".")
+        if len(origins) > 1 or not name or not (own or self._knows(name.rstrip("."))):
+            raise OriginNotAllowedError(
+                "without API keys, requests of another site's web page are refused (Origin header):"
+                " add the page's host to server.allowed_hosts, or set server.api_keys"
+            )
+
+    def _knows(self, name: str) -> bool:
+        return name in self._names or is_loopback(name) or name.endswith(self._suffixes or ("\n",))
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

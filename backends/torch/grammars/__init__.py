@@ -1,0 +1,1 @@
+"""Grammars that answers must follow: what they may hold, how they are compiled, and their state along an answer."""

@@ -1,0 +1,126 @@
+"""Compiles grammars for one model: small ones at once, larger ones after another process has survived them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, Final
+
+from agentspec.backends.torch.grammars.complexity import Complexity
+from agentspec.backends.torch.grammars.helper import CompileHelper
+from agentspec.backends.torch.grammars.lark_outline import measure_lark
+from agentspec.backends.torch.grammars.matcher import CompiledGrammar, TokenTable, reason
+from agentspec.backends.torch.grammars.notation import lark_string
+from agentspec.backends.torch.grammars.worker import STACK, built_tokenizer, on_stack
+from agentspec.errors import InvalidRequestError
+
+KEPT: Final = 64  # compiled grammars kept, since agents send the same schema again and again
+KEPT_BYTES: Final = 256 << 20
+REFUSED: Final = 256  # reasons of refusals kept
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Thread-safe. The tokenizer's tables are built on first use (about a second)."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Iterable[int]) -> None:
+        self.vocab_size = vocab_size
+        self.end_ids = tuple(sorted(end_ids))
+        self._tokenizer = tokenizer
+        self._table: TokenTable | None = None
+        self._lock = threading.Lock()
+        self._building = threading.Lock()
+        self._kept: OrderedDict[bytes, tuple[CompiledGrammar, int]] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._helper = CompileHelper(self._setup)
+
+    @property
+    def table(self) -> TokenTable:
+        """The model's tokens. Raises `InvalidRequestError` if this model's tokens cannot be constrained."""
+        with self._building:
+            if self._table is None:
+                setup = self._setup()
+                tokenizer = built_tokenizer(setup["tokenizer"], setup["vocab_size"], setup["end_ids"])
+                self._table = TokenTable(self.vocab_size, self.end_ids, tokenizer)
+            return self._table
+
+    def compile(self, source: str, *, param: str, complexity: Complexity | None = None) -> CompiledGrammar:
+        """Compile `source`, in llguidance's notation; blocks, for a large one for seconds.
+
+        `complexity` is that of all its parts; without it, it is measured. Raises `InvalidRequestError` naming `param`
+        for a grammar that is invalid or beyond the limits, and `EngineError` if no process can try out a large one.
+        """
+        key = _key(source, param)
+        with self._lock:
+            if key in self._refused:
+                raise InvalidRequestError(self._refused[key], param=param)
+            if key in self._kept and not self._kept[key][0].stale:
+                self._kept.move_to_end(key)
+                return self._kept[key][0]
+        try:
+            size = len(source) if self._quick(source, param, complexity) else self._helper.try_out(source)
+            grammar = on_stack(STACK, lambda: self._compiled(source, param))
+        except ValueError as error:
+            message = f"the grammar of this request is refused: {reason(str(error))}"
+            self._refuse(key, message)
+            raise InvalidRequestError(message, param=param) from None
+        except InvalidRequestError as error:
+            self._refuse(key, error.message)
+            raise
+        self._keep(key, grammar, size)
+        return grammar
+
+    def waits(self, source: str, *, param: str, complexity: Complexity | None = None) -> bool:
+        """Whether `compile` would wait for another process: for a large grammar that it does not know yet."""
+        key = _key(source, param)
+        with self._lock:
+            known = key in self._kept or key in self._refused
+        return not known and not self._quick(source, param, complexity)
+
+    def symbol(self, text: str) -> str:
+        """How a grammar must write `text`: as a token if it is one special token, else as a string literal."""
+        token = self._tokenizer.get_vocab().get(text)
+        special = token is not None and self.table.tokenizer.is_special_token(token)
+        return f"<[{token}]>" if special else lark_string(text)
+
+    def close(self) -> None:
+        """End the other process."""
+        self._helper.close()
+
+    def _quick(self, source: str, param: str, complexity: Complexity | None) -> bool:
+        """Whether the grammar is so small that it is compiled at once."""
+        if complexity is None and source.lstrip()[:1] != "{":
+            complexity = measure_lark(source, param)
+        return complexity is not None and complexity.simple
+
+    def _compiled(self, source: str, param: str) -> CompiledGrammar:
+        grammar = CompiledGrammar(self.table, source, param)
+        grammar.start().mask()  # a grammar that allows no first token is refused now
+        return grammar
+
+    def _keep(self, key: bytes, grammar: CompiledGrammar, size: int) -> None:
+        with self._lock:
+            self._kept[key] = (grammar, size)
+            while len(self._kept) > KEPT or sum(size for _, size in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+
+    def _refuse(self, key: bytes, message: str) -> None:
+        with self._lock:
+            self._refused[key] = message
+            while len(self._refused) > REFUSED:
+                self._refused.popitem(last=False)
+
+    def _setup(self) -> dict[str, Any]:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or not self.end_ids:
+            raise InvalidRequestError(
+                "this model's answers cannot be constrained: that needs a fast tokenizer and an end token",
+                param="response_format",
+            )
+        size = max(self.vocab_size, len(self._tokenizer))
+        return {"tokenizer": backend.to_str(), "vocab_size": size, "end_ids": list(self.end_ids)}
+
+
+def _key(source: str, param: str) -> bytes:
+    return hashlib.sha256(f"{param}\0{source}".encode(errors="surrogatepass")).digest()

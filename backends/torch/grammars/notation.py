@@ -1,0 +1,90 @@
+"""Writes texts, regular expressions and JSON schemas as grammars want them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from agentspec.errors import InvalidRequestError
+
+BLANKS: Final = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}  # unlimited blanks would let a weak model ramble
+COMBINATORS = ("allOf", "unevaluatedProperties", "dependentSchemas", "then", "not")
+MAX_GBNF_CHARACTERS: Final = 100_000
+MAX_GBNF_RULES: Final = 500  # the conversion's time grows with their square
+MAX_GBNF_NESTING: Final = 60
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+_VALUES = ("enum", "const", "default", "examples")
+_LARK = re.compile(r"[ \t\r\f\v]*+(?:%llguidance\b|start[ \t]*+:)")
+
+
+def lark_string(text: str) -> str:
+    """`text` as a string literal in Lark's notation."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    return f'"{escaped}"'
+
+
+def lark_regex(regex: str) -> str:
+    """A regular expression as Lark writes it, slashes included."""
+    grammar = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))
+    lark: str = grammar["grammars"][0]["lark_grammar"]
+    return lark.removeprefix("start: ")
+
+
+def as_lark(grammar: str, param: str) -> str:
+    """A grammar in Lark's notation, or in GBNF, in Lark's notation. Raises `InvalidRequestError`."""
+    if any(map(_LARK.match, grammar.split("\n"))):
+        return grammar
+    limits = (
+        (len(grammar), MAX_GBNF_CHARACTERS, "characters"),
+        (grammar.count("::="), MAX_GBNF_RULES, "rules"),
+        (_nesting(grammar), MAX_GBNF_NESTING, "levels of nesting"),
+    )
+    for found, most, what in limits:
+        if found > most:
+            message = f"the grammar in GBNF has {found:,} {what}; {most:,} are allowed: write it in Lark's notation"
+            raise InvalidRequestError(message, param=param)
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # its parser raises what Python raises where the text ends, besides its own errors
+        raise InvalidRequestError(f"the grammar cannot be read: {str(error)[:300]}", param=param) from None
+
+
+def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` as the grammar uses it: limits blanks, and forbids unlisted properties unless it has a rule for them.
+
+    A model that may add properties rarely stops. A schema with keywords that combine several descriptions of one
+    object (`COMBINATORS`) keeps its rules for properties.
+    """
+    written = json.dumps(schema)
+    combined = any(f'"{word}":' in written for word in COMBINATORS)
+    return {**(schema if combined else _closed(schema)), "x-guidance": BLANKS}
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inner = {key: _inner(key, value) for key, value in schema.items()}
+    lists = isinstance(schema.get("properties"), Mapping) and schema.get("type", "object") == "object"
+    stated = {"additionalProperties", "patternProperties"} & schema.keys()
+    return {**inner, "additionalProperties": False} if lists and not stated else inner
+
+
+def _inner(key: str, value: Any) -> Any:
+    if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+        return {name: _closed(one) for name, one in value.items()}
+    return value if key in _VALUES else _closed(value)
+
+
+def _nesting(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth = depth + 1 if character == "(" else max(0, depth - 1) if character == ")" else depth
+        deepest = max(deepest, depth)
+    return deepest

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from agentspec.backends.tenant_threads import TenantThreads
+
+
+@pytest.mark.anyio
+async def test_tenants_take_turns() -> None:
+    threads, begin, order = TenantThreads(1, "test"), threading.Event(), []
+    first = asyncio.create_task(threads.run("a", begin.wait, 60))
+    await asyncio.sleep(0)
+    rest = [asyncio.create_task(threads.run(tenant, order.append, tenant)) for tenant in "aaabbc"]
+    await asyncio.sleep(0)
+    begin.set()
+    await asyncio.gather(first, *rest)
+    assert "".join(order) in ("abcaba", "bcabaa")
+    threads.close()
+
+
+@pytest.mark.anyio
+async def test_work_that_is_cancelled_while_it_waits_never_runs() -> None:
+    threads, begin, done = TenantThreads(1, "test"), threading.Event(), []
+    first = asyncio.create_task(threads.run("a", begin.wait, 60))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(threads.run("a", done.append, 2))
+    await asyncio.sleep(0)
+    second.cancel()
+    begin.set()
+    await first
+    assert await threads.run("a", done.append, 3) is None
+    assert done == [3]
+    threads.close()
+
+
+def test_several_loops_share_the_threads() -> None:
+    threads = TenantThreads(2, "test")
+    assert [asyncio.run(threads.run("a", int, "7")) for _ in range(3)] == [7, 7, 7]
+    threads.close()

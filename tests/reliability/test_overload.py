@@ -1,0 +1,244 @@
+"""C7: five times as many requests as the gateway has places for, and tenants that crowd each other out.
+
+The gateway runs by a clock that jumps, so that a minute of overload takes seconds and every run is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.proxy import create_app
+from agentspec.runtime import Runtime
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings, TenantLimits
+from agentspec.testing import FakeBackend
+
+pytestmark = pytest.mark.reliability
+
+PLACES = 16
+SECONDS = 0.16  # that each request holds its place
+CAPACITY = PLACES / SECONDS
+SECONDS_OF_LOAD = [3, pytest.param(60, marks=pytest.mark.long)]
+
+
+@dataclass
+class Outcomes:
+    """What became of the requests of one tenant, with the time that each answer took."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    retry_after: list[str | None] = field(default_factory=list)
+
+    def within(self, seconds: float) -> int:
+        return sum(taken <= seconds for taken in self.seconds)
+
+
+class Gateway:
+    """The whole gateway, called without a server."""
+
+    def __init__(self, folder: Path, tenants: dict[str, TenantLimits], **server: Any) -> None:
+        for name in tenants:
+            (folder / name).write_text(f"key-of-{name}")
+        keys = tuple(ApiKey(tenant=name, key_file=folder / name) for name in tenants)
+        places = {"max_concurrent": PLACES, **server}
+        settings = Settings(server=ServerSettings(api_keys=keys, tenants=tenants, **places), backends={})
+        self.backend = FakeBackend("ok", latency=SECONDS / 2)  # a word and the end
+        self.runtime = Runtime(settings, backends={"m": self.backend})
+        self.runtime.start()
+        self.app = create_app(self.runtime, settings)
+        self.outcomes: defaultdict[str, Outcomes] = defaultdict(Outcomes)
+
+    async def ask(self, tenant: str, stays: float | None = None) -> int:
+        """One request of a client that leaves after `stays` seconds if it is given; returns the status."""
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
+        messages: asyncio.Queue[Any] = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        loop, sent = asyncio.get_running_loop(), []
+        leaving = None if stays is None else loop.call_later(stays, messages.put_nowait, {"type": "http.disconnect"})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json"), (b"authorization", f"Bearer key-of-{tenant}".encode())]
+        path = "/v1/chat/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        began = loop.time()
+        await self.app(scope, messages.get, send)
+        if leaving is not None:
+            leaving.cancel()
+        status = sent[0]["status"] if sent else 0
+        seen = self.outcomes[tenant]
+        seen.statuses[status] += 1
+        if status == 200:
+            seen.seconds.append(loop.time() - began)
+        elif status:
+            seen.retry_after.append(dict(sent[0]["headers"]).get(b"retry-after", b"").decode())
+        return int(status)
+
+
+async def arrivals(rate: float, seconds: float) -> AsyncIterator[int]:
+    """One item for each request of a steady flow."""
+    for number in range(round(rate * seconds)):
+        yield number
+        await asyncio.sleep(1 / rate)
+
+
+async def flow(gateway: Gateway, tenant: str, rate: float, seconds: float, stays: float | None = None) -> None:
+    """Send requests at a steady rate, whether or not earlier ones were answered, and wait for the last."""
+    tasks = []
+    async for _ in arrivals(rate, seconds):
+        tasks.append(asyncio.create_task(gateway.ask(tenant, stays)))
+    await asyncio.gather(*tasks)
+
+
+async def goodput(*flows: Coroutine[Any, Any, None], gateway: Gateway) -> float:
+    """Answers a second from the first request to the last answer."""
+    await asyncio.gather(*flows)
+    return sum(seen.statuses[200] for seen in gateway.outcomes.values()) / asyncio.get_running_loop().time()
+
+
+@pytest.fixture
+def one_tenant(tmp_path: Path) -> Callable[..., Gateway]:
+    return lambda **server: Gateway(tmp_path, {"a": TenantLimits()}, **server)
+
+
+@pytest.mark.parametrize("seconds", SECONDS_OF_LOAD)
+def test_c7_five_times_the_capacity_costs_no_goodput(
+    one_tenant: Callable[..., Gateway], in_virtual_time: Any, seconds: int
+) -> None:
+    peak, loaded = one_tenant(), one_tenant()
+    in_virtual_time(flow(peak, "a", CAPACITY * 0.95, seconds))
+    rate = in_virtual_time(goodput(flow(loaded, "a", CAPACITY * 5, seconds), gateway=loaded))
+    full, seen = peak.outcomes["a"], loaded.outcomes["a"]
+    assert full.statuses == {200: round(CAPACITY * 0.95 * seconds)}
+    assert set(seen.statuses) == {200, 429}
+    assert rate >= 0.95 * CAPACITY
+    patience = ServerSettings().queue_timeout + 2 * SECONDS
+    assert seen.within(patience) == seen.statuses[200]  # nobody is answered too late to care
+    assert all(wait.isdigit() and int(wait) >= 1 for wait in seen.retry_after)
+    assert loaded.app.limiter.running == loaded.app.limiter.waiting == 0
+
+
+@pytest.mark.parametrize("seconds", SECONDS_OF_LOAD)
+def test_c7_clients_without_patience_do_not_fill_places(
+    one_tenant: Callable[..., Gateway], in_virtual_time: Any, seconds: int
+) -> None:
+    """Four of five leave after half a second, some of them just when they got a place."""
+    gateway = one_tenant()
+    hasty, patient = flow(gateway, "a", CAPACITY * 4, seconds, stays=0.5), flow(gateway, "a", CAPACITY, seconds)
+    assert in_virtual_time(goodput(hasty, patient, gateway=gateway)) >= 0.8 * CAPACITY
+    assert gateway.outcomes["a"].statuses[0] > CAPACITY * seconds  # those who left
+
+
+def test_c7_clients_that_come_back_at_once_are_held_and_served(
+    one_tenant: Callable[..., Gateway], in_virtual_time: Any
+) -> None:
+    """Five times as many clients as places, each with one request at a time: all wait their turn, none is refused."""
+    gateway = one_tenant()
+
+    async def client() -> None:
+        for _ in range(8):
+            await gateway.ask("a")
+
+    async def clients() -> float:
+        await asyncio.gather(*(client() for _ in range(5 * PLACES)))
+        return asyncio.get_running_loop().time()
+
+    took = in_virtual_time(clients())
+    assert gateway.outcomes["a"].statuses == {200: 8 * 5 * PLACES}
+    assert 8 * 5 * PLACES / took >= 0.95 * CAPACITY
+
+
+def test_c7_after_the_overload_everybody_is_served_at_once(
+    one_tenant: Callable[..., Gateway], in_virtual_time: Any
+) -> None:
+    gateway = one_tenant()
+
+    async def wave() -> Outcomes:
+        flood = asyncio.create_task(flow(gateway, "a", CAPACITY * 5, 4))
+        await asyncio.sleep(4 + 5)  # the recovery may take five seconds
+        assert flood.done() and gateway.app.limiter.waiting == 0
+        before = gateway.outcomes.pop("a")
+        await flow(gateway, "a", CAPACITY * 0.8, 3)
+        return before
+
+    assert in_virtual_time(wave()).statuses[429] > 0
+    after = gateway.outcomes["a"]
+    assert after.statuses == {200: round(CAPACITY * 0.8 * 3)} and after.within(SECONDS * 1.01) == len(after.seconds)
+
+
+def test_c7_the_time_to_retry_after_is_the_time_of_the_queue(
+    one_tenant: Callable[..., Gateway], in_virtual_time: Any
+) -> None:
+    """Full places and a queue that takes long to drain: the advice grows with it, up to a minute."""
+    gateway = one_tenant(queue_timeout=20, max_queued=1500)
+    gateway.backend._latency = 0.5
+
+    async def burst() -> None:
+        await gateway.ask("a")
+        await asyncio.gather(*(gateway.ask("a") for _ in range(1000)))
+
+    in_virtual_time(burst())
+    advice = {int(wait) for wait in gateway.outcomes["a"].retry_after if wait}
+    assert max(advice) == 21  # a little more than the wait that is allowed
+
+
+def test_neighbours_a_flood_leaves_other_tenants_their_share(tmp_path: Path, in_virtual_time: Any) -> None:
+    gateway = Gateway(tmp_path, {"a": TenantLimits(), "b": TenantLimits()})
+
+    async def both() -> None:
+        await asyncio.gather(flow(gateway, "a", CAPACITY * 5, 3), flow(gateway, "b", CAPACITY * 0.4, 3))
+
+    in_virtual_time(both())
+    flooding, modest = gateway.outcomes["a"], gateway.outcomes["b"]
+    assert modest.statuses == {200: round(CAPACITY * 0.4 * 3)}
+    assert modest.within(SECONDS * 2.1) == len(modest.seconds)  # a place is given back after one request's time
+    assert flooding.statuses[200] >= 0.95 * 0.6 * CAPACITY * 3  # the rest of the places is not idle
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shares"),
+    [
+        (TenantLimits(weight=3), TenantLimits(), (0.75, 0.25)),
+        (TenantLimits(), TenantLimits(reserved=12), (0.25, 0.75)),
+        (TenantLimits(max_concurrent=4), TenantLimits(), (0.25, 0.75)),
+    ],
+)
+def test_neighbours_shares_under_load(
+    tmp_path: Path, in_virtual_time: Any, a: TenantLimits, b: TenantLimits, shares: tuple[float, float]
+) -> None:
+    gateway = Gateway(tmp_path, {"a": a, "b": b})
+
+    async def both() -> None:
+        await asyncio.gather(*(flow(gateway, name, CAPACITY * 3, 3) for name in "ab"))
+
+    in_virtual_time(both())
+    served = [gateway.outcomes[name].statuses[200] for name in "ab"]
+    assert sum(served) >= 0.95 * CAPACITY * 3
+    for count, share in zip(served, shares, strict=True):
+        assert abs(count / sum(served) - share) < 0.06
+
+
+def test_c6_a_drain_refuses_those_who_wait_and_finishes_the_rest(
+    one_tenant: Callable[..., Gateway], in_virtual_time: Any
+) -> None:
+    gateway = one_tenant()
+
+    async def drained() -> None:
+        asked = [asyncio.create_task(gateway.ask("a")) for _ in range(3 * PLACES)]
+        await asyncio.sleep(SECONDS / 4)
+        gateway.app.limiter.close()
+        await asyncio.gather(*asked)
+
+    in_virtual_time(drained())
+    assert gateway.outcomes["a"].statuses == {200: PLACES, 503: 2 * PLACES}
+    assert set(gateway.outcomes["a"].retry_after) == {"1"}
