@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +119,16 @@ class Forwards(Protocol):
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """The server's own model list; `headers` may carry a client's key. Raises `UpstreamError`."""
         ...
+
+
+def is_forwarding(backend: object) -> TypeGuard[Forwards]:
+    """Whether `backend` is a `Forwards`. The check of a protocol takes long, so its result is kept for each class."""
+    return _is_forwarding(type(backend))
+
+
+@cache
+def _is_forwarding(kind: type) -> bool:
+    return issubclass(kind, Forwards)
 
 
 @runtime_checkable

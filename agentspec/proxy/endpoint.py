@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards
+from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
@@ -79,7 +79,7 @@ class GenerationEndpoint:
         record.model = model if model in self.runtime.models() else OTHER
         caller = read_caller(headers, tenant)
         async with until_disconnect(receive) as client:
-            if isinstance(route.backend, Forwards):
+            if is_forwarding(route.backend):
                 check_head(scope)
                 await self.budget.run(tenant, len(body), self._check, fields, route.backend)
                 async with deadline.limit():

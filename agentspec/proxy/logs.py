@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, TextIO, cast
 
 from agentspec.telemetry.safe_errors import class_of, frames_of
@@ -70,11 +71,17 @@ class JsonFormatter(logging.Formatter):
         else:
             line = {"event": record.getMessage(), "logger": record.name}
         line["level"] = record.levelname.lower()
-        line["timestamp"] = f"{datetime.fromtimestamp(record.created, UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
+        second = int(record.created)
+        line["timestamp"] = f"{_clock(second)}.{int((record.created - second) * 1e6):06d}Z"
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             line.update(exception=class_of(error), frames=frames_of(error))
         return _encode(line)
+
+
+@lru_cache(maxsize=4)
+def _clock(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 class BackgroundHandler(logging.StreamHandler[TextIO]):

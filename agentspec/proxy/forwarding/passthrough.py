@@ -105,7 +105,7 @@ async def _send_stream(
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
     splitter = EventSplitter()
     try:
-        async with aclosing(deadline.within(response.aiter_raw())) as pieces:
+        async with deadline.limit(), aclosing(response.aiter_raw()) as pieces:
             async for piece in pieces:
                 if events := splitter.feed(piece):
                     inspector.read(events[splitter.whole_from :])
@@ -131,7 +131,7 @@ async def _send_encoded(response: UpstreamResponse, record: RequestRecord, send:
     A failure is raised, which breaks the connection: no event can be put into compressed bytes.
     """
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
-    async with aclosing(deadline.within(response.aiter_raw())) as pieces:
+    async with deadline.limit(), aclosing(response.aiter_raw()) as pieces:
         async for piece in pieces:
             record.token_arrived()
             await send({"type": "http.response.body", "body": piece, "more_body": True})
