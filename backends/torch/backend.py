@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import NONE, Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
+from agentspec.backends.tenant_threads import TenantThreads
 from agentspec.backends.torch.drafters import DrafterFactory
 from agentspec.backends.torch.drafters.factory import DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheSession
@@ -40,6 +41,8 @@ from agentspec.types import Delta, GenerateRequest, Message, Source
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
 
+LONG_PROMPT = 1 << 16  # characters
+LONG_PROMPT_THREADS = 2
 PLACE_SECONDS = 0.05  # between two attempts to queue the next choice while no choice of the request runs
 
 
@@ -74,6 +77,7 @@ class TorchBackend:
             context.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(context, settings, self._open_session)
         self._tasks = Tasks(compute_thread(loaded.target.device))
+        self._long_prompts = TenantThreads(LONG_PROMPT_THREADS, "agentspec-prompt")
 
     @classmethod
     def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
@@ -106,7 +110,7 @@ class TorchBackend:
         Raises `InvalidRequestError` or `ContextLengthError` for a request that cannot be generated, `OverloadedError`
         when the queue is full, `EngineError` when this request fails, `ShuttingDownError` when the engine is closed.
         """
-        choices, parser_spec = await asyncio.to_thread(self.prepare_all, request)
+        choices, parser_spec = await self._prepared(request)
         async with aclosing(self._answers(choices)) as deltas:
             parsers = [parser_spec.parser() for _ in choices]
             async for delta in deltas:
@@ -180,7 +184,7 @@ class TorchBackend:
         require_one_answer(request)
         if not self.target.rewindable:
             raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
-        (first, *_), parser_spec = await asyncio.to_thread(self.prepare_all, request)
+        (first, *_), parser_spec = await self._prepared(request)
         return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser())
 
     async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
@@ -189,7 +193,14 @@ class TorchBackend:
 
     async def aclose(self) -> None:
         self._tasks.close()
+        self._long_prompts.close()
         await asyncio.to_thread(self._engine.close)
+
+    async def _prepared(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
+        """`prepare_all` in a thread; long prompts share few threads, of which one tenant never takes the last."""
+        if _length(request) > LONG_PROMPT:
+            return await self._long_prompts.run(request.tenant, self.prepare_all, request)
+        return await asyncio.to_thread(self.prepare_all, request)
 
     def prepare(self, request: GenerateRequest) -> EngineRequest:
         """The first choice of `prepare_all`."""
@@ -200,7 +211,7 @@ class TorchBackend:
 
         Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`.
         """
-        text, prompt = self._tokenizer.read(request)
+        text, prompt = self._tokenizer.read(request, self.context_length)
         sampling = request.sampling
         self._check_ids(prompt, "prompt")
         self._check_ids(list(sampling.logit_bias), "logit_bias")
@@ -320,6 +331,21 @@ class TorchBackend:
             message = f"{prompt} prompt tokens and {asked} more do not fit the model's {self.context_length}"
             raise ContextLengthError(message, param="messages" if request.messages is not None else "prompt")
         return min(self.settings.default_max_tokens, room) if wanted is None else wanted
+
+
+def _length(request: GenerateRequest) -> int:
+    """The characters of the prompt, or the number of its token ids."""
+    if request.messages is None:
+        return len(request.text or request.token_ids or ())
+    length = 0
+    containers: list[Any] = [request.messages, request.tools]
+    for one in containers:
+        for item in one.values() if isinstance(one, Mapping) else one:
+            if isinstance(item, str):
+                length += len(item)
+            elif isinstance(item, (Mapping, list, tuple)):
+                containers.append(item)
+    return length
 
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:
