@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import orjson
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.json_scan import member_span
+from agentspec.protocol.json_scan import mask_escapes, member_span
 
 MAX_DEPTH = 128  # arrays and objects inside each other
 MAX_CONTAINERS = 1 << 17  # arrays and objects
@@ -109,9 +109,7 @@ def _member(name: str, value: Any) -> bytes:
 
 
 def _shape(body: bytes) -> _Shape:
-    # Without escaped backslashes and quotes, each quote begins or ends a string.
-    text = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
-    shape, inside = _Shape(), 0
+    shape, text, inside = _Shape(), mask_escapes(body), 0
     for start in range(0, len(text), _STEP):
         parts = text[start : start + _STEP].split(b'"')
         shape.add(b"".join(parts[inside::2]))
