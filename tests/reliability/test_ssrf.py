@@ -140,9 +140,9 @@ def served(shared_gateway: Any, shared_upstream: Any) -> Iterator[Served]:
 
 def test_i5_connections_are_seen(served: Served) -> None:
     for url in (served.bystander.url, "http://localhost:1/"):
-        with pytest.raises(AssertionError), OUTGOING.watching(_port(served.running.url)):
-            with suppress(httpx.HTTPError):
-                httpx.get(url)
+        known = _port(served.running.url)
+        with pytest.raises(AssertionError), OUTGOING.watching(known), suppress(httpx.HTTPError):
+            httpx.get(url)
     served.bystander.requests.clear()
 
 
