@@ -24,6 +24,7 @@ AgentSpecError
 ├── KnowledgeBaseError       502  a knowledge base could not be searched, or gave no usable answer
 └── UpstreamError            502  an upstream could not be reached, or ended the answer early
     ├── UpstreamAuthenticationError  it refused the key that the operator configured for it
+    ├── UpstreamIsolationError  503  it cannot keep the requests of several tenants apart
     ├── UpstreamTimeoutError 504  an upstream did not answer in time
     └── UpstreamStatusError       an upstream answered with an error; `status`, `body` and `headers` are its own
 """
@@ -154,6 +155,11 @@ class UpstreamError(AgentSpecError):
 
 class UpstreamAuthenticationError(UpstreamError):
     code = "upstream_authentication"
+
+
+class UpstreamIsolationError(UpstreamError):
+    status = 503
+    code = "upstream_isolation"
 
 
 class UpstreamTimeoutError(UpstreamError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentspec.backends.base import Backend, closing_items
+from agentspec.backends.base import Backend, SharesCaches, closing_items
 from agentspec.backends.settings import BackendSettings, OpenAISettings
 from agentspec.errors import (
     ConfigurationError,
@@ -102,6 +102,7 @@ class Runtime:
                     raise ShuttingDownError("the runtime is closed")
                 if name not in self._backends:
                     self._backends[name] = self._build(name, settings)
+            self._keep_tenants_apart()
             self._build_strategies()
             self._started = True
 
@@ -193,6 +194,26 @@ class Runtime:
             advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'
             raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
         return TorchBackend.load(settings, cache=self.cache)
+
+    def _keep_tenants_apart(self) -> None:
+        """Tell every upstream's backend how. Raises `ConfigurationError` if one that answers cannot do it."""
+        upstreams = [backend for backend in self._backends.values() if isinstance(backend, SharesCaches)]
+        if not upstreams:
+            return
+        from agentspec.backends.openai.isolation import TenantIsolation
+
+        server = self.settings.server
+        isolation = TenantIsolation(server.read_secret(), required=len(server.tenants) > 1)
+        for upstream in upstreams:
+            upstream.isolate(isolation)
+
+        async def check_all() -> None:
+            for upstream in upstreams:
+                await upstream.check_isolation()
+                await upstream.leave_loop()
+
+        if isolation.required:
+            _run_apart(check_all)
 
     def _build_strategies(self) -> None:
         wanted = {name: model for name, model in self.settings.models.items() if isinstance(model, StrategySettings)}

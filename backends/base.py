@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.telemetry.samples import BackendSample
-from agentspec.types import Delta, GenerateRequest, Labels, Message
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
+    from agentspec.backends.openai.isolation import TenantIsolation
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -104,12 +105,33 @@ class Forwards(Protocol):
         """
         ...
 
-    async def label_fields(self, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields to set in a body, which already has the fields `given`, to send `labels`. Never raises."""
+    async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields to set in a body for `path`, which already has the fields `given`: they send the `labels` and
+        keep the tenant's requests apart from others'.
+
+        Raises `UpstreamIsolationError` if that cannot be done, `InvalidRequestError` for a salt that is no text.
+        """
         ...
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """The server's own model list; `headers` may carry a client's key. Raises `UpstreamError`."""
+        ...
+
+
+@runtime_checkable
+class SharesCaches(Protocol):
+    """A backend whose server keeps what it computed for one request, for the next ones of anybody."""
+
+    def isolate(self, isolation: TenantIsolation) -> None:
+        """Keep tenants apart from now on, as `isolation` says."""
+        ...
+
+    async def check_isolation(self) -> None:
+        """Raises `ConfigurationError` if the server cannot keep tenants apart although it must."""
+        ...
+
+    async def leave_loop(self) -> None:
+        """Close the connections of the running loop, which is about to end."""
         ...
 
 
@@ -137,8 +159,8 @@ class ReportsMetrics(Protocol):
 class Embeds(Protocol):
     """A backend that turns texts into vectors whose directions tell how similar the texts are."""
 
-    async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:
-        """One vector for each text, all of the same length."""
+    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
+        """One vector for each text, all of the same length. The texts are the tenant's."""
         ...
 
 

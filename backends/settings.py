@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr, model_validator
 
-VllmChoice = Literal["auto", "on", "off"]
+KindChoice = Literal["auto", "on", "off"]
 DrafterName = Literal["suffix", "prediction", "ngram", "model"]
 
 
@@ -79,10 +79,22 @@ class OpenAISettings(BaseModel):
         ge=0,
         description="Seconds an idle connection is kept; less than the upstream's own time, which is 5 for vLLM",
     )
-    vllm: VllmChoice = Field(default="auto", description="Whether it is a vLLM server; auto asks it")
+    vllm: KindChoice = Field(default="auto", description="Whether it is a vLLM server; auto asks it")
     vllm_labels: bool = Field(
         default=True, description="Tell a vLLM server the session, workflow and step names, as vllm_xargs"
     )
+    sglang: KindChoice = Field(default="auto", description="Whether it is an SGLang server; auto asks it")
+    shared_upstream: bool = Field(
+        default=False,
+        description="Let all tenants share what this upstream caches: their requests then carry no salt of their own."
+        " Needed with several tenants in front of an upstream that is neither vLLM nor SGLang",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.vllm == self.sglang == "on":
+            raise ValueError('vllm and sglang are both "on": an upstream is one of them')
+        return self
 
 
 BackendSettings = Annotated[TorchSettings | OpenAISettings, Field(discriminator="kind")]

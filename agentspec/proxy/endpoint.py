@@ -61,9 +61,7 @@ class GenerationEndpoint:
                 if isinstance(route.backend, Forwards):
                     check_upstream_fields(fields, self.settings.max_messages)
                     async with deadline.limit():
-                        body = await upstream_body(
-                            route.backend, self.path, body, fields, caller.labels, route.upstream_model
-                        )
+                        body = await upstream_body(route.backend, self.path, body, fields, caller, route.upstream_model)
                     choices = expected_choices(self.path, fields)
                     await pass_through(scope, send, route.backend, self.path, body, deadline, choices)
                 else:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+import secrets
+from pathlib import Path
 
-from agentspec.settings.api_keys import ApiKey
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr
+
+from agentspec.errors import ConfigurationError
+from agentspec.settings.api_keys import ApiKey, read_secret
+
+MIN_SECRET = 32
 
 
 class ServerSettings(BaseModel):
@@ -21,3 +27,24 @@ class ServerSettings(BaseModel):
     request_timeout: float = Field(default=600.0, gt=0, description="Seconds a request may take before 504")
     drain_timeout: float = Field(default=30.0, ge=0, description="Seconds running requests get after SIGTERM")
     speculation_object: bool = Field(default=True, description="Add the `speculation` object to answers")
+    secret: SecretStr | None = Field(
+        default=None,
+        description="Secret of the salts that keep tenants apart in upstreams, 32 characters or more; set it from the"
+        " environment or secret_file only. Unset makes a new one at each start, and upstreams' prefix caches begin"
+        " anew; gateways with the same secret share them",
+    )
+    secret_file: Path | None = Field(default=None, description="File holding the secret")
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The tenants that have a key."""
+        return frozenset(key.tenant for key in self.api_keys)
+
+    def read_secret(self) -> bytes:
+        """The secret, a random one if none is set. Raises `ConfigurationError` for a short one."""
+        if self.secret is None and self.secret_file is None:
+            return secrets.token_bytes(32)
+        given = read_secret(self.secret_file) if self.secret is None else self.secret.get_secret_value().strip()
+        if len(given) < MIN_SECRET:
+            raise ConfigurationError(f"server.secret must have {MIN_SECRET} characters or more: openssl rand -hex 32")
+        return given.encode()

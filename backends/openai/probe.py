@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.backends.http import Endpoint, decode_json
+from agentspec.backends.openai.server_kind import configured_kind, list_models, owner_of
 from agentspec.backends.openai.tokenization import ServerTokenization
-from agentspec.backends.openai.vllm import XARGS, VllmReport, list_models, owns_models, read_metrics, read_version
+from agentspec.backends.openai.vllm import XARGS, VllmReport, read_metrics, read_version
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.sse import SseDecoder
@@ -50,7 +51,7 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
     if model is None:
         return ProbeReport(reachable=True, error="the upstream lists no model; set `model` for this backend")
     prober = _Prober(endpoint, model, timeout)
-    is_vllm = settings.vllm == "on" or (settings.vllm == "auto" and owns_models(listed))
+    is_vllm = settings.vllm != "off" and "vllm" in (configured_kind(settings), owner_of(listed))
     try:
         plain = await prober.ask(_BEGUN)
     except UpstreamError as error:
