@@ -170,11 +170,12 @@ class UpstreamTimeoutError(UpstreamError):
 class UpstreamStatusError(UpstreamError):
     """An upstream's error response, kept whole so that a gateway can pass it on unchanged.
 
-    `client_key`: the request carried the key of a gateway's client, so that a 401 is for that client.
+    `own_key`: the request carried the operator's key. `for_client`: a refusal of its key is a gateway's client's.
     """
 
     code = "upstream_status"
-    client_key = False
+    own_key = False
+    for_client = False
 
     def __init__(self, message: str, *, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         super().__init__(message)

@@ -239,7 +239,9 @@ class OpenAIBackend:
     async def _checked(self, response: UpstreamResponse) -> bytes:
         body = await response.aread()
         if response.status >= 400:
-            raise status_error(self._endpoint.name, response.status, body, response.headers)
+            error = status_error(self._endpoint.name, response.status, body, response.headers)
+            error.own_key = response.own_key
+            raise error
         return body
 
 
