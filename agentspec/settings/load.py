@@ -110,13 +110,12 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _tenants_are_kept_apart(self) -> Self:
         for name, backend in self.backends.items():
-            if isinstance(backend, TorchSettings) or backend.shared_upstream or len(self.server.tenants) < 2:
+            if isinstance(backend, TorchSettings) or backend.shared_upstream or len(self.server.tenant_names) < 2:
                 continue
             if backend.vllm == backend.sglang == "off":
                 raise ValueError(
-                    f"backends.{name} is neither vLLM nor SGLang, so it cannot keep the caches of the"
-                    f" {len(self.server.tenants)} tenants of server.api_keys apart: set backends.{name}.shared_upstream"
-                    " = true if they may share them"
+                    f"backends.{name} is neither vLLM nor SGLang, so it cannot keep the caches of the tenants of"
+                    f" server.api_keys apart: set backends.{name}.shared_upstream = true if they may share them"
                 )
         return self
 

@@ -36,7 +36,7 @@ class ServerSettings(BaseModel):
     secret_file: Path | None = Field(default=None, description="File holding the secret")
 
     @property
-    def tenants(self) -> frozenset[str]:
+    def tenant_names(self) -> frozenset[str]:
         """The tenants that have a key."""
         return frozenset(key.tenant for key in self.api_keys)
 

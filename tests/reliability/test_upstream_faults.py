@@ -380,6 +380,16 @@ def test_u8_unknown_fields_reach_the_upstream(gateway: Any, upstream: Any) -> No
     assert server.requests[-1].json == {**BODY, **sent}
 
 
+def test_u8_headers_beyond_ascii_pass_as_they_are(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"{}", 200, x_request_id="caf\u00e9"))
+    running = gateway({}, settings(server.url))
+    headers = {"user-agent": "caf\u00e9".encode("latin-1"), "traceparent": b"\xff\xfe"}
+    response = httpx.post(f"{running.url}{CHAT}", json=BODY, headers=headers)  # type: ignore[arg-type]
+    assert response.status_code == 200 and (b"x-upstream-request-id", b"caf\xe9") in response.headers.raw
+    got = server.requests[-1].headers
+    assert got["user-agent"] == "caf\u00e9" and got["traceparent"] == "\u00ff\u00fe"
+
+
 @contextmanager
 def slow_streams(running: Any, count: int) -> Iterator[None]:
     """`count` clients that have asked and wait for an answer."""

@@ -70,6 +70,18 @@ def test_it_starts_if_the_operator_lets_them_share(gateway: Any, upstream: Any, 
     assert server.requests[-1].json == BODY
 
 
+def test_a_second_tenant_that_comes_later_needs_salts(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(serve("vllm"))
+    both = settings(server.url, tmp_path)
+    one = both.model_copy(update={"server": ServerSettings(api_keys=both.server.api_keys[:1])})
+    running = gateway({}, one)
+    ask(running, "alice")
+    assert "cache_salt" not in server.requests[-1].json
+    running.runtime.serve_tenants(both.server.tenant_names)
+    ask(running, "alice")
+    assert len(server.requests[-1].json["cache_salt"]) == 64
+
+
 def test_an_upstream_that_cannot_be_recognised_gets_no_request(gateway: Any, upstream: Any, tmp_path: Path) -> None:
     server = upstream(lambda request: request.answer(b"", 500))
     running = gateway({}, settings(server.url, tmp_path))
