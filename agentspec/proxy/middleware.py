@@ -19,6 +19,7 @@ from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.telemetry.metrics import Metrics
+from agentspec.types import StepSpeculation
 
 OPEN_ROUTES = ("/health",)
 
@@ -68,7 +69,9 @@ class GatewayMiddleware:
         if (usage := record.usage) is not None:
             metrics.tokens(record.model, prompt=usage.prompt_tokens, completion=usage.completion_tokens)
         if (done := record.speculation) is not None:
-            metrics.speculation(record.model, drafted=done.drafted, accepted=done.accepted, steps=done.steps)
+            failed = done.degraded if isinstance(done, StepSpeculation) else ()
+            counts = {"drafted": done.drafted, "accepted": done.accepted, "steps": done.steps}
+            metrics.speculation(record.model, **counts, failed_roles=failed)
         logger.log(_level(record), "request", **_log_fields(record))
 
 
