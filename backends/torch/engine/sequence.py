@@ -77,7 +77,7 @@ class Sequence:
         self._prediction = None if predicted is None else PredictionDrafter(predicted, len(request.prompt))
         self._drafter = self._open_drafter() if context.speculates(request.original) else None
         self._speculator = Speculator(
-            self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request)
+            self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request), request.tenant
         )
         self._scorer = self._prompt_scorer()
         self._prompt_due = request.original.return_prompt or self._scorer is not None

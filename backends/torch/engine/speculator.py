@@ -14,7 +14,7 @@ from agentspec.backends.torch.drafters import Drafter
 from agentspec.backends.torch.engine.stats import Counters, count
 from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
-from agentspec.types import Draft, Speculation
+from agentspec.types import DEFAULT_TENANT, Draft, Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +60,19 @@ class Speculator:
     """Calls one request's drafter and reports to the governor and the counters which draft tokens were accepted."""
 
     def __init__(
-        self, drafter: Drafter | None, governor: Governor, counters: Counters, vocab_size: int, step: str | None = None
+        self,
+        drafter: Drafter | None,
+        governor: Governor,
+        counters: Counters,
+        vocab_size: int,
+        step: str | None = None,
+        tenant: str = DEFAULT_TENANT,
     ) -> None:
         self._drafter = drafter
         self._governor = governor
         self._counters = counters
         self._vocab_size = vocab_size
-        self._stats = governor.request_stats(step)
+        self._stats = governor.request_stats(step, tenant)
         self._drafted = 0
         self._accepted = 0
         self._steps = 0
