@@ -9,12 +9,13 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import FakeBackend
@@ -163,6 +164,10 @@ COUNTS = [
 @pytest.mark.parametrize("model", ["local", "up"])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, EMBEDDINGS])
 def test_c1_mutated_bodies_get_2xx_or_4xx(client: httpx.Client, count: int, model: str, path: str) -> None:
+    check_mutated(client, count, model, path)
+
+
+def check_mutated(client: httpx.Client, count: int, model: str, path: str) -> None:
     for seed in range(count):
         body = mutated(seed, path).replace(b'"local"', b'"%s"' % model.encode())
         response = client.post(path, content=body)
@@ -172,6 +177,25 @@ def test_c1_mutated_bodies_get_2xx_or_4xx(client: httpx.Client, count: int, mode
             assert set(error) == {"message", "type", "param", "code"} and error["message"], (seed, error)
             assert len(response.content) < 4096, (seed, body[:500])
     assert client.get("/health").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def engine(shared_gateway: Any, tiny_model: Path) -> Iterator[httpx.Client]:
+    """A client of a gateway with the local engine, which compiles forms, renders templates and tokenizes."""
+    pytest.importorskip("torch")
+    settings = Settings(
+        server=ServerSettings(request_timeout=60),
+        backends={"tiny": TorchSettings(model=str(tiny_model), device="cpu", default_max_tokens=4)},
+        models={"local": ModelSettings(backend="tiny")},
+    )
+    with httpx.Client(base_url=shared_gateway({}, settings).url, headers=JSON, timeout=120) as client:
+        yield client
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_c1_mutated_bodies_to_the_local_engine(engine: httpx.Client, count: int, path: str) -> None:
+    check_mutated(engine, count, "local", path)
 
 
 HOSTILE = {
