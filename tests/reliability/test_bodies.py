@@ -66,8 +66,8 @@ ODD = [
     null true false 0 -0 -1 1.5 0.0 2 1e-320 5e-324 1e308 1e-400 -1e308 127 128 129 4294967296 2147483647 2147483648
     65535 9223372036854775807 9223372036854775808 18446744073709551615 9999999999999999999999 "" "x" [] {} [[]] [null]
     {"":null} "\\u0000" "http://169.254.169.254/" {"url":"file:///etc/passwd"} {"a":1} {"api_base":"x"} "1" "NaN" [1,2]
-    ["a","b"] [[[[[[[[[[]]]]]]]]]] {"type":"text","text":"x"} {"type":"object"} "\\ud83d\\ude00" "assistant" "tool" "text"
-    "auto" [""] {"type":"json_object"} {"role":"user","content":"x"} "(a|aa)*b" "[" "{{7*7}}" "%s" "\\u202e"
+    ["a","b"] [[[[[[[[[[]]]]]]]]]] {"type":"text","text":"x"} {"type":"object"} "\\ud83d\\ude00" "assistant" "tool"
+    "text" "auto" [""] {"type":"json_object"} {"role":"user","content":"x"} "(a|aa)*b" "[" "{{7*7}}" "%s" "\\u202e"
     """.split(),
     json.dumps("x" * 70_000),
     json.dumps(["x"] * 3000),
