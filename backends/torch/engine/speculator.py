@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from agentspec.backends.torch.drafters import Drafter
+from agentspec.backends.torch.drafters.forwards import Drafting, run_alone, timed
 from agentspec.backends.torch.engine.stats import Counters, count
 from agentspec.speculation.governor import Governor
 from agentspec.types import Draft, Speculation
@@ -67,15 +68,19 @@ class Speculator:
 
     def propose(self, context: Sequence[int], budget: int) -> Proposal:
         """Propose at most `budget` draft nodes after `context`, from which the governor chooses."""
+        return run_alone(self.proposing(context, budget))
+
+    def proposing(self, context: Sequence[int], budget: int) -> Drafting[Proposal]:
+        """`propose` as a generator that yields the forwards of a draft model."""
         if self._drafter is None or budget <= 0 or not self._stats.ask():
             return NOTHING
-        started = perf_counter()
-        draft = self._drafter.propose(context, budget)
+        draft, seconds = yield from timed(self._drafter.drafting(context, budget))
         if draft is None or len(draft) == 0:
-            return Proposal(seconds=perf_counter() - started, weighed=self._drafter.seconds_weighed, asked=True)
+            return Proposal(seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
+        started = perf_counter()
         legal = usable(draft, self._vocab_size, budget)
         acceptance = self._governor.expectations(legal.probabilities, legal.parents, legal.sources, self._stats)
-        seconds = perf_counter() - started
+        seconds += perf_counter() - started
         return replace(legal, acceptance=acceptance, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
 
     def observe(self, proposal: Proposal, path: Sequence[int], cost: StepEstimate) -> None:
