@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -85,18 +86,31 @@ def rest(connection: socket.socket) -> bytes:
 
 PROGRAM = """
 import sys
-from agentspec.backends.settings import OpenAISettings
+import anyio
 from agentspec.proxy import create_app, logs
 from agentspec.proxy.serving.server import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
-from agentspec.testing import Answer, FakeBackend
+from agentspec.testing import FakeBackend
+from agentspec.types import Delta
 
 words, latency, drain = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+
+class Words:
+    capabilities = FakeBackend().capabilities
+
+    async def generate(self, request):
+        for _ in range(words):
+            await anyio.sleep(latency)
+            yield Delta(text="word ")
+        yield Delta(finish_reason="stop")
+
+    async def aclose(self): ...
+
 logs.configure("INFO", sys.stdout)
 settings = Settings(server=ServerSettings(port=0, max_concurrent=2000, drain_timeout=drain), backends={})
-runtime = Runtime(settings, backends={"fake": FakeBackend(Answer("word " * words, latency=latency))})
+runtime = Runtime(settings, backends={"fake": Words()})
 GatewayServer(create_app(runtime, settings), settings).run()
 print("flushed", runtime.ready, flush=True)
 """
@@ -104,16 +118,20 @@ print("flushed", runtime.ready, flush=True)
 
 @contextmanager
 def process(words: int, latency: float, drain: float = 600.0) -> Iterator[Any]:
-    """A gateway in a process of its own; its `url` is set."""
-    command = [sys.executable, "-c", PROGRAM, str(words), str(latency), str(drain)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stdout
-            line = next(line for line in running.stdout if "running on" in line)
-            running.url = json.loads(line)["event"].split()[3]  # type: ignore[attr-defined]
-            yield running
-        finally:
-            running.kill()
+    """A gateway in a process of its own, with its `url`, and with what it wrote as `output()`."""
+    with tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-c", PROGRAM, str(words), str(latency), str(drain)]
+        with subprocess.Popen(command, stdout=log) as running:
+            said: Any = running
+            said.output = lambda: os.pread(log.fileno(), 1 << 24, 0).decode()
+            try:
+                limit = time.monotonic() + 100
+                while "running on" not in said.output() and time.monotonic() < limit:
+                    time.sleep(0.02)
+                [said.url] = re.findall(r"running on (\S+)", said.output())
+                yield running
+            finally:
+                running.kill()
 
 
 async def stream_to_end(url: str, begun: Callable[[], None] = lambda: None) -> bytes:
@@ -398,8 +416,7 @@ def test_c6_sigterm_under_load(count: int, until: Callable[..., None]) -> None:
         answers, refused = asyncio.run(load())
         assert all(one.count(b"word") == 6 and b"data: [DONE]" in one for one in answers)
         assert {(one.status_code, one.headers["retry-after"]) for one in refused} == {(503, "1")}
-        output, _ = running.communicate(timeout=100)
-        assert running.returncode == 0 and output.endswith("flushed False\n")
+        assert running.wait(100) == 0 and running.output().endswith("flushed False\n")
 
 
 @sizes(10, 200)
@@ -419,8 +436,7 @@ def test_c6_the_end_of_the_drain_is_told(count: int) -> None:
         answers, whole = asyncio.run(load())
         assert all(b'"code":"shutting_down"' in one.rpartition(b"data: {")[2] for one in answers)
         assert whole.status_code == 503 and whole.json()["error"]["code"] == "shutting_down"
-        output, _ = running.communicate(timeout=100)
-        assert running.returncode == 0 and output.endswith("flushed False\n")
+        assert running.wait(100) == 0 and running.output().endswith("flushed False\n")
 
 
 # ---- C9: smuggling -----------------------------------------------------------------------------------------------
