@@ -21,6 +21,7 @@ from agentspec.errors import (
 from agentspec.settings.server import ServerSettings
 
 MAX_HEADERS = 128
+_VERSIONS = ("1.0", "1.1", "2", "3")  # the last two by other servers than ours
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _KNOWN_HOSTS = 1024  # spellings of Host that are remembered as allowed
 
@@ -62,6 +63,8 @@ class HostCheck:
         from another server's page; not with `any_host`.
         """
         hosts, origins = self._read(scope)
+        if scope["http_version"] not in _VERSIONS:
+            raise InvalidRequestError("this version of HTTP is not spoken here; send HTTP/1.1")
         if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
             raise InvalidRequestError(f"the request has {len(hosts)} Host headers; send one")
         for host in hosts:

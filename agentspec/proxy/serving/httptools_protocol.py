@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentspec.errors import HeadersTooLargeError
 from agentspec.proxy.serving.protocol import BoundedConnection
+
+_FRAMING = (b"content-length", b"transfer-encoding")
+_BEFORE_BODY = ("on_message_begin", "on_url", "on_header", "on_headers_complete")
 
 
 class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
     """llhttp bounds no head and no chunk extension, and ignores the host of an absolute target."""
 
     _unparsed = 0  # bytes since the last head or piece of a body was complete
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = _RequestParser(self, self)
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += len(data)
@@ -31,4 +41,46 @@ class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
-        super().on_message_complete()
+        if not self.parser.should_upgrade():  # else the body is still to come
+            super().on_message_complete()
+
+    def read_body(self, data: bytes) -> None:
+        """Go on behind a head that offered an upgrade, of which `data` is the rest, with a new parser."""
+        resumed = _AfterHead(self)
+        self.parser = _RequestParser(self, resumed)
+        framing = [name + b": " + value + b"\r\n" for name, value in self.headers if name in _FRAMING]
+        self.parser.feed_data(b"".join([b"POST / HTTP/1.1\r\n", *framing, b"\r\n"]))
+        resumed.in_head = False
+        self.parser.feed_data(data)
+
+
+class _RequestParser(httptools.HttpRequestParser):
+    """Takes no offer of another protocol, which Java's clients make with every first request.
+
+    httptools skips the body of such a request, so that its content would be read as the next request.
+    """
+
+    def __init__(self, connection: HttpToolsConnection, callbacks: object) -> None:
+        super().__init__(callbacks)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's: such data is dropped
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._connection.read_body(bytes(data[upgrade.args[0] :]))
+
+
+class _AfterHead:
+    """The callbacks of a parser that is first given the framing of a body whose head the connection knows."""
+
+    def __init__(self, connection: HttpToolsConnection) -> None:
+        self._connection = connection
+        self.in_head = True
+
+    def __getattr__(self, name: str) -> Any:
+        callback = getattr(self._connection, name)
+        if name not in _BEFORE_BODY:
+            return callback
+        return lambda *given: None if self.in_head else callback(*given)

@@ -60,7 +60,10 @@ class BoundedConnection(asyncio.Protocol):
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for what is not HTTP."""
+        """Called by uvicorn for what is not HTTP. Behind a whole request it is dropped, and the answer is the last."""
+        if self.phase is Phase.ANSWER:
+            self.cycle.keep_alive = False
+            return
         self.refuse(InvalidRequestError("this is not a valid HTTP/1.1 request"))
 
     @property

@@ -1,0 +1,583 @@
+"""C2-C6 and C9: clients that open too much, send too slowly, do not read, leave, or speak another HTTP than ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.proxy.serving import http_server
+from agentspec.proxy.serving.protocol import H11Connection
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import Delta, GenerateRequest
+
+pytestmark = pytest.mark.reliability
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+STREAMED = {**BODY, "stream": True}
+MOST_BUFFERED = 64 << 10
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+def sizes(quick: int, full: int, mark: Any = pytest.mark.slow) -> Any:
+    return pytest.mark.parametrize("count", [quick, pytest.param(full, marks=mark)])
+
+
+@pytest.fixture(params=["httptools", pytest.param("h11", marks=pytest.mark.slow)])
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which of the two HTTP parsers the gateways of the test use."""
+    if request.param == "h11":
+        monkeypatch.setattr(http_server, "connection_class", lambda: H11Connection)
+    return str(request.param)
+
+
+def shorten(running: Any, **limits: Any) -> None:
+    """Change limits while connections are open, as a reload does."""
+    running.server.limit(running.server.connections.settings.model_copy(update=limits))
+
+
+def address(url: str) -> tuple[str, int]:
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def ask(url: str, body: object, buffer: int = 0) -> socket.socket:
+    """A connection on which `body` was posted; `buffer` bounds what its end receives unread."""
+    connection = socket.socket()
+    if buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(60)
+    connection.connect(address(url))
+    content = json.dumps(body).encode()
+    connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(content) + content)
+    return connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What the server sends until it closes."""
+    received = b""
+    with suppress(OSError):
+        while more := connection.recv(65536):
+            received += more
+    return received
+
+
+# ---- C2: many streams --------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+import anyio
+from agentspec.proxy import create_app, logs
+from agentspec.proxy.serving.server import GatewayServer
+from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
+from agentspec.testing import FakeBackend
+from agentspec.types import Delta
+
+words, latency, drain = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+
+class Words:
+    capabilities = FakeBackend().capabilities
+
+    async def generate(self, request):
+        for _ in range(words):
+            await anyio.sleep(latency)
+            yield Delta(text="word ")
+        yield Delta(finish_reason="stop")
+
+    async def aclose(self): ...
+
+logs.configure("INFO", sys.stdout)
+settings = Settings(server=ServerSettings(port=0, max_concurrent=2000, drain_timeout=drain), backends={})
+runtime = Runtime(settings, backends={"fake": Words()})
+GatewayServer(create_app(runtime, settings), settings).run()
+print("flushed", runtime.ready, flush=True)
+"""
+
+
+@contextmanager
+def process(words: int, latency: float, drain: float = 600.0) -> Iterator[Any]:
+    """A gateway in a process of its own, with its `url`, and with what it wrote as `output()`."""
+    with tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-c", PROGRAM, str(words), str(latency), str(drain)]
+        with subprocess.Popen(command, stdout=log) as running:
+            said: Any = running
+            said.output = lambda: os.pread(log.fileno(), 1 << 24, 0).decode()
+            try:
+                limit = time.monotonic() + 100
+                while "running on" not in said.output() and time.monotonic() < limit:
+                    time.sleep(0.02)
+                [said.url] = re.findall(r"running on (\S+)", said.output())
+                yield running
+            finally:
+                running.kill()
+
+
+async def stream_to_end(url: str, begun: Callable[[], None] = lambda: None) -> bytes:
+    reader, writer = await asyncio.open_connection(*address(url), limit=1 << 22)
+    content = json.dumps(STREAMED).encode()
+    writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+    received = await reader.readuntil(b"data: ")
+    begun()
+    received += await reader.read()
+    writer.close()
+    return received
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def resident(pid: int) -> int:
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "latency"),
+    [(50, 5, 0.02), pytest.param(1000, 1500, 0.2, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+)
+def test_c2_concurrent_streams_end_well_and_leave_nothing(count: int, words: int, latency: float) -> None:
+    with process(words, latency) as running:
+        httpx.post(running.url + CHAT, json=BODY, timeout=600)
+        files, memory = descriptors(running.pid), resident(running.pid)
+
+        async def all_of_them() -> list[bytes]:
+            return await asyncio.gather(*(stream_to_end(running.url) for _ in range(count)))
+
+        answers = asyncio.run(all_of_them())
+        assert all(b'"finish_reason":"stop"' in one and b"data: [DONE]" in one for one in answers)
+        assert all(one.count(b"word") == words for one in answers)
+        print(f"\n{count} streams: resident memory grew by {(resident(running.pid) - memory) >> 20} MiB")
+        assert resident(running.pid) - memory <= 150 << 20
+        limit = time.monotonic() + 60
+        while descriptors(running.pid) > files and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert descriptors(running.pid) <= files
+
+
+# ---- C3: slow readers --------------------------------------------------------------------------------------------
+
+
+class Endless:
+    """Produces a kilobyte at a time for as long as somebody takes it."""
+
+    def __init__(self) -> None:
+        self.fake = FakeBackend()
+        self.capabilities = self.fake.capabilities
+        self.active = 0
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        self.active += 1
+        try:
+            while True:
+                await anyio.sleep(0)
+                yield Delta(text="x" * 1000)
+        finally:
+            self.active -= 1
+
+    async def aclose(self) -> None: ...
+
+
+def most_buffered(running: Any) -> int:
+    return max((one.unsent for one in tuple(running.server.server_state.connections)), default=0)
+
+
+@sizes(10, 200)
+def test_c3_slow_readers_hold_a_bounded_buffer_and_are_cut_off(
+    gateway: Any, until: Callable[..., None], parser: str, count: int
+) -> None:
+    backend = Endless()
+    running = gateway({"fake": backend}, max_concurrent=count, write_timeout=600)
+    with ExitStack() as stack:
+        readers = [stack.enter_context(ask(running.url, STREAMED, 4096)) for _ in range(count)]
+        until(lambda: backend.active == count)
+        until(lambda: running.server.connections.open >= count)
+        assert httpx.post(running.url + CHAT, json=BODY).status_code == 429
+        shorten(running, write_timeout=1.0)
+        highest, begun = 0, time.monotonic()
+        while backend.active and time.monotonic() - begun < 100:
+            highest = max(highest, most_buffered(running))
+            for reader in readers[: count // 2]:  # the others never read
+                with suppress(OSError):
+                    reader.recv(10)
+            time.sleep(0.1)
+        assert 0 < highest <= MOST_BUFFERED
+        assert backend.active == 0, "the generations go on"
+        until(lambda: running.app.limiter.running == 0)
+    assert running.metric("agentspec_requests_total", outcome="cancelled", model="fake", route=CHAT) == count
+
+
+def upstream_settings(server: Any, **options: Any) -> Settings:
+    backends = {"up": OpenAISettings(base_url=server.url, vllm="off")}  # type: ignore[arg-type]
+    return Settings(server=ServerSettings(**options), backends=backends)
+
+
+def test_c3_a_whole_answer_is_written_in_pieces(gateway: Any, upstream: Any, until: Callable[..., None]) -> None:
+    content = b'{"data":"' + b"x" * (20 << 20) + b'"}'
+    server = upstream(lambda request: request.answer(content))
+    running = gateway({}, upstream_settings(server, write_timeout=1.0))
+    with ask(running.url, BODY, 4096) as reader:
+        assert reader.recv(1)
+        highest = 0
+        while running.app.limiter.running:
+            highest = max(highest, most_buffered(running))
+            time.sleep(0.01)
+        assert 0 < highest <= MOST_BUFFERED
+    answer = httpx.post(running.url + CHAT, json=BODY)
+    assert answer.content == content and answer.headers["content-length"] == str(len(content))
+
+
+def test_c3_what_is_not_read_is_not_taken_from_the_upstream(
+    gateway: Any, upstream: Any, until: Callable[..., None]
+) -> None:
+    sent, left = [], []
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"%s"}}]}\n\n' % (b"x" * 1000)
+
+    def script(request: Any) -> None:
+        request.head()
+        request.connection.settimeout(100)
+        try:
+            while len(sent) < 100_000:
+                request.send(event)
+                sent.append(1)
+        except OSError:
+            left.append(True)
+
+    running = gateway({}, upstream_settings(upstream(script), write_timeout=0.5))
+    with ask(running.url, STREAMED, 4096):
+        until(lambda: left)
+    assert len(sent) < 50_000  # what the sockets on both sides hold, and no more
+    until(lambda: running.app.limiter.running == 0)
+
+
+def test_c3_nobody_who_reads_is_cut_off(gateway: Any) -> None:
+    """The time limit is for a client that takes nothing, not for an answer that takes long."""
+    backend = FakeBackend(Answer("a b c d e f", latency=0.25))
+    running = gateway({"fake": backend}, write_timeout=0.3, header_timeout=0.3, body_rate_window=0.3)
+    answer = httpx.post(running.url + CHAT, json=STREAMED)
+    assert answer.status_code == 200 and "[DONE]" in answer.text
+
+
+# ---- C4: disconnects ---------------------------------------------------------------------------------------------
+
+
+@sizes(60, 1000)
+@pytest.mark.parametrize("kind", ["local", "upstream"])
+def test_c4_a_disconnect_at_any_point_leaves_nothing(
+    gateway: Any, upstream: Any, until: Callable[..., None], kind: str, count: int
+) -> None:
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"word"}}]}\n\n'
+    upstream_left = []
+
+    def script(request: Any) -> None:
+        request.head()
+        with suppress(OSError):
+            for _ in range(2000):
+                request.send(event)
+                time.sleep(0.01)
+            return
+        upstream_left.append(True)
+
+    backend = FakeBackend(Answer("word " * 2000, latency=0.01))
+    server = upstream(script)
+    running = gateway({"fake": backend}) if kind == "local" else gateway({}, upstream_settings(server))
+    chance = random.Random(4)
+    content = json.dumps(STREAMED).encode()
+    message = HEAD + b"content-length: %d\r\n\r\n" % len(content) + content
+    for _ in range(count):
+        with socket.create_connection(address(running.url)) as connection:
+            connection.sendall(message[: chance.randrange(1, len(message)) if chance.random() < 0.3 else None])
+            if chance.random() < 0.5:
+                connection.settimeout(chance.choice([0.001, 0.03]))
+                with suppress(OSError):
+                    connection.recv(chance.randrange(1, 3000))
+            if chance.random() < 0.5:  # with a reset in place of an orderly end
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    state = running.server.server_state
+    until(lambda: not state.connections and not state.tasks and not running.server.connections.open)
+    assert running.app.limiter.running == 0 and backend.active == 0
+    until(lambda: len(upstream_left) == len(server.requests))
+
+
+# ---- C5: half-open connections -----------------------------------------------------------------------------------
+
+
+@sizes(60, 1500)
+def test_c5_half_heads_disturb_nobody_and_are_closed(
+    gateway: Any, until: Callable[..., None], parser: str, count: int
+) -> None:
+    running = gateway({"fake": FakeBackend("fine")}, header_timeout=600)
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(address(running.url))) for _ in range(count)]
+        for index, connection in enumerate(held):
+            if index % 3:  # every third says nothing at all
+                connection.sendall(HEAD)
+        until(lambda: running.server.connections.open >= count)
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert httpx.post(running.url + CHAT, json=BODY).status_code == 200
+        shorten(running, header_timeout=0.3)
+        until(lambda: not running.server.connections.open)
+        for index, connection in enumerate(held):
+            connection.settimeout(60)
+            assert rest(connection).startswith(b"HTTP/1.1 408 ") is bool(index % 3)
+
+
+@pytest.mark.parametrize("part", [b"x-header: 1\r\n", b"x"])
+def test_c5_a_head_that_trickles_is_closed(gateway: Any, parser: str, part: bytes) -> None:
+    running = gateway({"fake": FakeBackend()}, header_timeout=0.5)
+    with socket.create_connection(address(running.url), timeout=0.05) as connection:
+        connection.sendall(HEAD)
+        received, limit = b"", time.monotonic() + 60
+        while not received and time.monotonic() < limit:
+            with suppress(TimeoutError):
+                connection.sendall(part)
+                received = connection.recv(1000)
+    assert received.startswith(b"HTTP/1.1 408 ") and b"server.header_timeout" in received
+
+
+def test_c5_a_body_that_trickles_is_closed(gateway: Any, until: Callable[..., None], parser: str) -> None:
+    running = gateway({"fake": FakeBackend()}, body_rate_window=0.5)
+    with socket.create_connection(address(running.url), timeout=0.05) as connection:
+        connection.sendall(HEAD + b"content-length: 100000\r\n\r\n{")
+        received, limit = b"", time.monotonic() + 60
+        while not received and time.monotonic() < limit:
+            with suppress(TimeoutError):
+                connection.sendall(b" ")
+                received = connection.recv(1000)
+    assert received.startswith(b"HTTP/1.1 408 ") and b"server.min_body_rate" in received
+    until(lambda: running.app.limiter.running == 0)
+
+
+def test_c5_connections_over_the_limits_are_refused_and_others_served(gateway: Any, until: Callable[..., None]) -> None:
+    running = gateway({"fake": FakeBackend()}, max_connections_per_address=20)
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(address(running.url))) for _ in range(20)]
+        until(lambda: running.server.connections.open == 20)
+        with socket.create_connection(address(running.url), timeout=60) as refused:
+            assert rest(refused).startswith(b"HTTP/1.1 503 ")
+        with socket.create_connection(address(running.url), timeout=60, source_address=("127.0.0.2", 0)) as other:
+            other.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert rest(other).startswith(b"HTTP/1.1 200 ")
+        held[0].close()
+        until(lambda: running.server.connections.open < 20)
+        assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def test_c5_an_idle_connection_is_closed(gateway: Any, parser: str) -> None:
+    running = gateway({"fake": FakeBackend()}, keep_alive_timeout=0.2)
+    with socket.create_connection(address(running.url), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert rest(connection).endswith(b'{"status":"ok"}')
+
+
+# ---- C6: SIGTERM under load --------------------------------------------------------------------------------------
+
+
+@sizes(20, 300)
+def test_c6_sigterm_under_load(count: int, until: Callable[..., None]) -> None:
+    with process(6, 0.15) as running:
+
+        async def load() -> tuple[list[bytes], list[httpx.Response]]:
+            begun = asyncio.Semaphore(0)
+            streams = [asyncio.create_task(stream_to_end(running.url, begun.release)) for _ in range(count)]
+            for _ in streams:
+                await begun.acquire()
+            running.send_signal(signal.SIGTERM)
+            refused = []
+            async with httpx.AsyncClient(timeout=60) as client:
+                while (await client.get(f"{running.url}/ready")).status_code == 200:
+                    await asyncio.sleep(0.01)
+                for _ in range(5):
+                    refused.append(await client.post(running.url + CHAT, json=BODY))
+            return await asyncio.gather(*streams), refused
+
+        answers, refused = asyncio.run(load())
+        assert all(one.count(b"word") == 6 and b"data: [DONE]" in one for one in answers)
+        assert {(one.status_code, one.headers["retry-after"]) for one in refused} == {(503, "1")}
+        assert running.wait(100) == 0 and running.output().endswith("flushed False\n")
+
+
+@sizes(10, 200)
+def test_c6_the_end_of_the_drain_is_told(count: int) -> None:
+    with process(10_000, 0.1, drain=0.2) as running:
+
+        async def load() -> tuple[list[bytes], httpx.Response]:
+            begun = asyncio.Semaphore(0)
+            streams = [asyncio.create_task(stream_to_end(running.url, begun.release)) for _ in range(count)]
+            async with httpx.AsyncClient(timeout=60) as client:
+                whole = asyncio.create_task(client.post(running.url + CHAT, json=BODY))
+                for _ in streams:
+                    await begun.acquire()
+                running.send_signal(signal.SIGTERM)
+                return await asyncio.gather(*streams), await whole
+
+        answers, whole = asyncio.run(load())
+        assert all(b'"code":"shutting_down"' in one.rpartition(b"data: {")[2] for one in answers)
+        assert whole.status_code == 503 and whole.json()["error"]["code"] == "shutting_down"
+        assert running.wait(100) == 0 and running.output().endswith("flushed False\n")
+
+
+# ---- C9: smuggling -----------------------------------------------------------------------------------------------
+
+CONTENT = json.dumps(BODY).encode()
+POST = b"POST /v1/chat/completions HTTP/1.1\r\n"
+TYPE = b"content-type: application/json\r\n"
+HOST = b"host: localhost\r\n"
+LENGTH = b"content-length: %d\r\n" % len(CONTENT)
+CHUNKED = b"transfer-encoding: chunked\r\n"
+CHUNK = b"%x\r\n%s\r\n0\r\n\r\n" % (len(CONTENT), CONTENT)
+SMUGGLED = {
+    "two lengths": POST + HOST + TYPE + LENGTH + b"content-length: 3\r\n\r\n" + CONTENT,
+    "a list of lengths": POST + HOST + TYPE + b"content-length: 5, %d\r\n\r\n" % len(CONTENT) + CONTENT,
+    "a signed length": POST + HOST + TYPE + b"content-length: +%d\r\n\r\n" % len(CONTENT) + CONTENT,
+    "a hexadecimal length": POST + HOST + TYPE + b"content-length: 0x%x\r\n\r\n" % len(CONTENT) + CONTENT,
+    "length and chunks": POST + HOST + TYPE + LENGTH + CHUNKED + b"\r\n" + CHUNK,
+    "chunks and length": POST + HOST + TYPE + CHUNKED + LENGTH + b"\r\n" + CHUNK,
+    "another coding": POST + HOST + TYPE + b"transfer-encoding: xchunked\r\n\r\n" + CHUNK,
+    "two codings": POST + HOST + TYPE + b"transfer-encoding: chunked, identity\r\n\r\n" + CHUNK,
+    "a chunk without size": POST + HOST + TYPE + CHUNKED + b"\r\n\r\n" + CONTENT + b"\r\n0\r\n\r\n",
+    "a chunk of a bad size": POST + HOST + TYPE + CHUNKED + b"\r\n%dg\r\n" % len(CONTENT) + CONTENT,
+    "a negative chunk": POST + HOST + TYPE + CHUNKED + b"\r\n-1\r\n" + CONTENT,
+    "a huge chunk": POST + HOST + TYPE + CHUNKED + b"\r\nfffffffffffffffff\r\n" + CONTENT,
+    "a longer chunk": POST + HOST + TYPE + CHUNKED + b"\r\n3\r\n" + CONTENT + b"\r\n0\r\n\r\n",
+    "a space in a name": POST + HOST + TYPE + b"x y: 1\r\n" + LENGTH + b"\r\n" + CONTENT,
+    "a space after a name": POST + HOST + TYPE + b"content-length : %d\r\n\r\n" % len(CONTENT) + CONTENT,
+    "no name": POST + HOST + TYPE + b": 1\r\n" + LENGTH + b"\r\n" + CONTENT,
+    "no colon": POST + HOST + TYPE + b"nonsense\r\n" + LENGTH + b"\r\n" + CONTENT,
+    "a bare return": POST + HOST + TYPE + b"x: 1\rcontent-length: 1\r\n" + LENGTH + b"\r\n" + CONTENT,
+    "a zero byte": POST + HOST + TYPE + b"x: \x001\r\n" + LENGTH + b"\r\n" + CONTENT,
+    "no host": POST + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "two hosts": POST + HOST + HOST + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "another host": POST + b"host: example.com\r\n" + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "an empty host": POST + b"host:\r\n" + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "a host with a user": POST + b"host: localhost@example.com\r\n" + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "a list of hosts": POST + b"host: localhost, example.com\r\n" + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "a host with a path": POST + b"host: localhost/v1\r\n" + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "an absolute target": POST.replace(b"/v1", b"http://example.com/v1") + HOST + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "an authority": b"CONNECT example.com:80 HTTP/1.1\r\n" + HOST + b"\r\n",
+    "an asterisk": b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n",
+    "no slash": POST.replace(b"/v1", b"v1") + HOST + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "HTTP/0.9": b"GET /v1/models\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/3.1": POST.replace(b"1.1", b"3.1") + HOST + TYPE + LENGTH + b"\r\n" + CONTENT,
+    "nonsense": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
+}
+PATHS = [
+    "//v1/chat/completions",
+    "/v1//chat/completions",
+    "/./v1/chat/completions",
+    "/v1/%2e%2e/v1/chat/completions",
+    "/v1/..%2fchat/completions",
+    "/v1/chat/completions/",
+    "/v1/chat/completions;x",
+    "/V1/chat/completions",
+    "/%76%31/chat%2fcompletions/..",
+    *("/invocations", "/pooling", "/score", "/rerank", "/tokenize", "/detokenize", "/pause", "/resume"),
+    *("/update_weights", "/sleep", "/wake_up", "/reset_prefix_cache", "/v1/load_lora_adapter", "/start_profile"),
+]
+
+
+WAITED_FOR = {("a huge chunk", "408"), ("a longer chunk", "408"), ("HTTP/0.9", "408")}
+"""Messages that may be the beginning of longer ones."""
+
+
+@pytest.fixture(params=["httptools", "h11"])
+def behind(gateway: Any, upstream: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A gateway in front of an upstream that answers everything, and the upstream's requests."""
+    if request.param == "h11":
+        monkeypatch.setattr(http_server, "connection_class", lambda: H11Connection)
+    server = upstream(lambda request: request.answer(b"{}"))
+    settings = upstream_settings(server, header_timeout=1.0, body_rate_window=1.0)
+    return gateway({}, settings), server.requests
+
+
+def test_c9_nothing_that_could_be_read_in_two_ways_reaches_the_upstream(behind: Any) -> None:
+    running, requests = behind
+    for name, message in SMUGGLED.items():
+        with socket.create_connection(address(running.url), timeout=60) as connection:
+            connection.sendall(message)
+            status = connection.recv(12)[9:].decode()
+            assert status in ("400", "404", "405", "421", "501", "505") or (name, status) in WAITED_FOR, (name, status)
+        assert requests == [], name
+
+
+def test_c9_only_the_listed_paths_reach_the_upstream(behind: Any) -> None:
+    running, requests = behind
+    for path in PATHS:
+        with socket.create_connection(address(running.url), timeout=60) as connection:
+            head = POST.replace(CHAT.encode(), path.encode())
+            connection.sendall(head + HOST + TYPE + LENGTH + b"connection: close\r\n\r\n" + CONTENT)
+            assert rest(connection).split(b" ")[1] in (b"400", b"404", b"405"), path
+        assert requests == [], path
+
+
+def test_c9_a_proper_request_passes(behind: Any) -> None:
+    """So that the refusals above are for what they seem to be."""
+    running, requests = behind
+    for message in (POST + HOST + TYPE + LENGTH + b"\r\n" + CONTENT, POST + HOST + TYPE + CHUNKED + b"\r\n" + CHUNK):
+        with socket.create_connection(address(running.url), timeout=60) as connection:
+            connection.sendall(message)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+    assert [request.json for request in requests] == [BODY, BODY]
+
+
+def test_c9_a_long_head_gets_431(behind: Any) -> None:
+    running, requests = behind
+    for count, size in ((1, 300_000), (200, 1), (20, 3000), (1, 40_000)):
+        lines = b"".join(b"x-%d: %s\r\n" % (number, b"y" * size) for number in range(count))
+        for end in (b"", b"\r\n"):
+            with socket.create_connection(address(running.url), timeout=60) as connection:
+                with suppress(OSError):
+                    connection.sendall(POST + HOST + TYPE + b"content-length: 0\r\n" + lines + end)
+                    connection.shutdown(socket.SHUT_WR)
+                answer = rest(connection)
+            assert answer[9:12] in (b"431", b"400", b""), (count, size)  # nothing: a reset while it is being sent
+    assert requests == []
+
+
+def test_c9_what_follows_a_request_is_not_part_of_its_answer(behind: Any) -> None:
+    running, requests = behind
+    with socket.create_connection(address(running.url), timeout=60) as connection:
+        connection.sendall(POST + HOST + TYPE + LENGTH + b"\r\n" + CONTENT + b"GARBAGE\r\n\r\n")
+        answer = rest(connection)
+    assert re.findall(rb"HTTP/1.1 (\d\d\d) ", answer) in ([b"200", b"400"], [b"200"]) and len(requests) == 1
+
+
+def test_c9_an_offered_upgrade_does_not_make_the_body_a_request(behind: Any) -> None:
+    """Java's clients offer HTTP/2 in this way with every first request."""
+    running, requests = behind
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+    with socket.create_connection(address(running.url), timeout=60) as connection:
+        for body in (LENGTH + b"\r\n" + CONTENT, CHUNKED + b"\r\n" + CHUNK):
+            for cut in (0, len(body) // 2, len(body)):
+                connection.sendall(POST + HOST + TYPE + offer + body[:cut])
+                time.sleep(0.02)  # so that the server most likely sees two parts; one is right as well
+                connection.sendall(body[cut:])
+                assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+        smuggled = b"POST /v1/completions HTTP/1.1\r\n" + HOST + TYPE + LENGTH + b"\r\n" + CONTENT
+        length = b"content-length: %d\r\n\r\n" % len(smuggled)
+        connection.sendall(POST + HOST + TYPE + offer + length + smuggled)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")  # the body is not JSON
+    assert [request.json for request in requests] == [BODY] * 6
