@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
@@ -123,12 +122,14 @@ class Forwards(Protocol):
 
 def is_forwarding(backend: object) -> TypeGuard[Forwards]:
     """Whether `backend` is a `Forwards`. The check of a protocol takes long, so its result is kept for each class."""
-    return _is_forwarding(type(backend))
+    kind = type(backend)
+    known = _FORWARDING.get(kind)
+    if known is None:
+        known = _FORWARDING[kind] = isinstance(backend, Forwards)
+    return known
 
 
-@cache
-def _is_forwarding(kind: type) -> bool:
-    return issubclass(kind, Forwards)
+_FORWARDING: dict[type, bool] = {}
 
 
 @runtime_checkable
