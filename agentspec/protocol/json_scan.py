@@ -9,12 +9,18 @@ from typing import Any
 WINDOW = 1 << 16
 _TRIES = 4
 
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+# For text from `mask_escapes`.
+_STRING = re.compile(rb'"[^"]*+"')
 _FIRST = re.compile(rb"\s*+\{")
-_KEY = re.compile(rb'[\s,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+', re.DOTALL)
+_KEY = re.compile(rb'[\s,]*+("[^"]*+")\s*+:\s*+')
 _SCALAR = re.compile(rb"[^\s,\]}]++")
-_TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+_TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"[^"]*+")*+')
 _OPENING, _CLOSING = b"[{", b"]}"
+
+
+def mask_escapes(body: bytes) -> bytes:
+    """`body` with escaped backslashes and quotes overwritten, so that every quote left begins or ends a string."""
+    return body.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in body else body
 
 
 def member_span(body: bytes, key: str) -> tuple[int, int]:
@@ -22,11 +28,12 @@ def member_span(body: bytes, key: str) -> tuple[int, int]:
 
     Takes time linear in the bytes before the end of the value. Raises `KeyError` if there is no such member.
     """
-    position = _end(_FIRST.match(body))
-    while position >= 0 and (found := _KEY.match(body, position)) is not None:
+    text = mask_escapes(body)
+    position = _end(_FIRST.match(text))
+    while position >= 0 and (found := _KEY.match(text, position)) is not None:
         start = found.end()
-        position = _value_end(body, start)
-        if position >= 0 and json.loads(found[1].decode()) == key:
+        position = _value_end(text, start)
+        if position >= 0 and json.loads(body[slice(*found.span(1))].decode()) == key:
             return start, position
     raise KeyError(key)
 
@@ -76,20 +83,20 @@ def _object(text: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _value_end(body: bytes, start: int) -> int:
+def _value_end(text: bytes, start: int) -> int:
     """The end of the value at `start`; -1 if it does not end."""
-    first = body[start : start + 1]
+    first = text[start : start + 1]
     if first == b'"':
-        return _end(_STRING.match(body, start))
+        return _end(_STRING.match(text, start))
     if first not in (b"[", b"{"):
-        return _end(_SCALAR.match(body, start))
+        return _end(_SCALAR.match(text, start))
     depth, position = 0, start
-    while position < len(body):
-        depth += 1 if body[position] in _OPENING else -1
+    while position < len(text):
+        depth += 1 if text[position] in _OPENING else -1
         position += 1
         if not depth:
             return position
-        position = _end(_TO_BRACKET.match(body, position))
+        position = _end(_TO_BRACKET.match(text, position))
     return -1
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.validation import (
@@ -50,7 +50,7 @@ class _AssistantMessage(Model):
     """An earlier answer of the model, with its tool calls and reasoning."""
 
     name: Any = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
     reasoning_content: Text | None = None
     reasoning: Any = None
     content: Content = REQUIRED

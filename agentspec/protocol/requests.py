@@ -80,7 +80,13 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-Biases = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], Field(max_length=MAX_BIASES)]
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:  # pydantic would first look for an error in every entry
+        raise Refused(f" has {len(value)} entries; {MAX_BIASES} are allowed")
+    return value
+
+
+Biases = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], BeforeValidator(_few_biases)]
 
 
 class _CommonBody(Body):

@@ -193,4 +193,4 @@ def _refusal(error: ValidationError, name: str) -> InvalidRequestError:
 
 def short(value: Any) -> str:
     """A value as an error message shows it: numbers and booleans literally, other values by their type."""
-    return repr(value) if isinstance(value, (int, float)) else kind_of(value)
+    return repr(value)[:40] if isinstance(value, (int, float)) else kind_of(value)

@@ -126,7 +126,7 @@ class Endpoint:
             with mapped_errors(self.name):
                 yield
         except UpstreamError as error:
-            logger.warning("%s: %s", self._shown, error.message)
+            logger.info("%s: %s", self._shown, error.message)
             raise
 
     def _connections(self) -> Connections:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from agentspec.backends.base import NONE, Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
+from agentspec.backends.tenant_threads import TenantThreads
 from agentspec.backends.torch.drafters import DrafterFactory
 from agentspec.backends.torch.drafters.factory import DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheSession
@@ -46,6 +47,8 @@ from agentspec.types import Delta, GenerateRequest, Message, Source
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
 
+LONG_PROMPT = 1 << 16  # characters
+LONG_PROMPT_THREADS = 2
 PLACE_SECONDS = 0.05  # between two attempts to queue the next choice while no choice of the request runs
 
 
@@ -80,6 +83,7 @@ class TorchBackend:
             context.governor.cost.calibrate(samples, measure_batches(loaded.target))
         self._engine = Engine(context, settings, self._open_session)
         self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
+        self._long_prompts = TenantThreads(LONG_PROMPT_THREADS, "agentspec-prompt")
 
     @classmethod
     def load(cls, settings: TorchSettings, *, cache: SuffixCache | None = None) -> TorchBackend:
@@ -204,6 +208,7 @@ class TorchBackend:
 
     async def aclose(self) -> None:
         self._tasks.close()
+        self._long_prompts.close()
         await asyncio.to_thread(self._engine.close)
         await asyncio.to_thread(self._structured_outputs.close)
 
@@ -212,9 +217,14 @@ class TorchBackend:
         return self.prepare_all(request)[0][0]
 
     async def _prepared(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
-        """`prepare_all` off the event loop. Large grammars wait for each other, and in nobody else's way."""
+        """`prepare_all` off the event loop. Long prompts share few threads, of which one tenant never takes the last;
+        large grammars wait for each other, and in nobody else's way.
+        """
+        prepare = partial(self.prepare_all, request, may_wait=False)
         try:
-            return await asyncio.to_thread(self.prepare_all, request, may_wait=False)
+            if _length(request) > LONG_PROMPT:
+                return await self._long_prompts.run(request.tenant, prepare)
+            return await asyncio.to_thread(prepare)
         except LargeGrammarError:
             return await self._structured_outputs.in_turn(partial(self.prepare_all, request))
 
@@ -226,7 +236,7 @@ class TorchBackend:
         Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`;
         `LargeGrammarError` instead of waiting for a large grammar unless it `may_wait`.
         """
-        text, prompt = self._tokenizer.read(request)
+        text, prompt = self._tokenizer.read(request, self.context_length)
         sampling = request.sampling
         self._check_ids(prompt, "prompt")
         self._check_ids(list(sampling.logit_bias), "logit_bias")
@@ -346,6 +356,21 @@ class TorchBackend:
             message = f"{prompt} prompt tokens and {asked} more do not fit the model's {self.context_length}"
             raise ContextLengthError(message, param="messages" if request.messages is not None else "prompt")
         return min(self.settings.default_max_tokens, room) if wanted is None else wanted
+
+
+def _length(request: GenerateRequest) -> int:
+    """The characters of the prompt, or the number of its token ids."""
+    if request.messages is None:
+        return len(request.text or request.token_ids or ())
+    length = 0
+    containers: list[Any] = [request.messages, request.tools]
+    for one in containers:
+        for item in one.values() if isinstance(one, Mapping) else one:
+            if isinstance(item, str):
+                length += len(item)
+            elif isinstance(item, (Mapping, list, tuple)):
+                containers.append(item)
+    return length
 
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:

@@ -68,9 +68,11 @@ class Gateway:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        headers = [(b"content-type", b"application/json"), (b"authorization", f"Bearer key-of-{tenant}".encode())]
+        authorization = (b"authorization", f"Bearer key-of-{tenant}".encode())
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), authorization]
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b""}
+        scope["headers"] = headers
         began = loop.time()
         await self.app(scope, messages.get, send)
         if leaving is not None:

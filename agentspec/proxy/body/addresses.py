@@ -18,6 +18,9 @@ _PORTS = {"http": 80, "https": 443}
 
 def is_address(text: str) -> bool:
     """Whether `text` begins like a URL of any scheme, or like a network path. A `data:` URL names no place."""
+    start = text[:_HEAD]
+    if start.isascii() and ":" not in start and "/" not in start and "\\" not in start:
+        return False
     return _ADDRESS.match(_head(text)) is not None
 
 

@@ -66,21 +66,36 @@ _METADATA = frozenset(_plain("api_base base_url model_url user_config"))
 
 def is_denied(name: str, allowed: Set[str]) -> bool:
     """Whether no client may set the field `name`; `allowed` has the plain names that the operator permits."""
-    return _matches(name, allowed, _NAMES, _ENDS)
+    return _anywhere(name) and plain_name(name) not in allowed
 
 
 def is_denied_in_message(name: str, allowed: Set[str]) -> bool:
     """The same in a message, whose parts have fields for the addresses of images; those are checked by their values."""
-    return _matches(name, allowed, _NAMES, _SECRETS)
+    return _in_message(name) and plain_name(name) not in allowed
 
 
 def is_denied_in_metadata(name: str, allowed: Set[str]) -> bool:
     """The same in `metadata`, whose names are the client's own otherwise."""
-    return _matches(name, allowed, _METADATA, _SECRETS)
+    return _in_metadata(name) and plain_name(name) not in allowed
 
 
-def _matches(name: str, allowed: Set[str], names: Set[str], ends: tuple[str, ...]) -> bool:
+@lru_cache(maxsize=4096)
+def _anywhere(name: str) -> bool:
+    return _matches(name, _NAMES, _ENDS)
+
+
+@lru_cache(maxsize=4096)
+def _in_message(name: str) -> bool:
+    return _matches(name, _NAMES, _SECRETS)
+
+
+@lru_cache(maxsize=4096)
+def _in_metadata(name: str) -> bool:
+    return _matches(name, _METADATA, _SECRETS)
+
+
+def _matches(name: str, names: Set[str], ends: tuple[str, ...]) -> bool:
     if len(name) > _LONGEST:
         return False
     plain = plain_name(name)
-    return (plain in names or plain.startswith(_STARTS) or plain.endswith(ends)) and plain not in allowed
+    return plain in names or plain.startswith(_STARTS) or plain.endswith(ends)

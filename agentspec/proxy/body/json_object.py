@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import orjson
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.json_scan import member_span
+from agentspec.protocol.json_scan import mask_escapes, member_span
 
 MAX_DEPTH = 128  # arrays and objects inside each other
 MAX_CONTAINERS = 1 << 17  # arrays and objects
@@ -26,32 +26,39 @@ EXPLAINED_BYTES = 1 << 16  # a body up to this size is read again to explain wha
 _STEP = 1 << 16  # bytes measured at once, since Python cannot switch threads meanwhile
 _FIRST = re.compile(rb"\s*+\{\s*+")
 _NO_BRACKET = bytes(code for code in range(256) if code not in b"[]{}")
+_SQUARE = bytes.maketrans(b"{}", b"[]")
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_CONTAINERS = frozenset({dict, list})
 _BEYOND_64_BITS = (b"0" * 20, b"-" + b"0" * 19)
-_OPENING = b"[{"
 
 
 @dataclass(slots=True)
 class _Shape:
-    """The measures of a JSON text: the depth reached, its arrays and objects, members of objects, and commas."""
+    """The measures of a JSON text: its arrays and objects, members of objects, and commas; `brackets` in order."""
 
-    depth: int = 0
     containers: int = 0
     members: int = 0
     commas: int = 0
+    brackets: bytes = b""
 
     def add(self, outside: bytes) -> None:
         """Count the next piece of the text, given without its strings. Raises `InvalidRequestError` for a limit."""
         self.members += outside.count(b":")
         self.commas += outside.count(b",")
-        brackets = outside.translate(None, _NO_BRACKET)
-        self.containers += brackets.count(b"[") + brackets.count(b"{")
+        brackets = outside.translate(_SQUARE, _NO_BRACKET)
+        self.containers += brackets.count(b"[")
         _within(self.containers, MAX_CONTAINERS, "arrays and objects")
         _within(self.members, MAX_MEMBERS, "members of objects")
         _within(self.containers + self.commas, MAX_VALUES, "values")
-        for bracket in brackets:
-            self.depth += 1 if bracket in _OPENING else -1
-            if self.depth > MAX_DEPTH:
+        if len(self.brackets) < 2 * MAX_CONTAINERS:  # more are not valid JSON
+            self.brackets += brackets
+
+    def check_depth(self) -> None:
+        """Raise `InvalidRequestError` if more than `MAX_DEPTH` arrays and objects are inside each other."""
+        brackets, depth = self.brackets, 0
+        while b"[]" in brackets:  # the innermost ones
+            brackets, depth = brackets.replace(b"[]", b""), depth + 1
+            if depth > MAX_DEPTH:
                 raise InvalidRequestError(f"the body is nested too deeply: more than {MAX_DEPTH} arrays and objects")
 
 
@@ -102,29 +109,27 @@ def _member(name: str, value: Any) -> bytes:
 
 
 def _shape(body: bytes) -> _Shape:
-    # Without escaped backslashes and quotes, each quote begins or ends a string.
-    text = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
-    shape, inside = _Shape(), 0
+    shape, text, inside = _Shape(), mask_escapes(body), 0
     for start in range(0, len(text), _STEP):
         parts = text[start : start + _STEP].split(b'"')
         shape.add(b"".join(parts[inside::2]))
         inside ^= len(parts) - 1 & 1
+    shape.check_depth()
     return shape
 
 
 def _has_members(value: Any, shape: _Shape) -> bool:
     """Whether `value` has as many members as its text: a parser keeps one of two members with the same key."""
-    members, unseen, waiting = 0, shape.containers - 1, [value]
-    while waiting:
-        one = waiting.pop()
-        items = one
+    members, unseen, containers = 0, shape.containers - 1, [value]
+    for one in containers:
         if type(one) is dict:
             members += len(one)
-            items = one.values()
+            one = one.values()
         if unseen:
-            inner = [item for item in items if type(item) is dict or type(item) is list]
-            unseen -= len(inner)
-            waiting += inner
+            for item in one:
+                if type(item) in _CONTAINERS:
+                    containers.append(item)
+                    unseen -= 1
     return members == shape.members
 
 

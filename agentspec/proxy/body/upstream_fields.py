@@ -6,7 +6,7 @@ by name (`field_names.py`), and by value where a value is an address. Texts, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,6 @@ _TEXT_FIELDS = frozenset(
     " guided_choice guided_grammar guided_whitespace_pattern structured_outputs structural_tag regex ebnf json_schema"
     " grammar stop_regex documents logit_bias instructions".split()
 )
-_MESSAGE_FIELDS = frozenset({"messages", "prompt", "input", "prediction"})
 _CALLS = frozenset({"tool_calls", "function_call", "arguments", "parameters", "input_schema"})
 _MESSAGE_TEXT = frozenset(
     "role name content text prompt input prediction thinking refusal reasoning reasoning_content summary title context"
@@ -42,9 +41,6 @@ _MEDIA = _plain_names(
     "url image_url input_image video_url audio_url file_url image images video videos audio audios file path"
 )
 _ENCODED = _plain_names("data file_data input_audio b64_json")
-_CHECKED = frozenset({dict, list, str})
-
-_Link = tuple[Any, ...]  # (key, link of the container around it): the path of a container, spelled only for an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +56,29 @@ class _Region:
 
 _OTHER = _Region(is_denied)
 _TOOLS = _Region(is_denied, skipped=_CALLS, text=_TOOL_TEXT)
-_METADATA = _Region(is_denied_in_metadata, strings=False)
 _MESSAGES = _Region(is_denied_in_message, skipped=_CALLS, text=_MESSAGE_TEXT, media=True)
+_REGIONS = {
+    "metadata": _Region(is_denied_in_metadata, strings=False),
+    "tools": _TOOLS,
+    "functions": _TOOLS,
+    **dict.fromkeys(("messages", "prompt", "input", "prediction"), _MESSAGES),
+}
+
+
+@dataclass(slots=True)
+class _Level:
+    """One array or object on the way to the present field: its items still to come, and the present one's key.
+
+    `nearest` is the last name on the way; an object has names, an array has not.
+    """
+
+    nearest: str
+    items: Iterator[tuple[Any, Any]]
+    named: bool
+    key: Any = None
+
+
+_Place = list[_Level]
 
 
 class UpstreamFields:
@@ -83,13 +100,8 @@ class UpstreamFields:
             raise InvalidRequestError("metadata must be an object", param="metadata")
         self._check_template_arguments(fields.get("chat_template_kwargs"))
         for name, value in fields.items():
-            if name == "metadata":
-                self._check_name(name, None, _OTHER)
-                self._walk(value, (name, None), _METADATA)
-            elif name in _MESSAGE_FIELDS:
-                self._walk({name: value}, None, _MESSAGES)
-            elif name not in _TEXT_FIELDS:
-                self._walk({name: value}, None, _TOOLS if name in ("tools", "functions") else _OTHER)
+            if name not in _TEXT_FIELDS:
+                self._walk(name, value, _REGIONS.get(name, _OTHER))
 
     def _check_template_arguments(self, arguments: Any) -> None:
         for name in arguments if isinstance(arguments, dict) else ():
@@ -100,39 +112,32 @@ class UpstreamFields:
                     param=param,
                 )
 
-    def _walk(self, root: Any, link: _Link | None, region: _Region) -> None:
-        """Check all names and strings in and below `root`, whose own path is `link`."""
-        waiting: list[tuple[Any, _Link | None, str]] = [(root, link, "")]
-        while waiting:
-            container, link, nearest = waiting.pop()
-            if isinstance(container, dict):
-                for name, value in container.items():
-                    self._check_name(name, link, region)
-                    if name not in region.skipped:
-                        self._visit(value, name, link, name, region, waiting)
-            elif isinstance(container, list):
-                for index, value in enumerate(container):
-                    if type(value) in _CHECKED:
-                        self._visit(value, index, link, nearest, region, waiting)
+    def _walk(self, name: str, value: Any, region: _Region) -> None:
+        """Check all names and strings of the field `name`, in order, remembering only where it is."""
+        place = [_Level("", iter([(name, value)]), named=True)]
+        while place:
+            level = place[-1]
+            for key, value in level.items:
+                level.key = key
+                nearest = level.nearest
+                if level.named:
+                    nearest = key
+                    if region.denied(key, self._allowed):
+                        raise _refused(place)
+                kind = type(value)
+                if kind is str:
+                    if region.strings and nearest not in region.text:
+                        self._check_string(value, nearest, region, place)
+                elif kind is dict and key not in region.skipped:
+                    place.append(_Level(nearest, iter(value.items()), named=True))
+                    break
+                elif kind is list and key not in region.skipped:
+                    place.append(_Level(nearest, enumerate(value), named=False))
+                    break
+            else:
+                place.pop()
 
-    def _visit(
-        self, value: Any, key: str | int, link: _Link | None, nearest: str, region: _Region, waiting: list[Any]
-    ) -> None:
-        """Check a string; put an array or object on the list of those that wait. `nearest` is the name around it."""
-        kind = type(value)
-        if kind is dict or kind is list:
-            waiting.append((value, (key, link), nearest))
-        elif kind is str and region.strings and nearest not in region.text:
-            self._check_string(value, (key, link), nearest, region)
-
-    def _check_name(self, name: str, link: _Link | None, region: _Region) -> None:
-        if region.denied(name, self._allowed):
-            path = _path((name, link))
-            raise InvalidRequestError(
-                f"{path} is refused: upstreams are configured, not requested (allow_fields of the backend)", param=path
-            )
-
-    def _check_string(self, text: str, link: _Link, nearest: str, region: _Region) -> None:
+    def _check_string(self, text: str, nearest: str, region: _Region, place: _Place) -> None:
         plain = plain_name(nearest) if region.media else ""
         if plain in _MEDIA:
             harmless = is_inline(text)
@@ -143,19 +148,23 @@ class UpstreamFields:
         else:
             harmless = not is_address(text)
         if not harmless and not is_on(text, self._hosts):
-            path = _path(link)
+            path = _path(place)
             wanted = "must be a data: URL" if plain in _MEDIA or plain in _ENCODED else "may not name an address"
             raise InvalidRequestError(f"{path} {wanted} (allow_media_hosts of the backend)", param=path)
 
 
-def _path(link: _Link | None) -> str:
-    """The dotted path of a field, of which the last parts are shown."""
-    parts: list[str] = []
-    while link is not None and len(parts) < 16:
-        key, link = link
-        parts.append(f"[{key}]" if isinstance(key, int) else f".{_shown(key)}")
-    return "".join(reversed(parts)).removeprefix(".")
+def _refused(place: _Place) -> InvalidRequestError:
+    path = _path(place)
+    return InvalidRequestError(
+        f"{path} is refused: upstreams are configured, not requested (allow_fields of the backend)", param=path
+    )
 
 
-def _shown(name: str) -> str:
-    return name[:80].encode("ascii", "replace").decode()
+def _path(place: _Place) -> str:
+    """The dotted path of the present field, of a deep one the last parts."""
+    parts = (f".{_shown(level.key)}" if level.named else f"[{level.key}]" for level in place[-16:])
+    return "".join(parts).removeprefix(".")
+
+
+def _shown(name: object) -> str:
+    return str(name)[:80].encode("ascii", "replace").decode()

@@ -14,9 +14,11 @@ from transformers import AutoTokenizer
 
 from agentspec.backends.base import NONE
 from agentspec.backends.torch.text.chat_template import render
-from agentspec.errors import ModelUnavailableError
+from agentspec.errors import ContextLengthError, ModelUnavailableError
 from agentspec.text.detokenizer import Decode
 from agentspec.types import GenerateRequest, Message
+
+LONG_TEXT = 4096  # characters
 
 
 class TokenizerAdapter:
@@ -30,20 +32,30 @@ class TokenizerAdapter:
             self._fast.no_truncation()
             self._fast.no_padding()
         self.special_ids = _special_ids(tokenizer)
+        self._longest = 0 if self._fast is None else _longest_token(self._fast)
 
     def prompt(self, request: GenerateRequest) -> list[int]:
         """The prompt's token ids. Raises `InvalidRequestError` for messages that the chat template refuses."""
         return self.read(request)[1]
 
-    def read(self, request: GenerateRequest) -> tuple[str, list[int]]:
-        """The prompt as text (empty if it was given as token ids) and its token ids. Raises `InvalidRequestError`."""
+    def read(self, request: GenerateRequest, limit: int | None = None) -> tuple[str, list[int]]:
+        """The prompt as text (empty if it was given as token ids) and its token ids.
+
+        Raises `InvalidRequestError`, and `ContextLengthError` for a text that certainly has more than `limit` tokens.
+        """
         if request.token_ids is not None:
             return "", [int(token) for token in request.token_ids]
         if request.text is not None:
+            self._check_length(request.text, limit, "prompt")
             return request.text, self.encode(request.text, special=True)
         start = request.start_answer and not request.continue_final
         text = render(self.tokenizer, request, start=start, continue_final=request.continue_final)
+        self._check_length(text, limit, "messages")
         return text, self.encode(text)
+
+    def _check_length(self, text: str, limit: int | None, param: str) -> None:
+        if limit is not None and (fewest := self.fewest_tokens(text)) > limit:
+            raise ContextLengthError(f"at least {fewest} prompt tokens do not fit the model's {limit}", param=param)
 
     def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
         """Token ids of the text that `render` returns."""
@@ -66,10 +78,16 @@ class TokenizerAdapter:
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` adds the special tokens that the model wants around a prompt."""
-        if self._fast is not None:
-            return list(self._fast.encode(text, add_special_tokens=special).ids)
-        with self._lock:
-            return list(self.tokenizer.encode(text, add_special_tokens=special))
+        if self._fast is None:
+            with self._lock:
+                return list(self.tokenizer.encode(text, add_special_tokens=special))
+        if len(text) > LONG_TEXT:  # a batch lets other threads run meanwhile
+            return list(self._fast.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        return list(self._fast.encode(text, add_special_tokens=special).ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found without tokenizing it; 0 if nothing is known."""
+        return len(text) // self._longest if self._longest else 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids` without special tokens."""
@@ -99,6 +117,20 @@ class TokenizerAdapter:
             return str(self._fast.decode([token_id], skip_special_tokens=False))
         with self._lock:
             return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """The most characters that one token can stand for; 0 if that is not known.
+
+    Tokens of byte-level BPE spell the text byte by byte, unless a normalizer shortens it or a token means any text.
+    """
+    model, kind = tokenizer.model, type(tokenizer.decoder).__name__
+    if kind != "ByteLevel" or tokenizer.normalizer is not None or getattr(model, "unk_token", "") is not None:
+        return 0
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):  # such a token takes any number of blanks
+        return 0
+    return max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:

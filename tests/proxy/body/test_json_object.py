@@ -119,8 +119,8 @@ def test_strings_never_count_as_structure(value: Any, ascii: bool, step: int) ->
 
 @pytest.mark.parametrize(
     "unit",
-    [b"[", b"{", b'{"a":', b"[],", b'"",', b"1,", b'"', b'\\"', b"\\", b'"\\', b'"a":1,', b"1" * 19 + b" ", b"-", b"\xff",
-     b"\x00", b'{"a":1},', b"\\ud800", b'"\\u', b":", b",", b"/", b"e1", b"0" * 19 + b"1"],
+    [b"[", b"{", b'{"a":', b"[],", b'"",', b"1,", b'"', b'\\"', b"\\", b'"\\', b'"a":1,', b"1" * 19 + b" ", b"-",
+     b"\xff", b"\x00", b'{"a":1},', b"\\ud800", b'"\\u', b":", b",", b"/", b"e1", b"0" * 19 + b"1"],
 )  # fmt: skip
 @pytest.mark.parametrize("head", [b"", b'{"a":', b'{"a":"', b'{"a":['])
 def test_no_body_is_expensive(unit: bytes, head: bytes) -> None:

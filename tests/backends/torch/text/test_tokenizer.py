@@ -6,9 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from agentspec.backends.torch.text import tokenizer
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.types import GenerateRequest
 
 USER = {"role": "user", "content": "hi"}
@@ -97,3 +100,23 @@ def test_several_threads_may_encode_and_decode(codec: TokenizerAdapter) -> None:
     texts = [f"text number {n} " * 50 for n in range(200)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda text: codec.decode(codec.encode(text)), texts)) == texts
+
+
+@given(st.text(st.sampled_from("ab é\N{GRINNING FACE}<|>\n") | st.characters(), max_size=40), st.booleans())
+def test_long_texts_are_encoded_like_short_ones(codec: TokenizerAdapter, text: str, special: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        ids = codec.encode(text, special=special)
+        patch.setattr(tokenizer, "LONG_TEXT", 0)
+        assert codec.encode(text, special=special) == ids
+        assert codec.fewest_tokens(text) <= len(ids)
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(codec: TokenizerAdapter) -> None:
+    text = "no room " * 1_000_000
+    assert codec.fewest_tokens(text) > 1000
+    with pytest.raises(ContextLengthError, match="at least") as caught:
+        codec.read(GenerateRequest("m", text=text), 1000)
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextLengthError) as caught:
+        codec.read(GenerateRequest("m", messages=[{"role": "user", "content": text}]), 1000)
+    assert caught.value.param == "messages"

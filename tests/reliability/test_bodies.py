@@ -1,0 +1,414 @@
+"""C1: no body makes the gateway answer 5xx or stop. C9: nothing reaches other paths of an upstream. U8: odd answers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
+from agentspec.testing import FakeBackend
+
+pytestmark = pytest.mark.reliability
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+JSON = {"content-type": "application/json"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+BODIES: dict[str, list[dict[str, Any]]] = {
+    CHAT: [
+        {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "max_tokens": 5, "stream": False},
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+                {"role": "tool", "tool_call_id": "c", "content": "1"},
+            ],
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "stop": ["a", "b"],
+            "logit_bias": {"1": 2.5},
+        },
+        {
+            "messages": [{"role": "user", "content": "hi", "name": "me"}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+            "chat_template_kwargs": {"enable_thinking": False},
+            "prediction": {"type": "content", "content": "hello"},
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "logprobs": True,
+            "top_logprobs": 2,
+            "metadata": {"a": "b"},
+            "n": 2,
+            "seed": 7,
+        },
+    ],
+    COMPLETIONS: [
+        {"prompt": "hi", "logprobs": 1, "echo": True, "stop": "x", "min_p": 0.1, "top_k": 3, "bad_words": ["y"]},
+        {"prompt": [1, 2, 3], "return_token_ids": True, "prompt_logprobs": 1, "stop_token_ids": [5], "n": 2},
+        {"prompt": ["hi"], "structured_outputs": {"choice": ["a", "b"]}, "stream": True, "priority": 1, "suffix": ""},
+    ],
+    EMBEDDINGS: [{"input": "hi"}, {"input": ["a", "b"], "encoding_format": "float", "dimensions": 3}],
+}
+# Written as they stand into a body where a value was.
+ODD = [
+    *"""
+    null true false 0 -0 -1 1.5 1e999 -1e400 NaN -Infinity 9999999999999999999999 "" "x" [] {} [[]] [null] {"":null} 01
+    +1 1. ' ' "\\ud800" "\\udfff\\ud800" {"\\ud83d":1} "\\u0000" "http://169.254.169.254/" {"url":"file:///etc/passwd"}
+    {"a":1,"a":2} {"api_base":"x"} "\\x" /**/1 [1,] {"a":} [[[[[[[[[[]]]]]]]]]] 1e308 1e-400 4294967296
+    9223372036854775808 "1" "NaN" nil
+    """.split(),
+    "9" * 5000,
+    "[" * 1000 + "]" * 1000,
+    '{"a":' * 1000 + "1" + "}" * 1000,
+    "[" * 1000,
+    json.dumps("x" * 70_000),
+    json.dumps(["x"] * 3000),
+    json.dumps([{}] * 3000),
+    json.dumps({str(number): number for number in range(3000)}),
+]
+
+
+def mutated(seed: int, path: str) -> bytes:
+    """A body of the route with up to three changes: other values, keys twice or gone, bytes flipped, cut or doubled."""
+    chance = random.Random(f"{path} {seed}")
+    body = {"model": "local", **chance.choice(BODIES[path])}
+    if chance.random() < 0.2:
+        body[chance.choice(["unheard_of", "api_base", "n", "max_tokens", "x" * 300])] = "MARK"
+    body = json.loads(json.dumps(body))
+    for _ in range(chance.randint(1, 2)):
+        place = chance.choice(list(_places(body)))
+        if isinstance(place[0], dict) and chance.random() < 0.2:
+            del place[0][place[1]]
+        else:
+            place[0][place[1]] = "MARK"
+    text = json.dumps(body, ensure_ascii=chance.random() < 0.5)
+    while '"MARK"' in text:
+        text = text.replace('"MARK"', chance.choice(ODD), 1)
+    data = text.encode("utf-8", "surrogatepass")
+    if chance.random() < 0.2:
+        data = data.replace(b"{", b'{"model": "local",' if chance.random() < 0.5 else b'{"a":1,"a":1,', 1)
+    if chance.random() < 0.3:
+        data = _broken(bytearray(data), chance)
+    return data
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    waiting = [value]
+    for one in waiting:
+        for key, item in one.items() if isinstance(one, dict) else enumerate(one):
+            yield one, key
+            if isinstance(item, (dict, list)):
+                waiting.append(item)
+
+
+def _broken(data: bytearray, chance: random.Random) -> bytes:
+    at = chance.randrange(len(data))
+    match chance.randrange(5):
+        case 0:
+            data[at] = chance.randrange(256)
+        case 1:
+            del data[at:]
+        case 2:
+            data[at:at] = chance.choice(
+                [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\xef\xbb\xbf", b'"', b"\\", b"}"]
+            )
+        case 3:
+            data += data[:at]
+        case _:
+            data[:0] = chance.choice([b"\xef\xbb\xbf", b" ", b"\x1f\x8b", b"//", b"[", b"\xfe\xff"])
+    return bytes(data)
+
+
+def configured(url: str, **server: Any) -> tuple[dict[str, Any], Settings]:
+    settings = Settings(
+        server=ServerSettings(**server),
+        backends={"up": OpenAISettings(base_url=url)},  # type: ignore[arg-type]
+        models={"up": ModelSettings(backend="up")},
+    )
+    return {"local": FakeBackend("fine")}, settings
+
+
+@pytest.fixture(scope="module")
+def served(shared_gateway: Any, shared_upstream: Any) -> Any:
+    """A gateway with a local backend and an upstream, and the upstream."""
+    answer = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}],"usage":{"prompt_tokens":1}}'
+    server = shared_upstream(lambda request: request.answer(answer))
+    return shared_gateway(*configured(server.url)), server
+
+
+@pytest.fixture(scope="module")
+def client(served: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served[0].url, headers=JSON, timeout=60) as client:
+        yield client
+
+
+COUNTS = [
+    pytest.param(50, id="50"),
+    pytest.param(2_000, id="2000", marks=pytest.mark.slow),
+    pytest.param(20_000, id="20000", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("model", ["local", "up"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, EMBEDDINGS])
+def test_c1_mutated_bodies_get_2xx_or_4xx(client: httpx.Client, count: int, model: str, path: str) -> None:
+    for seed in range(count):
+        body = mutated(seed, path).replace(b'"local"', b'"%s"' % model.encode())
+        response = client.post(path, content=body)
+        assert 200 <= response.status_code < 300 or 400 <= response.status_code < 500, (seed, body[:500], response.text)
+        if response.status_code >= 400:
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["message"], (seed, error)
+            assert len(response.content) < 4096, (seed, body[:500])
+    assert client.get("/health").status_code == 200
+
+
+HOSTILE = {
+    "deep-array": b'{"model": "local", "messages": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+    "deep-object": b'{"model": "local", "messages": [' + b'{"a":' * 1000 + b"1" + b"}" * 1000 + b"]}",
+    "deeper-than-the-stack": b'{"a":' * 200_000 + b"1" + b"}" * 200_000,
+    "brackets": b"[" * 1_000_000,
+    "duplicate": b'{"model": "local", "model": "up", "messages": []}',
+    "many-keys-twice": b'{"model":"local",' + b",".join(b'"k%d":1' % (key % 39_999) for key in range(40_000)) + b"}",
+    "nan": b'{"model": "local", "temperature": NaN, "messages": []}',
+    "infinite": b'{"model": "local", "temperature": 1e400, "messages": []}',
+    "long-number": b'{"model": "local", "seed": ' + b"9" * 100_000 + b', "messages": []}',
+    "not-utf8": b'{"model": "local", "messages": [{"role": "user", "content": "\xff"}]}',
+    "surrogate": b'{"model": "up", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    "surrogate-key": b'{"model": "up", "\\ud800": 1}',
+    "surrogate-in-a-tool": b'{"model": "local", "messages": [{"role": "user", "content": "x"}], "tools": '
+    b'[{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]}',
+    "byte-order-mark": b'\xef\xbb\xbf{"model": "local", "messages": []}',
+    "trailing": b'{"model": "local", "messages": []} {"model": "up"}',
+    "many-lists": b'{"model": "up", "x": [' + b"[]," * 100_000 + b"0]}",
+    "many-calls": b'{"model": "local", "messages": [{"role": "assistant", "tool_calls": [' + b"1," * 100_000 + b"1]}]}",
+    "many-parts": b'{"model": "local", "messages": [{"role": "user", "content": [' + b"1," * 100_000 + b"1]}]}",
+    "many-biases": b'{"model": "local", "messages": [], "logit_bias": {'
+    + b",".join(b'"x%d":[]' % key for key in range(100_000))
+    + b"}}",
+    "unknown-fields": b'{"model":"local",' + b",".join(b'"k%d":1' % key for key in range(100_000)) + b"}",
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+def test_c1_hostile_bodies_are_refused_cheaply(client: httpx.Client, body: bytes) -> None:
+    before = time.process_time()
+    response = client.post(CHAT, content=body)
+    assert 400 <= response.status_code < 500 or (b'"x": [' in body and response.status_code == 200)
+    assert len(response.content) < 2048
+    assert time.process_time() - before < 5  # of client and server; quadratic work takes minutes
+
+
+def test_c1_a_body_of_100_megabytes_is_refused_unread(served: Any) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    with _connected(served[0]) as connection:
+        connection.sendall(head + b"content-length: 100000000\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+    with _connected(served[0]) as connection:  # a length that is not told in advance
+        connection.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
+        sent = _send_until_refused(connection, b"10000\r\n" + b" " * 0x10000 + b"\r\n", 100_000_000)
+        assert sent < 60_000_000  # the limit, and what the two sockets hold
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_c1_compressed_bodies_are_not_unpacked(client: httpx.Client, layers: int) -> None:
+    bomb = b'{"model": "local", "x": "' + b"0" * 50_000_000 + b'"}'
+    for _ in range(layers):
+        bomb = gzip.compress(bomb, 1)
+    for encoding in ("gzip", "GZIP", "deflate", "br", "identity, gzip", "gzip, gzip", "x-gzip"):
+        response = client.post(CHAT, content=bomb, headers={"content-encoding": encoding})
+        assert response.status_code == 400 and "Content-Encoding" in response.json()["error"]["message"]
+    assert client.post(CHAT, content=bomb).status_code == 400
+
+
+def _connected(running: Any) -> socket.socket:
+    host, port = running.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.settimeout(60)
+    return connection
+
+
+def _send_until_refused(connection: socket.socket, piece: bytes, most: int) -> int:
+    sent = 0
+    with suppress(OSError):
+        while sent < most:
+            connection.sendall(piece)
+            sent += len(piece)
+    return sent
+
+
+# The open routes of vLLM and SGLang, and other spellings of our own.
+ELSEWHERE = """
+    /invocations /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank /tokenize /detokenize /pause /resume
+    /is_paused /update_weights /update_weights_from_disk /init_weight_transfer_engine /load /ping /server_info /sleep
+    /wake_up /is_sleeping /collective_rpc /reset_prefix_cache /reset_mm_cache /reset_encoder_cache /scale_elastic_ep
+    /is_scaling_elastic_ep /start_profile /stop_profile /v1/responses /v1/messages /v1/audio/speech
+    /v1/audio/transcriptions /v1/audio/translations /v1/realtime /v1/load_lora_adapter /v1/unload_lora_adapter /v1/files
+    /v1/batches /v1/fine_tuning/jobs /inference/v1/generate /generate /encode /flush_cache /set_internal_state
+    /get_server_info /get_model_info /open_session /close_session /abort_request /release_memory_occupation /docs /redoc
+    /openapi.json / //v1/chat/completions /v1//chat/completions /v1/chat/completions/ /v1/chat/../completions
+    /v1/./chat/completions /v1/chat/completions/.. /v1/%2e%2e/invocations /%2e%2e/v1/chat/completions
+    /v1/chat/%2e%2e/completions /v1/chat%2Fcompletions/x /v1/chat%252Fcompletions /V1/chat/completions
+    /v1/chat/completions%00 /v1/chat/completions%20 /v1/chat/completions;x /v1/chat\\completions
+    /v1/chat/completions/../../pause /v1/models/../../pause /v1/models/%2e%2e/%2e%2e/pause
+    /v1/models/x%2f..%2f..%2fpause
+""".split()  # fmt: skip
+
+
+def test_c9_no_other_path_reaches_an_upstream(served: Any) -> None:
+    running, server = served
+    server.requests.clear()
+    body = json.dumps({"model": "up", "messages": []}).encode()
+    for path in ELSEWHERE:
+        status, content = _raw(running, "POST", path, body)
+        assert status in (400, 404, 405) and b'"error"' in content, path
+    for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "POSTX"):
+        assert _raw(running, method, CHAT, body)[0] in (400, 405), method
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x-original-url: /pause",
+        "x-rewrite-url: /pause",
+        "x-http-method-override: DELETE",
+        "x-forwarded-host: evil",
+        "x-forwarded-prefix: /pause",
+        "forwarded: host=evil",
+        "connection: keep-alive, content-type",
+        "host: evil/pause",
+        "upgrade: h2c",
+        "x-agentspec-step: %0d%0ax-evil: 1",
+        "te: trailers",
+        "expect: 100-continue",
+    ],
+)
+def test_c9_no_header_leads_elsewhere(served: Any, line: str) -> None:
+    """What the upstream gets is the listed path with the listed headers, or nothing."""
+    running, server = served
+    server.requests.clear()
+    body = json.dumps({"model": "up", "messages": []}).encode()
+    for target in (CHAT, f"http://evil{CHAT}", f"{CHAT}?x=%0d%0ahost:evil"):
+        _raw(running, "POST", target, body, line)
+    name = line.partition(":")[0]
+    for request in server.requests:
+        assert request.target.partition("?")[0] in (CHAT, "/v1/models", "/metrics"), request.target
+        assert f"127.0.0.1:{server.url.rsplit(':', 1)[1].removesuffix('/v1')}" == request.headers["host"]
+        assert "x-evil" not in request.headers and (name in ("connection", "host") or name not in request.headers)
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (("user-agent", "caf\u00e9".encode("latin-1")), 200),
+        (("openai-organization", b"\xff\xfe\x80"), 200),
+        (("x-stainless-lang", "\u65e5\u672c".encode()), 200),
+        (("x-request-id", b"\xe9"), 200),
+        (("x-agentspec-session", b"caf\xe9"), 400),
+        (("x-agentspec-step", "caf\u00e9".encode()), 400),
+        (("x-agentspec-session", b"caf%C3%A9"), 200),
+        (("x-agentspec-session", b"%ff"), 400),
+        (("x-agentspec-session", b"%ed%a0%80"), 400),
+    ],
+)
+@pytest.mark.parametrize("model", ["up", "local"])
+def test_c9_bytes_above_ascii_in_headers(
+    client: httpx.Client, served: Any, header: tuple[str, bytes], status: int, model: str
+) -> None:
+    """Passed on as they came, and refused in labels, whose encoding is agreed."""
+    server = served[1]
+    server.requests.clear()
+    name, value = header
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    response = client.post(
+        CHAT, json=body, headers=[(name.encode(), value), *((b"content-type", b"application/json"),)]
+    )
+    assert response.status_code == status, response.text
+    if status == 400:
+        assert response.json()["error"]["param"] == name
+    elif model == "up" and name != "x-request-id":
+        [sent] = (request for request in server.requests if request.method == "POST")
+        assert sent.headers[name].encode("latin-1") == value
+
+
+@pytest.mark.parametrize("query", ["x=\xe9", "x=" + "y" * 9000, "api_base=http://evil", "u=http%3A//evil", "api_key=k"])
+def test_c9_queries_an_upstream_may_not_get(served: Any, query: str) -> None:
+    running, server = served
+    server.requests.clear()
+    status, content = _raw(running, "POST", f"{CHAT}?{query}", json.dumps({"model": "up", "messages": []}).encode())
+    assert status == 400 and not server.requests, content
+
+
+def _raw(running: Any, method: str, target: str, body: bytes, line: str = "") -> tuple[int, bytes]:
+    """Status and body of the answer to a request whose head is written as it stands."""
+    host = "" if line.startswith("host:") else "host: x\r\n"
+    head = f"{method} {target} HTTP/1.1\r\n{host}content-type: application/json\r\n"
+    head += "" if line.startswith("connection:") else "connection: close\r\n"
+    head += f"{line}\r\n" if line else ""
+    with _connected(running) as connection:
+        connection.settimeout(5)
+        connection.sendall(head.encode("latin-1") + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        received = b""
+        with suppress(TimeoutError):
+            while not _whole(received) and (more := connection.recv(65536)):
+                received += more
+    status, _, content = received.partition(b"\r\n\r\n")
+    return int(status.split(b" ")[1]), content if method != "HEAD" else b'"error"'
+
+
+def _whole(received: bytes) -> bool:
+    head, end, body = received.partition(b"\r\n\r\n")
+    lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    return bool(end) and bool(lengths) and len(body) >= int(lengths[0])
+
+
+ANSWERS = [
+    b"", b"null", b"[]", b"5", b'"x"', b"<html>", b'{"choices":', b'{"choices": null}', b'{"choices": [null]}',
+    b"\xff\xfe",
+    b'{"choices": {"a": 1}, "usage": {"prompt_tokens": null, "completion_tokens": "7"}}',
+    b'{"usage": [1]}', b'{"usage": "x"}', b'{"usage": {"prompt_tokens": -5, "completion_tokens": 1e400}}',
+    b'{"usage": {"prompt_tokens": ' + b"9" * 400 + b"}}", b'{"usage": {"prompt_tokens": ' + b"9" * 5000 + b"}}",
+    b'{"usage": {"prompt_tokens": NaN}}', b'{"usage": {"prompt_tokens_details": 5}}',
+    b'{"usage": {"prompt_tokens": {}}}',
+    b'{"usage": ' * 2000 + b"1" + b"}" * 2000, b"[" * 200_000, b'{"usage": {"a": 1}, "usage": {"prompt_tokens": 2}}',
+    b'{"speculation": {"drafted": "x", "accepted": [], "steps": null, "estimated_seconds_saved": "nan"}}',
+    b'{"speculation": {"drafted": 1, "accepted": 1, "steps": 1, "estimated_seconds_saved": 0, "strategy": []}}',
+    b'{"unknown": {"deep": [1.10, 1e5, "\\u00e9", "\xc3\xa9", 100000000000000000000]}, "choices": []}',
+    b'{"choices": [{"index": "x", "message": 5}], "error": {"message": []}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_u8_odd_answers_pass_untouched(gateway: Any, upstream: Any, stream: bool) -> None:
+    answers: list[bytes] = []
+
+    def script(request: Any) -> None:
+        if stream:
+            request.head()
+            request.send(answers[-1])
+        else:
+            request.answer(answers[-1])
+
+    running = gateway(*configured(upstream(script).url))
+    with httpx.Client(base_url=running.url, timeout=60) as client:
+        for path in (CHAT, COMPLETIONS, EMBEDDINGS):
+            for answer in ANSWERS:
+                answers.append(b"data: " + answer + b"\n\ndata: [DONE]\n\n" if stream else answer)
+                response = client.post(path, json={"model": "up", "messages": [], "stream": stream})
+                assert response.status_code == 200 and response.content.startswith(answers[-1]), answer
+                assert response.content == answers[-1] or stream
+        assert client.get("/health").status_code == 200
+        metrics = client.get("/metrics").text
+    assert "nan" not in metrics.lower() and "inf\n" not in metrics.lower()
