@@ -76,6 +76,9 @@ from .errors import (
     UpstreamError as UpstreamError,
 )
 from .errors import (
+    UpstreamIsolationError as UpstreamIsolationError,
+)
+from .errors import (
     UpstreamStatusError as UpstreamStatusError,
 )
 from .errors import (

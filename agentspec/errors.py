@@ -30,6 +30,7 @@ AgentSpecError
 ├── KnowledgeBaseError       502  a knowledge base could not be searched, or gave no usable answer
 └── UpstreamError            502  an upstream could not be reached, or ended the answer early
     ├── UpstreamAuthenticationError  it refused the key that the operator configured for it
+    ├── UpstreamIsolationError  503  it cannot keep the requests of several tenants apart
     ├── UpstreamTimeoutError 504  an upstream did not answer in time
     └── UpstreamStatusError       an upstream answered with an error; `status`, `body` and `headers` are its own
 """
@@ -193,6 +194,11 @@ class UpstreamAuthenticationError(UpstreamError):
     code = "upstream_authentication"
 
 
+class UpstreamIsolationError(UpstreamError):
+    status = 503
+    code = "upstream_isolation"
+
+
 class UpstreamTimeoutError(UpstreamError):
     status = 504
     code = "upstream_timeout"
@@ -201,11 +207,12 @@ class UpstreamTimeoutError(UpstreamError):
 class UpstreamStatusError(UpstreamError):
     """An upstream's error response, kept whole so that a gateway can pass it on unchanged.
 
-    `client_key`: the request carried the key of a gateway's client, so that a 401 is for that client.
+    `own_key`: the request carried the operator's key. `for_client`: a refusal of its key is a gateway's client's.
     """
 
     code = "upstream_status"
-    client_key = False
+    own_key = False
+    for_client = False
 
     def __init__(self, message: str, *, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         super().__init__(message)

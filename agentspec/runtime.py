@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentspec.backends.base import Backend, ReportsHealth, closing_items
+from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, closing_items
 from agentspec.backends.settings import BackendSettings, OpenAISettings
 from agentspec.errors import (
     AgentSpecError,
@@ -27,6 +27,7 @@ from agentspec.settings.load import ModelSettings, Settings
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
+    from agentspec.backends.openai.isolation import TenantIsolation
     from agentspec.cache import SuffixCache
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
     from agentspec.reasoning.strategy import Strategy
@@ -62,6 +63,7 @@ class Runtime:
         self._backends: dict[str, Backend] = dict(backends or {})
         self._names = _model_names(self.settings, self._backends)
         self._passthrough = _passthrough(self.settings, self._backends)
+        self._isolation: TenantIsolation | None = None
         self._strategies: dict[str, Strategy[Any]] = {}
         self._knowledge: dict[str, KnowledgeBase] = dict(knowledge or {})
         self._given_cache = cache
@@ -109,6 +111,7 @@ class Runtime:
                     raise ShuttingDownError("the runtime is closed")
                 if name not in self._backends:
                     self._backends[name] = self._build(name, settings)
+            self._keep_tenants_apart()
             self._build_strategies()
             self._started = True
 
@@ -200,6 +203,35 @@ class Runtime:
             advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'
             raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
         return TorchBackend.load(settings, cache=self.cache)
+
+    def serve_tenants(self, names: Collection[str]) -> None:
+        """Note that these are the tenants from now on: of several, each needs its salt in upstreams.
+
+        Upstreams are not checked: requests to one that cannot keep them apart are refused.
+        """
+        if self._isolation is not None:
+            self._isolation.required = len(names) > 1
+
+    def _keep_tenants_apart(self) -> None:
+        """Tell every upstream's backend how. Raises `ConfigurationError` if one that answers cannot do it."""
+        upstreams = [backend for backend in self._backends.values() if isinstance(backend, SharesCaches)]
+        if not upstreams:
+            return
+        from agentspec.backends.openai.isolation import TenantIsolation
+
+        server = self.settings.server
+        isolation = TenantIsolation(server.read_secret(), required=len(server.tenant_names) > 1)
+        for upstream in upstreams:
+            upstream.isolate(isolation)
+        self._isolation = isolation
+
+        async def check_all() -> None:
+            for upstream in upstreams:
+                await upstream.check_isolation()
+                await upstream.leave_loop()
+
+        if isolation.required:
+            _run_apart(check_all)
 
     def _build_strategies(self) -> None:
         wanted = {name: model for name, model in self.settings.models.items() if isinstance(model, StrategySettings)}

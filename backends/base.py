@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.telemetry.samples import BackendSample
-from agentspec.types import Delta, GenerateRequest, Labels, Message
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Message
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
+    from agentspec.backends.openai.isolation import TenantIsolation
     from agentspec.backends.settings import OpenAISettings
     from agentspec.errors import AgentSpecError
 
@@ -111,8 +112,12 @@ class Forwards(Protocol):
         """
         ...
 
-    async def label_fields(self, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields to set in a body, which already has the fields `given`, to send `labels`. Never raises."""
+    async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields to set in a body for `path`, which already has the fields `given`: they send the `labels` and
+        keep the tenant's requests apart from others'.
+
+        Raises `UpstreamIsolationError` if that cannot be done, `InvalidRequestError` for a salt that is no text.
+        """
         ...
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
@@ -123,13 +128,29 @@ class Forwards(Protocol):
 def is_forwarding(backend: object) -> TypeGuard[Forwards]:
     """Whether `backend` is a `Forwards`. The check of a protocol takes long, so its result is kept for each class."""
     kind = type(backend)
-    known = _FORWARDING.get(kind)
-    if known is None:
-        known = _FORWARDING[kind] = isinstance(backend, Forwards)
-    return known
+    if kind not in _forwarding:
+        _forwarding[kind] = isinstance(backend, Forwards)
+    return _forwarding[kind]
 
 
-_FORWARDING: dict[type, bool] = {}
+_forwarding: dict[type, bool] = {}
+
+
+@runtime_checkable
+class SharesCaches(Protocol):
+    """A backend whose server keeps what it computed for one request, for the next ones of anybody."""
+
+    def isolate(self, isolation: TenantIsolation) -> None:
+        """Keep tenants apart from now on, as `isolation` says."""
+        ...
+
+    async def check_isolation(self) -> None:
+        """Raises `ConfigurationError` if the server cannot keep tenants apart although it must."""
+        ...
+
+    async def leave_loop(self) -> None:
+        """Close the connections of the running loop, which is about to end."""
+        ...
 
 
 @runtime_checkable
@@ -166,8 +187,8 @@ class ReportsMetrics(Protocol):
 class Embeds(Protocol):
     """A backend that turns texts into vectors whose directions tell how similar the texts are."""
 
-    async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:
-        """One vector for each text, all of the same length."""
+    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
+        """One vector for each text, all of the same length. The texts are the tenant's."""
         ...
 
 

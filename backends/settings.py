@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, HttpUrl, SecretStr, model_validator
 
-VllmChoice = Literal["auto", "on", "off"]
+KindChoice = Literal["auto", "on", "off"]
 _HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?(:[0-9]{1,5})?$|^[0-9a-fA-F:]*:[0-9a-fA-F:.]*$"
 DrafterName = Literal["suffix", "prediction", "ngram", "model"]
 
@@ -80,7 +80,7 @@ class OpenAISettings(BaseModel):
         ge=0,
         description="Seconds an idle connection is kept; less than the upstream's own time, which is 5 for vLLM",
     )
-    vllm: VllmChoice = Field(default="auto", description="Whether it is a vLLM server; auto asks it")
+    vllm: KindChoice = Field(default="auto", description="Whether it is a vLLM server; auto asks it")
     vllm_labels: bool = Field(
         default=True, description="Tell a vLLM server the session, workflow and step names, as vllm_xargs"
     )
@@ -93,6 +93,18 @@ class OpenAISettings(BaseModel):
     allow_template_arguments: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,127}$")], ...] = Field(
         default=(), description="Names in chat_template_kwargs to pass on besides the known ones"
     )
+    sglang: KindChoice = Field(default="auto", description="Whether it is an SGLang server; auto asks it")
+    shared_upstream: bool = Field(
+        default=False,
+        description="Let all tenants share what this upstream caches: their requests then carry no salt of their own."
+        " Needed with several tenants in front of an upstream that is neither vLLM nor SGLang",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.vllm == self.sglang == "on":
+            raise ValueError('vllm and sglang are both "on": an upstream is one of them')
+        return self
 
 
 BackendSettings = Annotated[TorchSettings | OpenAISettings, Field(discriminator="kind")]

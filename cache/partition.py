@@ -14,7 +14,7 @@ from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.index import Frozen, IndexDrafter, SuffixIndex
 from agentspec.cache.record import SequenceMeta, SequenceRecord
 from agentspec.cache.sessions import Sessions
-from agentspec.cache.tokens import EMPTY, Tokens
+from agentspec.cache.tokens import EMPTY, MOST_LEARNED, Tokens, inflate
 from agentspec.errors import CacheFormatError
 from agentspec.types import Namespace
 
@@ -79,7 +79,7 @@ class Partition:
     def restore(self, learned: bytes) -> None:
         """Continue from the state `learned`; if it cannot be read, the drafter learns from the start."""
         with contextlib.suppress(CacheFormatError, zlib.error, ValueError):
-            self.drafter.restore(np.frombuffer(zlib.decompress(learned), dtype="<f8"))
+            self.drafter.restore(np.frombuffer(inflate(learned, MOST_LEARNED), dtype="<f8"))
 
     def evict(self, excess: int) -> int:
         """Free about `excess` bytes; returns how many sequences and sessions were evicted, 0 when none could be.
@@ -152,8 +152,8 @@ class Partition:
 
 def without_ends(learned: bytes) -> bytes:
     """A learned state without the end tokens of outputs: its other numbers reveal no text."""
-    with contextlib.suppress(zlib.error):
-        cells, state = 8 * _cell_count(), zlib.decompress(learned)
+    with contextlib.suppress(zlib.error, ValueError):
+        cells, state = 8 * _cell_count(), inflate(learned, MOST_LEARNED)
         if len(state) >= cells:  # a shorter state is of an older version, and is dropped
             return zlib.compress(state[:cells], level=1)
     return b""

@@ -78,19 +78,29 @@ class CacheRequest:
         self._indexes.insert(len(self._indexes) - 1, (index, source))
 
     def draft(
-        self, max_tokens: int = 32, min_probability: float = 0.0, *, chain: bool = False, behind: TokensLike = EMPTY
+        self,
+        max_tokens: int = 32,
+        min_probability: float = 0.0,
+        *,
+        chain: bool = False,
+        behind: TokensLike = EMPTY,
+        patience: float | None = None,
     ) -> Draft:
         """Propose a token tree that continues prompt and output; empty when nothing similar was seen.
 
         A `chain` has no branches, for targets that verify no trees. `behind` holds output tokens that `extend` will
-        be given later; the tree continues after them.
+        be given later; the tree continues after them. An index that cannot be read within `patience` seconds, because
+        another thread deletes from it, is left out; without `patience` the draft waits for it.
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
         drafter, indexes, context, *_ = self.job(max_tokens, min_probability, chain=chain)
         if len(behind):
             context = np.concatenate((context, as_tokens(behind, "behind")))
-        draft = drafter.propose(indexes, context, max_tokens, min_probability, chain)
+        if patience is None:
+            draft = drafter.propose(indexes, context, max_tokens, min_probability, chain)
+        else:
+            [draft] = propose_batch([(drafter, indexes, context, max_tokens, min_probability, chain)], patience)
         self.expect(draft, len(behind))
         return draft
 

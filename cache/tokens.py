@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from agentspec.errors import InvalidRequestError
 Tokens = NDArray[np.int32]
 TokensLike = NDArray[np.integer] | Sequence[int]
 
+MOST_LEARNED = 16 << 20  # bytes of a drafter's learned state; a forged one cannot take more memory
 EMPTY: Tokens = np.zeros(0, dtype=np.int32)
 _MAX = int(np.iinfo(np.int32).max)
 
@@ -36,3 +38,12 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
     if low < 0 or high > _MAX:
         raise InvalidRequestError(f"{name} must be ids from 0 to {_MAX}, not {low if low < 0 else high}", param=name)
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def inflate(packed: bytes, most: int) -> bytes:
+    """Decompress what zlib packed. Raises `ValueError` for more than `most` bytes, `zlib.error` for damaged data."""
+    stream = zlib.decompressobj()
+    data = stream.decompress(packed, max(1, most))
+    if not stream.eof:
+        raise ValueError(f"more than {most} bytes, or cut off")
+    return data

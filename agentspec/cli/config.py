@@ -61,6 +61,7 @@ def _read_secrets(settings: Settings) -> None:
 
     settings.cache.location()
     read_keys(settings.server.api_keys)
+    settings.server.read_secret()
     for reached in (*settings.backends.values(), *settings.knowledge.values()):
         if isinstance(reached, OpenAISettings | RemoteSettings) and reached.api_key_file is not None:
             read_secret(reached.api_key_file)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from agentspec.errors import UpstreamError
 
 MAX_EVENT_BYTES = 16 << 20  # the token ids of a long prompt come in one event
-MAX_HELD = 1 << 20
+MAX_HELD = 3 << 18  # of an event that is passed on; with the copy that is sent, less than 2 MiB
 DONE = b"data: [DONE]\n\n"
 _ENDS = (b"\n\n", b"\n\r", b"\r\r")  # the end of a line and a blank line: CRLF CRLF holds LF CR
 _USUAL_ENDS = (b"\n\n", b"\r\n\r\n")
@@ -108,7 +108,8 @@ class EventSplitter:
         elif self._inside or len(self._held) > MAX_HELD:
             self._inside = True
             end = len(self._held) - self._held.endswith((b"\n", b"\r"))
-        out = bytes(self._held[:end])
+        with memoryview(self._held) as held, held[:end] as whole:
+            out = bytes(whole)
         del self._held[:end]
         return out
 

@@ -124,7 +124,7 @@ class Pages:
             headers = request_headers(request.scope, record)
             return await backend.models(headers) if isinstance(backend, Forwards) else []
         except UpstreamStatusError as error:
-            error.client_key = not record.has_gateway_key
+            error.for_client = not (record.has_gateway_key or error.own_key)
             raise
 
     def _object(self, name: str) -> dict[str, Any]:

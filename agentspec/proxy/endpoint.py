@@ -83,9 +83,7 @@ class GenerationEndpoint:
                 check_head(scope)
                 await self.budget.run(tenant, len(body), self._check, fields, route.backend)
                 async with deadline.limit():
-                    body = await upstream_body(
-                        route.backend, self.path, body, fields, caller.labels, route.upstream_model
-                    )
+                    body = await upstream_body(route.backend, self.path, body, fields, caller, route.upstream_model)
                 choices = expected_choices(self.path, fields)
                 del fields  # an answer can take minutes
                 await pass_through(scope, send, route.backend, self.path, body, deadline, choices)

@@ -63,7 +63,7 @@ def error_event(error: Exception, request_id: str = "") -> bytes:
 def _of_gateway(error: Exception) -> Exception:
     """`error`, or another one in place of an upstream's refusal of a key that is not the client's."""
     refused = isinstance(error, UpstreamStatusError) and error.status in (401, 403)
-    return error if not refused or getattr(error, "client_key", False) else refused_key("the upstream")
+    return error if not refused or getattr(error, "for_client", False) else refused_key("the upstream")
 
 
 def refused_key(upstream: str) -> UpstreamAuthenticationError:

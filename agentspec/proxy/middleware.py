@@ -24,6 +24,7 @@ from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
+from agentspec.types import StepSpeculation
 
 OPEN_ROUTES = ("/health",)
 
@@ -85,7 +86,9 @@ class GatewayMiddleware:
         if (usage := record.usage) is not None:
             metrics.tokens(record.model, prompt=usage.prompt_tokens, completion=usage.completion_tokens)
         if (done := record.speculation) is not None:
-            metrics.speculation(record.model, drafted=done.drafted, accepted=done.accepted, steps=done.steps)
+            failed = done.degraded if isinstance(done, StepSpeculation) else ()
+            counts = {"drafted": done.drafted, "accepted": done.accepted, "steps": done.steps}
+            metrics.speculation(record.model, **counts, failed_roles=failed)
         logger.log(_level(record), "request", **_log_fields(record))
 
 

@@ -38,6 +38,11 @@ def refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
         for name, table in tables(file, section):
             _refuse_key(f"{path}: {section}.{name}", f"{section}.{name}", table, address)
     server = file.get("server")
+    if isinstance(server, dict) and "secret" in server:
+        raise ConfigurationError(
+            f"{path}: server.secret must not stand in a file: files are copied and committed."
+            f" Set {PREFIX}SERVER__SECRET, or name a file in server.secret_file"
+        )
     keys = server.get("api_keys") if isinstance(server, dict) else None
     for key in keys if isinstance(keys, list) else []:
         if not isinstance(key, dict) or "key" in key or "api_key" in key:

@@ -108,6 +108,18 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     @model_validator(mode="after")
+    def _tenants_are_kept_apart(self) -> Self:
+        for name, backend in self.backends.items():
+            if isinstance(backend, TorchSettings) or backend.shared_upstream or len(self.server.tenant_names) < 2:
+                continue
+            if backend.vllm == backend.sglang == "off":
+                raise ValueError(
+                    f"backends.{name} is neither vLLM nor SGLang, so it cannot keep the caches of the tenants of"
+                    f" server.api_keys apart: set backends.{name}.shared_upstream = true if they may share them"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _models_have_backends(self) -> Self:
         for name, model in self.models.items():
             if isinstance(model, StrategySettings):
@@ -278,7 +290,8 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
         return f"{name} = {item['input']!r}: must be a table"
     if item["type"] == "value_error":
         return f"{name}: {message}" if key else f"{name}{message}"
-    value = "" if "api_key" in key[-1] or key[-1] == "password" else f" = {without_password(str(item['input']))!r}"
+    secret = "api_key" in key[-1] or key[-1] in ("password", "secret")
+    value = "" if secret else f" = {without_password(str(item['input']))!r}"
     return f"{name}{value}: {message}"
 
 

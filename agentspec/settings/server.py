@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
 
-from agentspec.settings.api_keys import ApiKey
+from agentspec.errors import ConfigurationError
+from agentspec.settings.api_keys import ApiKey, read_secret
 from agentspec.types import DEFAULT_TENANT
+
+MIN_SECRET = 32
 
 
 class TenantLimits(BaseModel):
@@ -103,6 +107,15 @@ class ServerSettings(BaseModel):
         default=30.0, gt=0, description="Seconds a client may take nothing of its answer before it is cut off"
     )
 
+    # Upstreams.
+    secret: SecretStr | None = Field(
+        default=None,
+        description="Secret of the salts that keep tenants apart in upstreams, 32 characters or more; set it from the"
+        " environment or secret_file only. Unset makes a new one at each start, and upstreams' prefix caches begin"
+        " anew; gateways with the same secret share them",
+    )
+    secret_file: Path | None = Field(default=None, description="File holding the secret")
+
     @model_validator(mode="after")
     def _tenants_fit(self) -> Self:
         known = dict.fromkeys([*(key.tenant for key in self.api_keys), DEFAULT_TENANT])
@@ -120,3 +133,17 @@ class ServerSettings(BaseModel):
         if self.tls_key_file is not None and self.tls_cert_file is None:
             raise ValueError("tls_key_file needs tls_cert_file beside it")
         return self
+
+    @property
+    def tenant_names(self) -> frozenset[str]:
+        """The tenants that have a key."""
+        return frozenset(key.tenant for key in self.api_keys)
+
+    def read_secret(self) -> bytes:
+        """The secret, a random one if none is set. Raises `ConfigurationError` for a short one."""
+        if self.secret is None and self.secret_file is None:
+            return secrets.token_bytes(32)
+        given = read_secret(self.secret_file) if self.secret is None else self.secret.get_secret_value().strip()
+        if len(given) < MIN_SECRET:
+            raise ConfigurationError(f"server.secret must have {MIN_SECRET} characters or more: openssl rand -hex 32")
+        return given.encode()

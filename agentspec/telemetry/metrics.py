@@ -19,6 +19,7 @@ T = TypeVar("T", Counter, Histogram)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
+_HELPERS = ("small", "judge")  # the roles of models that a strategy can go on without
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -65,6 +66,12 @@ class Metrics:
         self._drafted = Counter("agentspec_draft_tokens", "Tokens proposed", model, registry=registry)
         self._accepted = Counter("agentspec_accepted_tokens", "Proposed tokens kept", model, registry=registry)
         self._steps = Counter("agentspec_verify_steps", "Verification forwards", model, registry=registry)
+        self._off = Counter(
+            "agentspec_speculation_off",
+            "Answers in which the model of a role failed, so that the base model went on alone",
+            ("model", "reason"),
+            registry=registry,
+        )
         self.in_flight = Gauge("agentspec_requests_in_flight", "Requests being answered", registry=registry)
         Info("agentspec_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version()}
@@ -88,8 +95,13 @@ class Metrics:
         self._child(self._prompt, label).inc(prompt)
         self._child(self._completion, label).inc(completion)
 
-    def speculation(self, model: str | None, *, drafted: int, accepted: int, steps: int) -> None:
+    def speculation(
+        self, model: str | None, *, drafted: int, accepted: int, steps: int, failed_roles: Iterable[str] = ()
+    ) -> None:
+        """Count what speculation did for one answer; of `failed_roles`, which an upstream may have sent, known ones."""
         label = self._label(model)
+        for role in set(_HELPERS).intersection(failed_roles):
+            self._off.labels(label, f"{role}_failed").inc()
         self._drafted.labels(label).inc(drafted)
         self._accepted.labels(label).inc(accepted)
         self._steps.labels(label).inc(steps)
@@ -141,7 +153,11 @@ def _engines(samples: Iterable[BackendSample]) -> Iterator[Metric]:
     preempted = CounterMetricFamily("agentspec_engine_preempted", "Answers that made room", labels=("backend",))
     forwards = CounterMetricFamily("agentspec_engine_forwards", "Forwards", labels=("backend",))
     shares = CounterMetricFamily("agentspec_engine_forward_requests", "Answers in forwards", labels=("backend",))
+    failures = CounterMetricFamily(
+        "agentspec_engine_draft_failures", "Answers whose drafter failed, which went on without", labels=("backend",)
+    )
     for engine in (sample for sample in samples if isinstance(sample, EngineSample)):
+        failures.add_metric([engine.backend], engine.draft_failures)
         queued.add_metric([engine.backend], engine.queued)
         active.add_metric([engine.backend], engine.active)
         rows.add_metric([engine.backend], engine.rows)
@@ -151,7 +167,7 @@ def _engines(samples: Iterable[BackendSample]) -> Iterator[Metric]:
         for family, counts in ((drafted, engine.drafted), (accepted, engine.accepted)):
             for source, count in counts.items():
                 family.add_metric([engine.backend, source], count)
-    yield from (drafted, accepted, queued, active, rows, preempted, forwards, shares)
+    yield from (drafted, accepted, queued, active, rows, preempted, forwards, shares, failures)
 
 
 def _upstreams(samples: Iterable[BackendSample]) -> Iterator[Metric]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class EngineSample:
     """The counts of a local engine; `drafted` and `accepted` are totals by source of the draft.
 
-    `forwards` maps a number of answers to the number of forwards that they shared; `rows` counts reserved KV slots.
+    `forwards` maps a number of answers to the number of forwards that they shared; `rows` counts reserved KV slots,
+    `draft_failures` the answers that went on without drafts because their drafter failed.
     """
 
     backend: str
@@ -21,6 +22,7 @@ class EngineSample:
     forwards: Mapping[int, int]
     preempted: int
     rows: int
+    draft_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)

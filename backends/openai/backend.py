@@ -8,21 +8,24 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import Any
 
-from agentspec.backends.base import Capabilities
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
 from agentspec.backends.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
+from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
+from agentspec.backends.openai.server_kind import ServerDetector
 from agentspec.backends.openai.tokenization import ServerTokenization
-from agentspec.backends.openai.vllm import VllmDetector, label_fields, read_metrics, token_id_fields
+from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import UpstreamError
+from agentspec.errors import ConfigurationError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import to_delta
 from agentspec.protocol.headers import label_headers
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
-from agentspec.types import Delta, GenerateRequest, Labels
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 SCRAPE_SECONDS = 1.0
+_LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
 
 
 class OpenAIBackend:
@@ -38,7 +41,8 @@ class OpenAIBackend:
     ) -> None:
         self.settings = settings
         self._endpoint = Endpoint(settings, name=name, transport=transport)
-        self._detector = VllmDetector(self._endpoint, settings.vllm)
+        self._detector = ServerDetector(self._endpoint, settings)
+        self._isolation: TenantIsolation | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._tokenization: ServerTokenization | None = None
 
@@ -72,7 +76,7 @@ class OpenAIBackend:
         path, body = payload(request, request.model or self.settings.model or "")
         if await self._detector.is_vllm():
             body |= token_id_fields(body)
-            body |= await self.label_fields(request.labels, body)
+        body |= await self.body_fields(path, request.tenant, request.labels, body)
         headers = {
             "content-type": "application/json",
             "accept": "text/event-stream, application/json",
@@ -105,14 +109,39 @@ class OpenAIBackend:
         """
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
 
-    async def label_fields(self, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that carry `labels` in a body, which already has the fields `given`.
+    def isolate(self, isolation: TenantIsolation) -> None:
+        """Keep tenants apart from now on, unless the settings let them share this upstream."""
+        self._isolation = isolation
 
-        Empty unless the upstream is vLLM and the settings allow labels. Never raises; may wait until the upstream is
-        recognised.
+    async def check_isolation(self) -> None:
+        """Raises `ConfigurationError` if the upstream cannot keep tenants apart although it must.
+
+        One that does not answer now is asked again by each request.
         """
-        added = label_fields(labels, given) if self.settings.vllm_labels else {}
-        return added if added and await self._detector.is_vllm() else {}
+        if self._apart and await self._detector.kind() == "other":
+            raise ConfigurationError(
+                f"upstream {self._endpoint.name} is neither vLLM nor SGLang, so it cannot keep the caches of several"
+                " tenants apart: set shared_upstream = true for it if they may share them"
+            )
+
+    async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields to set in a body for `path`, which already has the fields `given`.
+
+        A vLLM server is sent the labels, if the settings allow it. With several tenants, vLLM and SGLang are sent a
+        salt for each tenant, and names of sessions and workflows are made the tenant's own. May wait until the upstream
+        is recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt that is no
+        text.
+        """
+        salts = await self._salts(tenant, given)
+        if path not in _LABELLED:
+            return salts
+        sent = labels if self.settings.vllm_labels else Labels()
+        if self._apart:
+            own = labels_in(given)
+            named = Labels(sent.session or own.session, sent.workflow or own.workflow, sent.step)
+            sent = self._apart.labels(tenant, named)
+        added = label_fields(sent, given)
+        return salts | (added if added and await self._detector.is_vllm() else {})
 
     async def metrics(self, name: str) -> UpstreamSample | None:
         """The draft counts of a vLLM upstream; None for other upstreams, without drafting, or without an answer."""
@@ -149,10 +178,11 @@ class OpenAIBackend:
             self._tokenization = ServerTokenization(self._endpoint, model) if report.tokenizes else None
         return report
 
-    async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:
+    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
         """One vector for each text. Raises as `generate` does."""
-        body = _encode({"model": model, "input": list(texts), "encoding_format": "float"})
-        answer = decode_json(await self._endpoint.fetch("POST", "/embeddings", body=body), self._endpoint.name)
+        given = {"model": model, "input": list(texts), "encoding_format": "float"}
+        body = _encode(given | await self.body_fields(EMBEDDINGS, tenant, Labels(), given))
+        answer = decode_json(await self._endpoint.fetch("POST", EMBEDDINGS, body=body), self._endpoint.name)
         try:
             return [[float(number) for number in item["embedding"]] for item in answer["data"]]
         except (KeyError, TypeError, ValueError):
@@ -164,6 +194,32 @@ class OpenAIBackend:
     async def leave_loop(self) -> None:
         """Close the connections of the running loop, which is about to end; connections of other loops stay."""
         await self._endpoint.leave_loop()
+
+    @property
+    def _apart(self) -> TenantIsolation | None:
+        """How to keep tenants apart here; None if there is no need to."""
+        isolation = self._isolation
+        return isolation if isolation and isolation.required and not self.settings.shared_upstream else None
+
+    async def _salts(self, tenant: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        if self._isolation is None or not (self._apart or given.get(SALT)):
+            return {}
+        kind = await self._detector.kind()
+        if kind not in ("vllm", "sglang"):
+            if self._apart:
+                raise UpstreamIsolationError(
+                    f"upstream {self._endpoint.name} is not known to be vLLM or SGLang now, so it cannot keep the"
+                    " caches of several tenants apart; try again later, or let the operator set shared_upstream for it"
+                )
+            return {}
+        names = (SALT, SGLANG_KEY) if kind == "sglang" and self._apart else (SALT,)
+        chosen = [chosen_salt(given, name) for name in names]
+        if not self._apart and (chosen[0] is None or is_harmless(chosen[0])):
+            return {}
+        salted: dict[str, Any] = {SALT: self._isolation.salt(tenant, *chosen)}
+        if chosen[1:] not in ([], [None]):
+            salted[SGLANG_KEY] = None  # it is part of the salt now
+        return salted
 
     async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
@@ -183,7 +239,9 @@ class OpenAIBackend:
     async def _checked(self, response: UpstreamResponse) -> bytes:
         body = await response.aread()
         if response.status >= 400:
-            raise status_error(self._endpoint.name, response.status, body, response.headers)
+            error = status_error(self._endpoint.name, response.status, body, response.headers)
+            error.own_key = response.own_key
+            raise error
         return body
 
 

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from agentspec.backends.http import Endpoint, decode_json
+from agentspec.backends.openai.server_kind import configured_kind, list_models, owner_of
 from agentspec.backends.openai.tokenization import ServerTokenization
-from agentspec.backends.openai.vllm import XARGS, VllmReport, list_models, owns_models, read_metrics, read_version
+from agentspec.backends.openai.vllm import XARGS, VllmReport, read_metrics, read_version
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.sse import SseDecoder
 
+logger = logging.getLogger(__name__)
 TRIES = 2  # tries of a request that gets no answer in time
 _QUESTION = [{"role": "user", "content": "Say hello."}]
 _BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
+# Tokenizers that agree on plain words differ in blanks, numbers, other scripts and emoji.
+_TELLING = [
+    {"role": "user", "content": "def f(x):\n\treturn  x ** 1234567890  # na\u00efve \u6771\u4eac \U0001f642\r\n"}
+]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
     """The result of a probe. `reachable`: an OpenAI-like server answered. `answers`: a chat request succeeded.
 
-    Without `answers` no ability is reported. `tokenizes`: the server has tokenizer endpoints, as vLLM does. `error` is
-    the first failure, if any. `vllm` is None for servers other than vLLM.
+    Without `answers` no ability is reported. `tokenizes`: the server has tokenizer endpoints, as vLLM does, and they
+    read a prompt as the model does; `other_tokenizer` if they do not. `error` is the first failure, if any. `vllm` is
+    None for servers other than vLLM.
     """
 
     reachable: bool = False
@@ -35,6 +43,7 @@ class ProbeReport:
     continue_final: bool = False
     logprobs: bool = False
     tokenizes: bool = False
+    other_tokenizer: bool = False
     context_length: int | None = None
     vllm: VllmReport | None = None
 
@@ -50,11 +59,13 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
     if model is None:
         return ProbeReport(reachable=True, error="the upstream lists no model; set `model` for this backend")
     prober = _Prober(endpoint, model, timeout)
-    is_vllm = settings.vllm == "on" or (settings.vllm == "auto" and owns_models(listed))
+    is_vllm = settings.vllm != "off" and "vllm" in (configured_kind(settings), owner_of(listed))
     try:
         plain = await prober.ask(_BEGUN)
     except UpstreamError as error:
         return ProbeReport(reachable=True, error=error.message, models=models)
+    tokenizes = await prober.tokenizes()
+    other = tokenizes and await prober.has_other_tokenizer()
     return ProbeReport(
         reachable=True,
         models=models,
@@ -63,7 +74,8 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
         token_ids=await prober.returns_token_ids(),
         continue_final=await prober.continues(_prompt_tokens(plain)),
         logprobs=await prober.gives_logprobs(),
-        tokenizes=await prober.tokenizes(),
+        tokenizes=tokenizes and not other,
+        other_tokenizer=other,
         context_length=_context_length(listed, model),
         vllm=await prober.vllm() if is_vllm else None,
     )
@@ -99,6 +111,26 @@ class _Prober:
             return await side.detokenize(await side.tokenize("Hello")) == "Hello"
         except UpstreamError:
             return False
+
+    async def has_other_tokenizer(self) -> bool:
+        """Whether the tokenizer endpoints read a prompt differently from the model that answers.
+
+        That is so behind a router that sends them to another server. A model that does not tell its prompt's ids is
+        taken at its word.
+        """
+        answer = await self._try(_TELLING, return_token_ids=True)
+        read = answer.get("prompt_token_ids") or _choice(answer).get("prompt_token_ids")
+        if not read:
+            return False
+        try:
+            written = await ServerTokenization(self.endpoint, self.model, self.timeout).rendered_ids(_TELLING)
+        except UpstreamError:
+            return True
+        if read != written:
+            logger.warning(
+                "upstream %s: its tokenizer is not its model's, so no token ids are used", self.endpoint.name
+            )
+        return bool(read != written)
 
     async def continues(self, plain: int | None) -> bool:
         """Whether the upstream continues an assistant message; `plain` is the prompt's length without continuation.

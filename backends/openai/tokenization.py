@@ -30,10 +30,19 @@ class ServerTokenization:
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
         """The prompt that the chat template makes of `messages`, ready for the assistant's answer."""
+        return await self.detokenize(await self.rendered_ids(messages, tools, template_arguments))
+
+    async def rendered_ids(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] = NONE,
+    ) -> list[int]:
+        """The token ids of what `render` returns."""
         given: dict[str, Any] = {"messages": [dict(message) for message in messages], "add_generation_prompt": True}
         given |= {"tools": [dict(tool) for tool in tools]} if tools else {}
         given |= {"chat_template_kwargs": dict(template_arguments)} if template_arguments else {}
-        return await self.detokenize(await self._tokens(given))
+        return await self._tokens(given)
 
     async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
         return await self._tokens({"prompt": text, "add_special_tokens": begins})

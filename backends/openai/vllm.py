@@ -1,76 +1,19 @@
-"""Recognises upstreams that are vLLM servers, and makes the fields that requests to them carry besides OpenAI's."""
+"""The fields that requests to a vLLM server carry besides OpenAI's, and what such a server tells about itself."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from agentspec.backends.http import Endpoint, decode_json
+from agentspec.backends.http import Endpoint
 from agentspec.backends.openai.vllm_metrics import ServerMetrics, fetch_metrics
-from agentspec.backends.settings import VllmChoice
-from agentspec.errors import UpstreamError, UpstreamStatusError
+from agentspec.errors import UpstreamError
 from agentspec.types import Labels
 
 XARGS = "vllm_xargs"
-FRESH_SECONDS = 60.0  # how long a detection result holds: another server may replace the upstream
-RETRY_SECONDS = 5.0
-LOOK_SECONDS = 2.0
-_OWNER = "vllm"
-
-
-class VllmDetector:
-    """Tells whether an upstream is a vLLM server: by the configuration, or by asking its `/models`.
-
-    If the upstream does not answer, the last result holds; if there is none, the upstream counts as another server, so
-    that requests carry no field that it might refuse. Safe to use from several event loops.
-    """
-
-    def __init__(self, endpoint: Endpoint, choice: VllmChoice) -> None:
-        self._endpoint = endpoint
-        self._known = None if choice == "auto" else choice == "on"
-        self._until = 0.0 if choice == "auto" else math.inf
-
-    async def is_vllm(self) -> bool:
-        """Whether it is vLLM. Asks the upstream, for at most `LOOK_SECONDS`, if there is no result or it is too old."""
-        now = time.monotonic()
-        if self._known is not None and now < self._until:
-            return self._known
-        self._until = now + RETRY_SECONDS  # meanwhile other requests use the last result
-        try:
-            async with asyncio.timeout(LOOK_SECONDS):
-                self._known = await says_vllm(self._endpoint)
-            self._until = now + FRESH_SECONDS
-        except (UpstreamError, TimeoutError):
-            self._known = self._known or False
-        return self._known
-
-
-async def says_vllm(endpoint: Endpoint) -> bool:
-    """Whether the server names vLLM as the owner of its models, or else publishes vLLM's metrics.
-
-    The metrics are requested only if the server refuses to list its models, because the key is missing: vLLM shows
-    metrics without a key. Raises `UpstreamError` if the server answers neither.
-    """
-    try:
-        return owns_models(await list_models(endpoint, LOOK_SECONDS))
-    except UpstreamStatusError:
-        return (await fetch_metrics(endpoint, LOOK_SECONDS)).published
-
-
-async def list_models(endpoint: Endpoint, timeout: float) -> list[dict[str, Any]]:
-    """The entries of `/models` that are objects. Raises `UpstreamError`."""
-    answer = decode_json(await endpoint.fetch("GET", "/models", timeout=timeout), endpoint.name)
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    return [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
-
-
-def owns_models(listed: list[dict[str, Any]]) -> bool:
-    return any(model.get("owned_by") == _OWNER for model in listed)
 
 
 def label_fields(labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +26,15 @@ def label_fields(labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
     ours = {f"agentspec_{name}": value for name, value in named.items() if value}
     theirs = given.get(XARGS) or {}
     return {XARGS: {**theirs, **ours}} if ours and isinstance(theirs, Mapping) else {}
+
+
+def labels_in(given: Mapping[str, Any]) -> Labels:
+    """The labels that a body with the fields `given` carries already."""
+    theirs = given.get(XARGS)
+    if not isinstance(theirs, Mapping):
+        return Labels()
+    found = {field.name: theirs.get(f"agentspec_{field.name}") for field in fields(Labels)}
+    return Labels(**{name: str(value) for name, value in found.items() if value})
 
 
 def token_id_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.tenant_threads import TenantThreads
 from agentspec.backends.torch.drafters import DrafterFactory
 from agentspec.backends.torch.drafters.factory import DraftModel
-from agentspec.backends.torch.engine.cache_session import CacheSession
+from agentspec.backends.torch.engine.cache_session import CacheHealth, CacheSession
 from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
 from agentspec.backends.torch.engine.engine import Engine
@@ -72,6 +72,7 @@ class TorchBackend:
         self.tokenizer: Any = loaded.tokenizer
         self._loaded = loaded
         self._cache = cache
+        self._cache_health = CacheHealth()
         self._tokenizer = TokenizerAdapter(loaded.tokenizer)
         self._stop_ids = end_ids(loaded)
         self._structured_outputs = StructuredOutputBuilder(self._tokenizer, loaded.target.vocab_size, self._stop_ids)
@@ -296,6 +297,7 @@ class TorchBackend:
             forwards=stats.batch_sizes,
             preempted=stats.preempted,
             rows=stats.kv_rows,
+            draft_failures=stats.draft_failures,
         )
 
     def stats(self) -> EngineStats:
@@ -334,6 +336,7 @@ class TorchBackend:
             draft_sizes=dict(counters.draft_sizes),
             step_drafts=dict(counters.step_drafts),
             cost_seconds=engine.context.governor.cost.table(),
+            draft_failures=counters.draft_failures,
         )
 
     def _open_session(self, engine_request: EngineRequest) -> CacheSession:
@@ -341,7 +344,8 @@ class TorchBackend:
         wanted = request.store or (request.speculation and self.capabilities.speculation)
         namespace = self._loaded.namespace(request.tenant)
         cache, late = self._cache if wanted else None, is_async_device(self.target.device)
-        return CacheSession.open(cache, request, engine_request.prompt, namespace, self._tokenizer.decode, late=late)
+        decode, health = self._tokenizer.decode, self._cache_health
+        return CacheSession.open(cache, request, engine_request.prompt, namespace, decode, late=late, health=health)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._loaded.target.vocab_size

@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
+from agentspec.cache.index import DEPTH
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.schema import damaged
+from agentspec.cache.tokens import inflate
 from agentspec.types import Labels, Namespace
+
+_MOST_TOKENS = 1 << 24  # of a sequence: a row with a forged count cannot take more memory than these
 
 
 def encode(record: SequenceRecord) -> dict[str, object]:
@@ -37,10 +41,11 @@ def encode(record: SequenceRecord) -> dict[str, object]:
 def decode(row: sa.Row[Any], database: str) -> SequenceRecord:
     """The sequence that a row holds. Raises `CacheFormatError`, naming the database, for a damaged row."""
     try:
-        packed = np.frombuffer(zlib.decompress(row.tokens), dtype="<i4").astype(np.int32)
+        most = 4 * (min(row.token_count, _MOST_TOKENS) + DEPTH)
+        packed = np.frombuffer(inflate(row.tokens, most), dtype="<i4").astype(np.int32)
     except (zlib.error, ValueError) as error:
         raise damaged(database, f"sequence {row.id}: {error}") from error
-    if len(packed) < row.token_count or packed.min(initial=0) < 0:
+    if not 0 <= row.token_count <= len(packed) or packed.min(initial=0) < 0:
         raise damaged(database, f"sequence {row.id}")
     split = len(packed) - row.token_count
     return SequenceRecord(

@@ -180,7 +180,7 @@ async def _same(thinking: Thinking, settings: LookaheadSettings, draft: Step, ow
     judge = thinking.roles["judge"]
     assert isinstance(judge.backend, Embeds)
     async with asyncio.timeout(settings.score_timeout):
-        one, other = await judge.backend.embed([draft.text, own.text], judge.model)
+        one, other = await judge.backend.embed([draft.text, own.text], judge.model, thinking.request.tenant)
     return _cosine(one, other) >= settings.similarity
 
 

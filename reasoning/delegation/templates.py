@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.backends.base import NONE
-from agentspec.backends.template_messages import described, plain
+from agentspec.backends.templates.messages import described, plain
 from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.protocol.json_values import check_json
 from agentspec.types import Message
 
 PLAIN = """\
@@ -24,8 +25,9 @@ BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
 
 
 class Template:
-    """A sandboxed Jinja template that renders messages as text. It sees `messages`, `tools`, `add_generation_prompt`
-    and the request's template arguments. If it does not mention tools, the messages describe them in words.
+    """A Jinja template, in a sandbox with bounds, that renders messages as text. It sees `messages`, `tools`,
+    `add_generation_prompt` and the request's template arguments. If it does not mention tools, the messages describe
+    them in words.
 
     Raises `ConfigurationError` for a name that is neither built in nor a readable file, and for an invalid template.
     """
@@ -33,19 +35,19 @@ class Template:
     def __init__(self, name: str) -> None:
         try:
             from jinja2 import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+            from agentspec.backends.templates.sandbox import BoundedEnvironment
         except ModuleNotFoundError:
             raise ConfigurationError(
                 "chat templates applied here need jinja2: pip install 'agentspec[proxy]'"
             ) from None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=False, lstrip_blocks=False, keep_trailing_newline=True)
-        environment.globals["raise_exception"] = _refuse
+        self._environment = BoundedEnvironment(trim_blocks=False, lstrip_blocks=False, keep_trailing_newline=True)
+        self._environment.globals["raise_exception"] = _refuse
         self.name = name
-        self._errors: type[Exception] = TemplateError
         try:
             source = BUILT_IN.get(name) or _read(name)
             self._knows_tools = "tools" in source
-            self._template = environment.from_string(source)
+            self._template = self._environment.load(source)
         except TemplateError as error:
             raise ConfigurationError(f"chat template {name!r}: {error}") from None
 
@@ -56,14 +58,18 @@ class Template:
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
         """The prompt, up to the assistant's answer. Raises `InvalidRequestError` for messages the template refuses."""
+        check_json(messages, "messages")
+        check_json(tools, "tools")
+        check_json(template_arguments, "chat_template_kwargs")
         told, listed = [{"content": "", **plain(message)} for message in messages], [dict(tool) for tool in tools]
         if not self._knows_tools:
             told, listed = described(told, listed), []
         given = {**template_arguments, "messages": told, "tools": listed or None, "add_generation_prompt": True}
         try:
-            return self._template.render(given)
-        except (self._errors, TypeError, ValueError) as error:
-            raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+            return self._environment.render(self._template, given)
+        except Exception as error:  # whatever Python raises in a template
+            message = f"the chat template refuses these messages: {str(error)[:300] or type(error).__name__}"
+            raise InvalidRequestError(message, param="messages") from error
 
 
 def _read(name: str) -> str:

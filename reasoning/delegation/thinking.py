@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agentspec.errors import AgentSpecError
 from agentspec.reasoning.delegation.context import Context
 from agentspec.reasoning.delegation.events import Accepted, Event, Failed, Rewritten, ThinkingText
 from agentspec.reasoning.delegation.model_role import ModelRole, Spend, StepLimits, is_model_failure
@@ -104,8 +105,9 @@ class Thinking:
 
     async def degrade(self, role: str, error: Exception) -> None:
         """Continue without the model in `role`, which failed with `error`."""
-        self.failed[role] = str(error)
-        await self.emit(Failed(role, str(error)))
+        reason = error.message if isinstance(error, AgentSpecError) else type(error).__name__  # the client reads it
+        self.failed[role] = reason
+        await self.emit(Failed(role, reason))
 
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.

@@ -101,7 +101,7 @@ def test_a_piece_that_ends_with_an_event_is_not_copied() -> None:
     assert splitter.feed(piece) is piece
 
 
-def test_the_splitter_holds_no_more_than_a_megabyte() -> None:
+def test_the_splitter_holds_less_than_a_megabyte() -> None:
     splitter = EventSplitter()
     assert splitter.feed(b"x" * MAX_HELD) == b""
     assert len(splitter.feed(b"y")) == MAX_HELD + 1 and splitter.separator() == b"\n\n"

@@ -55,7 +55,7 @@ def test_what_an_upstream_says_about_the_operators_key_stays_here(status: int) -
     for failed in (error_response(error), error_response(error)):
         assert failed.status == 502 and failed.code == "upstream_authentication" and b"sk-" not in failed.body
     assert b"sk-" not in error_event(error) and outcome(error) == "server_error"
-    error.client_key = True
+    error.for_client = True
     assert error_response(error).status == status and outcome(error) == "client_error"
 
 

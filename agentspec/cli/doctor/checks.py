@@ -273,6 +273,8 @@ def _described(report: ProbeReport) -> str:
     abilities = [ability for ability in _ABILITIES if getattr(report, ability)]
     models = ", ".join(report.models[:5]) + (", ..." if len(report.models) > 5 else "")
     detail = f"models: {models or 'none listed'}; can do: {', '.join(abilities) or 'plain answers only'}"
+    if report.other_tokenizer:
+        detail += "; its /tokenize is not the model's tokenizer, so no token ids are used"
     if report.vllm is None:
         return detail
     hears = "takes labels" if report.vllm.labels else "does not know vllm_xargs, so takes no labels"

@@ -10,34 +10,33 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import Scope, Send
 
-from agentspec.backends.base import CHAT, COMPLETIONS, Forwards
+from agentspec.backends.base import Forwards
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.sse import EventSplitter
 from agentspec.protocol.upstream_errors import error_object, without_account
+from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.errors import error_event, outcome, refused_key
 from agentspec.proxy.forwarding.inspection import StreamInspector, read_answer
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.types import Labels
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
 
 SENT_BYTES = 64 << 10  # pieces of a whole answer, so that a slow client holds no copy of all of it
-_LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
 
 
 async def upstream_body(
-    backend: Forwards, path: str, body: bytes, fields: Mapping[str, Any], labels: Labels, model: str
+    backend: Forwards, path: str, body: bytes, fields: Mapping[str, Any], caller: Caller, model: str
 ) -> bytes:
-    """`body`, which holds `fields`, with the upstream's model name, and with the labels if the upstream reads them.
+    """`body`, which holds `fields`, with the upstream's model name, and with what the backend tells about the caller.
 
     Every other byte is kept. Token ids are not requested on behalf of a client, which would otherwise get events and
     fields that it did not request.
     """
-    added = await backend.label_fields(labels, fields) if path in _LABELLED else {}
+    added = await backend.body_fields(path, caller.tenant, caller.labels, fields)
     if model != fields["model"]:
         added = {**added, "model": model}
     if not added:

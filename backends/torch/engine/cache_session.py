@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +18,33 @@ if TYPE_CHECKING:
     from agentspec.cache import CacheRequest, SuffixCache
 
 HELD = 16  # while nothing is drafted, the cache gets its tokens in batches of this size: fewer calls
+DRAFT_SECONDS = 0.005  # an index that cannot be read within this time is left out of the draft
+STALL_SECONDS = 1.0  # a call that takes longer means that the cache hangs, on its disk for example
+PAUSE_SECONDS = 10.0  # nobody asks the cache for so long after that
 
 logger = logging.getLogger(__name__)
+
+
+class CacheHealth:
+    """Notices that the cache hangs, so that only one call waits for it. The sessions of an engine share it."""
+
+    def __init__(self) -> None:
+        self._paused_until = float("-inf")
+
+    @property
+    def paused(self) -> bool:
+        return perf_counter() < self._paused_until
+
+    def called(self, started: float) -> None:
+        """Judge a call to the cache that began at `started` and ends now, by `perf_counter`."""
+        now = perf_counter()
+        if now - started > STALL_SECONDS:
+            self._paused_until = now + PAUSE_SECONDS
+            logger.warning(
+                "the token cache took %.1f s for one call: nothing is drafted from it for %.0f s",
+                now - started,
+                PAUSE_SECONDS,
+            )
 
 
 class CacheSession:
@@ -26,12 +53,14 @@ class CacheSession:
     The cache learns tokens as they are committed or, if `late`, when `flush_to_cache` is called, which costs no time
     while the device computes. Tokens that it has not learned yet are passed to `draft` as context.
 
-    Any error of the cache, including its database's, is logged once and closes the session: drafting is optional.
+    Any error of the cache, including its database's, is logged once and closes the session: drafting is optional. While
+    `health` says that the cache hangs, it is left alone.
     """
 
-    def __init__(self, request: CacheRequest | None, *, late: bool = False) -> None:
+    def __init__(self, request: CacheRequest | None, *, late: bool = False, health: CacheHealth | None = None) -> None:
         self._request = request
         self._late = late
+        self._health = health or CacheHealth()
         self._held: list[int] = []
         self._drafted = False  # in this round: then the cache must get the next tokens at once to score its draft
 
@@ -45,14 +74,16 @@ class CacheSession:
         decode: Callable[[Sequence[int]], str] | None = None,
         *,
         late: bool = False,
+        health: CacheHealth | None = None,
     ) -> CacheSession:
         """Open a session for `prompt`. A clean `close` records the answer if the request allows it.
 
         `decode` is the tokenizer's; a cache that refuses to store some texts needs it.
         """
-        if cache is None:
+        health = health or CacheHealth()
+        if cache is None or health.paused:
             return cls(None)
-        labels = request.labels
+        labels, started = request.labels, perf_counter()
         try:
             opened = cache.request(
                 np.asarray(prompt, dtype=np.int32),
@@ -66,19 +97,23 @@ class CacheSession:
         except Exception as error:
             logger.warning("generating without the token cache: %s", safe_message(error))
             return cls(None)
-        return cls(opened, late=late)
+        health.called(started)
+        return cls(opened, late=late, health=health)
 
     def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
         if not self._late:
             self._release()
-        if self._request is None:
+        if self._request is None or self._health.paused:
             return None
         self._drafted = True
+        started, behind = perf_counter(), np.asarray(self._held, dtype=np.int32)
         try:
-            return self._request.draft(max_tokens, min_probability, behind=np.asarray(self._held, dtype=np.int32))
+            return self._request.draft(max_tokens, min_probability, behind=behind, patience=DRAFT_SECONDS)
         except Exception as error:
             self._give_up(error)
             return None
+        finally:
+            self._health.called(started)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add committed tokens. In rounds without a draft they are held back and reach the cache in batches."""
@@ -95,23 +130,32 @@ class CacheSession:
         """End the session of an answer that finished cleanly (`clean`) and may be shared, or was aborted and stays
         partial. Idempotent.
         """
+        if self._health.paused:  # whoever waits for the cache now is not the engine
+            threading.Thread(target=self._end, kwargs={"clean": False}, daemon=True).start()
+            return
         self._release()
         self._end(clean=clean)
 
     def _release(self) -> None:
         """Pass the held tokens to the cache."""
+        if self._health.paused:
+            return
         held, self._held, self._drafted = self._held, [], False
         if self._request is None or not held:
             return
+        started = perf_counter()
         try:
             self._request.extend(np.asarray(held, dtype=np.int32))
         except Exception as error:
             self._give_up(error)
+        finally:
+            self._health.called(started)
 
     def _end(self, *, clean: bool) -> None:
         request, self._request = self._request, None
         if request is None:
             return
+        started = perf_counter()
         try:
             if clean:
                 request.close()
@@ -119,6 +163,8 @@ class CacheSession:
                 request.abandon()
         except Exception as error:
             logger.warning("the token cache did not record an answer: %s", safe_message(error))
+        finally:
+            self._health.called(started)
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("going on without the token cache: %s", safe_message(error))

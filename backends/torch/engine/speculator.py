@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from traceback import clear_frames
+
+from torch import AcceleratorError
 
 from agentspec.backends.torch.drafters import Drafter
 from agentspec.backends.torch.engine.stats import Counters, count
 from agentspec.speculation.governor import Governor
+from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Draft, Speculation
+
+logger = logging.getLogger(__name__)
 
 FREE = 0.005  # drafting time up to this share of a step is not charged
 
@@ -64,13 +71,24 @@ class Speculator:
         self._accepted = 0
         self._steps = 0
         self._saved = 0.0
+        self._failed = False
 
     def propose(self, context: Sequence[int], budget: int) -> Proposal:
-        """Propose at most `budget` draft nodes after `context`, from which the governor chooses."""
-        if self._drafter is None or budget <= 0 or not self._stats.ask():
+        """Propose at most `budget` draft nodes after `context`, from which the governor chooses.
+
+        A drafter that fails is not asked again for this answer, which goes on without drafts. Raises `AcceleratorError`
+        only: after a device failure nothing more can be computed.
+        """
+        if self._drafter is None or self._failed or budget <= 0 or not self._stats.ask():
             return NOTHING
         started = perf_counter()
-        draft = self._drafter.propose(context, budget)
+        try:
+            draft = self._drafter.propose(context, budget)
+        except AcceleratorError:
+            raise
+        except Exception as error:
+            self._give_up(error)
+            return NOTHING
         if draft is None or len(draft) == 0:
             return Proposal(seconds=perf_counter() - started, weighed=self._drafter.seconds_weighed, asked=True)
         legal = usable(draft, self._vocab_size, budget)
@@ -91,6 +109,12 @@ class Speculator:
         self._accepted += len(path)
         self._saved += len(path) * cost.plain - cost.drafts - proposal.seconds
         self._count(proposal, path)
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed = True
+        self._counters.draft_failures += 1
+        logger.warning("an answer goes on without drafts: %s", error_location(error))
+        clear_frames(error.__traceback__)  # they keep the tensors of a failed draft model alive
 
     def _count(self, proposal: Proposal, path: Sequence[int]) -> None:
         self._counters.steps += 1

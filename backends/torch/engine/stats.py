@@ -46,6 +46,7 @@ class EngineStats:
     draft_sizes: Mapping[int, int]
     step_drafts: Mapping[int, int]
     cost_seconds: Mapping[int, float]
+    draft_failures: int = 0
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class Counters:
     batch_sizes: dict[int, int] = field(default_factory=dict)
     draft_sizes: dict[int, int] = field(default_factory=dict)
     step_drafts: dict[int, int] = field(default_factory=dict)
+    draft_failures: int = 0  # answers whose drafter failed
 
 
 def count(counter: dict[int, int], key: int, amount: int = 1) -> None:

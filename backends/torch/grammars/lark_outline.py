@@ -38,6 +38,7 @@ def measure_lark(text: str, param: str) -> Complexity:
     for number, body in enumerate(bodies.values()):
         outline.read(number, body)
     found = Complexity(len(text), outline.nesting + outline.chain(), len(outline.conditions), outline.repeats)
+    nested = False
     for kind, token in (token for body in bodies.values() for token in body):
         if kind == "regex":
             one = measure_regex(token)
@@ -45,8 +46,11 @@ def measure_lark(text: str, param: str) -> Complexity:
         elif kind == "json":
             found += _measure_json(token, param)
         elif token == "%lark":  # a grammar inside the grammar: only a compiler can tell
-            found += Complexity(repeats=MAX_REPEATS)
-    if "start" in bodies and not satisfiable(outline.conditions)[list(bodies).index("start")]:
+            nested, found = True, found + Complexity(repeats=MAX_REPEATS)
+        elif kind == "special" and token[0] == "@":
+            message = f"the grammar refers to {token[:80]}, and there is no other grammar in a request"
+            raise InvalidRequestError(message, param=param)
+    if "start" in bodies and not nested and not satisfiable(outline.conditions)[list(bodies).index("start")]:
         message = "no finite text fits this grammar: give the rules that need each other an alternative that ends"
         raise InvalidRequestError(message, param=param)
     return found

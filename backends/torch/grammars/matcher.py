@@ -162,11 +162,15 @@ class GrammarMatcher:
 
 
 def reason(error: str) -> str:
-    """The first line of llguidance's error, which may quote the grammar; never the state of its parser or stack."""
-    first = error.partition("\n")[0].strip()
+    """What llguidance's error says of the grammar, which it may quote; never the state of its parser or stack."""
+    first, _, rest = error.partition("\n")
     lowered = first.lower()
     if "panic" in lowered:
         return "the compiler cannot handle this grammar; simplify it"
     if "too many" in lowered or "row has" in lowered or "fuel" in lowered or "too complex" in lowered:
         return "at one position it allows too many ways on; reduce counted repetitions and alternatives that overlap"
-    return first[:300]
+    if "NoExtension" in first:
+        return "no text fits it from here on"
+    if first.endswith("regex parse error:"):
+        first += next((line.removeprefix("error:") for line in rest.split("\n") if line.startswith("error:")), "")
+    return first.strip()[:300]

@@ -28,6 +28,7 @@ WALL_SECONDS: Final = 60.0
 MEMORY: Final = 512 << 20
 IDLE_SECONDS: Final = 600.0
 TRIED_TOKENS: Final = 48
+STEP_SECONDS: Final = 0.025  # processor time of a step on average, beyond which a grammar would slow other answers
 LIMITS: Final = llguidance.LLParserLimits(
     max_items_in_row=8_000,
     initial_lexer_fuel=1_000_000,
@@ -87,7 +88,7 @@ def on_stack(size: int, function: Callable[[], T]) -> T:
 
 def walk(matcher: llguidance.LLMatcher) -> None:
     """Follow one possible answer for a while. Raises `ValueError` if a mask takes too much, or allows nothing."""
-    state = matcher.deep_copy()
+    state, started, step = matcher.deep_copy(), time.thread_time(), 0
     for step in range(TRIED_TOKENS):
         if state.is_stopped():
             break
@@ -101,6 +102,8 @@ def walk(matcher: llguidance.LLMatcher) -> None:
             break
     if state.is_error():
         raise ValueError(state.get_error())
+    if (seconds := (time.thread_time() - started) / (step + 1)) > STEP_SECONDS:
+        raise ValueError(f"each of its tokens takes {seconds * 1000:.0f} ms: shorten its texts and repetitions")
 
 
 def _allowed(bits: bytes, step: int) -> int | None:

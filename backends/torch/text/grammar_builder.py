@@ -120,10 +120,13 @@ def _form(form: StructuredOutputs) -> tuple[dict[str, Any], Complexity]:
         return {"json_schema": closed_schema({"type": "object"})}, Complexity()
     if form.json is not None:
         schema = form.json if isinstance(form.json, Mapping) else ({} if form.json else {"not": {}})
-        return {"json_schema": closed_schema(schema)}, _measured(schema, "the schema", FORM)
+        complexity = _measured(schema, "the schema", FORM)
+        return {"json_schema": closed_schema(schema)}, complexity
     if form.regex is not None:
         _check_text(form.regex, MAX_REGEX)
-        return {"lark_grammar": f"start: {lark_regex(form.regex)}"}, measure_regex(form.regex)
+        complexity = measure_regex(form.regex)
+        complexity.check(FORM)
+        return {"lark_grammar": f"start: {lark_regex(form.regex)}"}, complexity
     if form.choice is not None:
         for choice in form.choice:
             _check_text(choice, MAX_CHOICE)

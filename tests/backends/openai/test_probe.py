@@ -47,11 +47,19 @@ class Upstream:
             content = f"data: {json.dumps(shown)}\n\ndata: [DONE]\n\n"
             return answer(content, content_type="text/event-stream")
         choice: dict[str, Any] = {"message": {"content": "x"}, "finish_reason": "length"}
+        told: dict[str, Any] = {}
+        if "prompt ids" in self._abilities and body.get("return_token_ids"):
+            told = {"prompt_token_ids": self._read(body)}
         if "ids" in self._abilities and body.get("return_token_ids"):
             choice["token_ids"] = [1]
         if "logprobs" in self._abilities and body.get("logprobs"):
             choice["logprobs"] = {"content": [{"token": "x", "logprob": 0.0}]}
-        return answer({"choices": [choice], "usage": usage})
+        return answer({"choices": [choice], "usage": usage, **told})
+
+    def _read(self, body: dict[str, Any]) -> list[int]:
+        """A message's characters; with the ability to misread, one emoji is another token."""
+        text = "".join(f"<{message['role']}>{message['content']}" for message in body["messages"]) + "<assistant>"
+        return [*map(ord, text.replace("\U0001f642", "?") if "misread" in self._abilities else text)]
 
     def _tokenizer(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """As vLLM's: a token a character, and a chat template that puts the role before the content."""
@@ -123,6 +131,16 @@ async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
     without_ids = backend(Upstream("tokenizer"))
     await without_ids.probe()
     assert tokenization_of(without_ids) is None
+
+
+async def test_u12_a_tokenizer_that_is_not_the_models_is_found_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    same = backend(Upstream("ids", "tokenizer", "prompt ids"))
+    report = await same.probe()
+    assert report.tokenizes and not report.other_tokenizer and tokenization_of(same) is not None
+    other = backend(Upstream("ids", "tokenizer", "prompt ids", "misread"))
+    report = await other.probe()
+    assert report.other_tokenizer and not report.tokenizes and report.token_ids
+    assert tokenization_of(other) is None and "tokenizer is not its model's" in caplog.text
 
 
 async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> None:

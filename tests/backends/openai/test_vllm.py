@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from agentspec.backends.base import CHAT
 from agentspec.backends.http import httpx
-from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, ServerMetrics, VllmReport, vllm
+from agentspec.backends.openai import DraftCounts, DrafterInfo, OpenAIBackend, ServerMetrics, VllmReport, server_kind
 from agentspec.backends.openai.vllm import label_fields, token_id_fields
 from agentspec.backends.openai.vllm_metrics import parse_metrics
 from agentspec.backends.settings import OpenAISettings
@@ -129,9 +130,10 @@ async def test_labels_stay_here_where_the_operator_wants_that() -> None:
 
 async def test_a_server_that_wants_a_key_for_its_models_is_known_by_its_metrics() -> None:
     server = VllmServer(key="secret")
-    assert await backend(server).label_fields(LABELS, {}) == {"vllm_xargs": OURS}
+    assert await backend(server).body_fields(CHAT, "default", LABELS, {}) == {"vllm_xargs": OURS}
     assert server.paths == ["/v1/models", "/metrics"]
-    assert await backend(VllmServer(key="secret", metrics="python_info 1.0\n")).label_fields(LABELS, {}) == {}
+    other = VllmServer(key="secret", metrics="python_info 1.0\n")
+    assert await backend(other).body_fields(CHAT, "default", LABELS, {}) == {}
 
 
 async def test_the_operators_key_reaches_the_paths_beside_v1() -> None:
@@ -142,30 +144,31 @@ async def test_the_operators_key_reaches_the_paths_beside_v1() -> None:
 
 async def test_what_an_upstream_is_holds_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     server, now = VllmServer(), [1000.0]
-    monkeypatch.setattr(vllm.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(server_kind.time, "monotonic", lambda: now[0])
     upstream = backend(server)
-    assert await upstream.label_fields(LABELS, {}) and await upstream.label_fields(LABELS, {})
+    for _ in range(2):
+        assert await upstream.body_fields(CHAT, "default", LABELS, {})
     assert server.paths == ["/v1/models"]
-    now[0] += vllm.FRESH_SECONDS + 1
+    now[0] += server_kind.FRESH_SECONDS + 1
     server.down = True
-    assert await upstream.label_fields(LABELS, {})  # silence is no other server
-    now[0] += vllm.RETRY_SECONDS + 1
+    assert await upstream.body_fields(CHAT, "default", LABELS, {})  # silence is no other server
+    now[0] += server_kind.RETRY_SECONDS + 1
     server.down, server.owner = False, "somebody"
-    assert await upstream.label_fields(LABELS, {}) == {}
+    assert await upstream.body_fields(CHAT, "default", LABELS, {}) == {}
 
 
 async def test_a_server_that_never_answered_is_told_nothing() -> None:
     server = VllmServer()
     server.down = True
     upstream = backend(server)
-    assert await upstream.label_fields(LABELS, {}) == {}
+    assert await upstream.body_fields(CHAT, "default", LABELS, {}) == {}
     assert await upstream.metrics("up") is None
     assert server.paths == ["/v1/models"]
 
 
 async def test_nothing_to_tell_asks_nothing() -> None:
     server = VllmServer()
-    assert await backend(server).label_fields(Labels(), {"vllm_xargs": {"a": 1}}) == {}
+    assert await backend(server).body_fields(CHAT, "default", Labels(), {"vllm_xargs": {"a": 1}}) == {}
     assert server.requests == []
 
 

@@ -190,7 +190,7 @@ def test_the_pace_drafts_as_deep_as_pays() -> None:
 class Embedding(ThinkingModel):
     """A judge whose vectors count letters."""
 
-    async def embed(self, texts: Sequence[str], model: str) -> list[list[float]]:
+    async def embed(self, texts: Sequence[str], model: str, tenant: str = "default") -> list[list[float]]:
         return [[float(text.count(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.template_messages import escape_markers
+from agentspec.backends.templates.messages import escape_markers
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.delegation.judge import names_score, quoted
 from agentspec.reasoning.delegation.templates import Template

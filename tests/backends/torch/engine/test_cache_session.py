@@ -114,7 +114,7 @@ class Recording:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int]]] = []
 
-    def draft(self, max_tokens: int, min_probability: float, *, behind: Any) -> None:
+    def draft(self, max_tokens: int, min_probability: float, *, behind: Any, patience: float) -> None:
         self.calls.append(("draft", behind.tolist()))
 
     def extend(self, tokens: Any) -> None:

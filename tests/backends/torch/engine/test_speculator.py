@@ -90,6 +90,21 @@ def test_nobody_is_asked_without_a_budget_or_a_drafter() -> None:
     assert none.propose([5], 9) is NOTHING and none.speculation is None
 
 
+class Broken(Scripted):
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        super().propose(context, budget)
+        raise MemoryError("a prompt")
+
+
+def test_a_drafter_that_fails_costs_the_answer_its_drafts_only(caplog: pytest.LogCaptureFixture) -> None:
+    subject, _, counters = proposer(None)
+    subject._drafter = broken = Broken(None)
+    assert subject.propose([5, 6], 10) is NOTHING and subject.propose([5, 6], 10) is NOTHING
+    subject.observe(NOTHING, [], BILL)
+    assert (broken.calls, counters.draft_failures, subject.speculation.steps) == (1, 1, 1)  # type: ignore[union-attr]
+    assert "MemoryError" in caplog.text and "a prompt" not in caplog.text
+
+
 def test_totals_are_counted_by_source() -> None:
     subject, _, counters = proposer(chain([1, 2, 3], 0.9, source=2))
     for _ in range(2):

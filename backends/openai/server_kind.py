@@ -1,0 +1,88 @@
+"""Recognises the upstreams whose own fields we use: vLLM and SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any, Literal
+
+from agentspec.backends.http import Endpoint, decode_json
+from agentspec.backends.openai.vllm_metrics import MAX_METRICS_BYTES
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import UpstreamError, UpstreamStatusError
+
+ServerKind = Literal["vllm", "sglang", "other"]
+FRESH_SECONDS = 60.0  # how long a detection result holds: another server may replace the upstream
+RETRY_SECONDS = 5.0
+LOOK_SECONDS = 2.0
+_OWNERS: tuple[ServerKind, ...] = ("vllm", "sglang")
+
+
+class ServerDetector:
+    """Tells what an upstream is: by the configuration, or by asking its `/models`.
+
+    If the upstream does not answer, the last result holds. Safe to use from several event loops.
+    """
+
+    def __init__(self, endpoint: Endpoint, settings: OpenAISettings) -> None:
+        self._endpoint = endpoint
+        self._looked_for = tuple(kind for kind in _OWNERS if getattr(settings, kind) != "off")
+        self._kind = configured_kind(settings)
+        self._until = 0.0 if self._kind is None else math.inf
+
+    async def kind(self) -> ServerKind | None:
+        """What it is; None if it has never answered. Asks it, for at most `LOOK_SECONDS`, if no result holds."""
+        now = time.monotonic()
+        if now < self._until:
+            return self._kind
+        if self._kind is not None:
+            self._until = now + RETRY_SECONDS  # meanwhile other requests use the last result
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                found = await look(self._endpoint)
+        except (UpstreamError, TimeoutError):
+            self._until = time.monotonic() + RETRY_SECONDS
+            return self._kind
+        self._kind = found if found in self._looked_for else "other"
+        self._until = now + FRESH_SECONDS
+        return self._kind
+
+    async def is_vllm(self) -> bool:
+        """Whether it is vLLM. One that has never answered counts as another, and gets no field it might refuse."""
+        return "vllm" in self._looked_for and await self.kind() == "vllm"
+
+
+def configured_kind(settings: OpenAISettings) -> ServerKind | None:
+    """What the settings say that the server is; None if it shall be asked."""
+    for kind in _OWNERS:
+        if getattr(settings, kind) == "on":
+            return kind
+    return "other" if all(getattr(settings, kind) == "off" for kind in _OWNERS) else None
+
+
+async def look(endpoint: Endpoint) -> ServerKind:
+    """What the server names as the owner of its models, or else whose metrics it publishes.
+
+    The metrics are requested only if the server refuses to list its models, because the key is missing: vLLM shows
+    metrics without a key. Raises `UpstreamError` if the server answers neither.
+    """
+    try:
+        return owner_of(await list_models(endpoint, LOOK_SECONDS))
+    except UpstreamStatusError:
+        content = await endpoint.fetch("GET", "/metrics", above=True, timeout=LOOK_SECONDS, limit=MAX_METRICS_BYTES)
+        names = [line.partition(b":")[0] for line in content.split(b"\n")]
+        return next((kind for kind in _OWNERS if kind.encode() in names), "other")
+
+
+async def list_models(endpoint: Endpoint, timeout: float) -> list[dict[str, Any]]:
+    """The entries of `/models` that are objects. Raises `UpstreamError`."""
+    answer = decode_json(await endpoint.fetch("GET", "/models", timeout=timeout), endpoint.name)
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    return [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
+
+
+def owner_of(listed: list[dict[str, Any]]) -> ServerKind:
+    """Which of the known servers owns one of the listed models."""
+    owners = [model.get("owned_by") for model in listed]
+    return next((kind for kind in _OWNERS if kind in owners), "other")

@@ -1,0 +1,1 @@
+"""Chat templates: what they are given, and the bounds of what they may do with it."""

@@ -1,0 +1,144 @@
+"""Checks before calls of methods and filters whose result can be far larger than what they are given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from agentspec.backends.templates.budget import MAX_RENDERED, Budget, TemplateLimitError
+
+_WIDE = re.compile(r"[%{][^%{}]*?\d{5}")
+_SLOW_ABOVE: Final = 200_000  # characters: filters whose time grows faster than their text
+_MOST_PARTS: Final = 100_000
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise TemplateLimitError("the chat template makes texts or lists that are too large")
+
+
+def _count(value: Any) -> None:
+    """A width, a number of places, lines or parts."""
+    _require(not isinstance(value, (int, float)) or abs(value) <= _MOST_PARTS)
+
+
+def check_format(budget: Budget, text: Any, values: Any) -> None:
+    """Before `text.format(values)` or `text % values`."""
+    if not isinstance(text, (str, bytes)):
+        return
+    shown = text if isinstance(text, str) else text.decode("latin-1")
+    _require(_WIDE.search(shown) is None)
+    fields = shown.count("{") + shown.count("%")
+    budget.spend(len(shown) + fields * budget.weigh(values))
+    if "*" in shown or (shown.count("{") > shown.count("}}") and re.search(r"\{[^}]*\{", shown)):
+        for value in values.values() if isinstance(values, Mapping) else values if _several(values) else (values,):
+            _count(value)
+
+
+def check_replace(budget: Budget, text: Any, args: Sequence[Any]) -> None:
+    """Before `text.replace(old, new)`."""
+    if len(args) < 2 or not isinstance(text, (str, bytes)) or not all(isinstance(arg, type(text)) for arg in args[:2]):
+        return
+    old, new = args[:2]
+    times = text.count(old) if old else len(text) + 1
+    budget.spend(len(text) + times * len(new))
+
+
+def check_join(budget: Budget, separator: Any, values: Any) -> None:
+    """Before `separator.join(values)`, whose values are already made."""
+    if isinstance(values, (str, list, tuple, dict, set, frozenset)):
+        budget.spend(budget.weigh(values) + len(values) * budget.weigh(separator))
+
+
+def _width(budget: Budget, text: Any, args: Sequence[Any]) -> None:
+    for arg in args[:1]:
+        _count(arg)
+
+
+def _tabs(budget: Budget, text: Any, args: Sequence[Any]) -> None:
+    _width(budget, text, args)
+    size = args[0] if args and isinstance(args[0], int) else 8
+    budget.spend(len(text) + text.count("\t" if isinstance(text, str) else b"\t") * max(0, size))
+
+
+def _translate(budget: Budget, text: Any, args: Sequence[Any]) -> None:
+    table = args[0] if args else {}
+    if isinstance(table, Mapping):
+        budget.spend(len(text) * max([1, *map(budget.weigh, table.values())]))
+
+
+METHODS: Final[Mapping[str, Callable[[Budget, Any, Sequence[Any]], None]]] = {
+    **dict.fromkeys(("ljust", "rjust", "center", "zfill", "to_bytes"), _width),
+    "expandtabs": _tabs,
+    "translate": _translate,
+    "replace": check_replace,
+    "join": lambda budget, text, args: check_join(budget, text, args[0]) if args else None,
+}
+
+
+def _indent(budget: Budget, text: Any, args: Sequence[Any]) -> None:
+    _width(budget, text, args)
+    width = args[0] if args else 4
+    size = width if isinstance(width, int) else budget.weigh(width)
+    budget.spend(budget.weigh(text) + str(text).count("\n") * size)
+
+
+def _slow(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+    _require(budget.weigh(value) <= _SLOW_ABOVE)
+    for arg in args:
+        _count(arg)
+
+
+def _to_json(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+    """Options may be set by name or place: each adds a few characters to every element."""
+    options = [budget.weigh(arg) if isinstance(arg, (str, tuple, list)) else arg for arg in args]
+    _require(all(not isinstance(option, int) or option <= 64 for option in options))
+    extra = sum(option for option in options if isinstance(option, int))
+    budget.spend(budget.weigh(value) * (2 + extra))
+
+
+FILTERS: Final[Mapping[str, Callable[[Budget, Any, Sequence[Any]], None]]] = {
+    **dict.fromkeys(("center", "batch", "slice", "round", "truncate", "filesizeformat"), _width),
+    **dict.fromkeys(("wordwrap", "urlize", "striptags", "pprint", "xmlattr", "title", "wordcount"), _slow),
+    "indent": _indent,
+    "replace": check_replace,
+    "format": lambda budget, text, args: check_format(budget, text, tuple(args)),
+    "join": lambda budget, values, args: check_join(budget, args[0] if args else "", values),
+    "tojson": _to_json,
+}
+
+
+def check_multiply(budget: Budget, left: Any, right: Any) -> None:
+    """Before `left * right`."""
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
+            budget.spend((8 * len(sequence) if isinstance(sequence, (list, tuple)) else len(sequence)) * max(0, times))
+            _require(budget.weigh(sequence) * max(0, times) <= MAX_RENDERED)
+    if isinstance(left, int) and isinstance(right, int):
+        _require(left.bit_length() + right.bit_length() <= 20_000)
+
+
+def check_power(budget: Budget, left: Any, right: Any) -> None:
+    """Before `left ** right`."""
+    if isinstance(left, int) and isinstance(right, int):
+        _require(left.bit_length() * max(0, right) <= 20_000 or abs(left) <= 1)
+
+
+def check_add(budget: Budget, left: Any, right: Any) -> None:
+    """Before `left + right`."""
+    for value in (left, right):
+        if isinstance(value, (str, bytes, list, tuple)):
+            budget.spend(len(value) * (8 if isinstance(value, (list, tuple)) else 1))
+
+
+OPERATORS: Final[Mapping[str, Callable[[Budget, Any, Any], None]]] = {
+    "*": check_multiply,
+    "**": check_power,
+    "+": check_add,
+    "%": check_format,
+}
+
+
+def _several(value: Any) -> bool:
+    return isinstance(value, (list, tuple))

@@ -1,0 +1,232 @@
+"""U10 and U11: whatever drafts may fail or hang; the answer comes from the target model, and is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from agentspec.backends.base import Backend
+from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.cache import SuffixCache
+from agentspec.errors import CacheError, UpstreamError, UpstreamTimeoutError
+from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.testing import FakeBackend, ThinkingModel
+from agentspec.types import Draft, GenerateRequest, Namespace, SamplingParams, Source
+
+pytestmark = pytest.mark.reliability
+
+STRATEGIES = {
+    "specreason": SpecReasonSettings(base="large", small="tiny", judge="critic"),
+    "speculative_thinking": SpeculativeThinkingSettings(base="large", small="tiny"),
+    "lookahead": LookaheadSettings(base="large", small="tiny", judge="critic"),
+}
+BODY = {"model": "fast", "messages": [{"role": "user", "content": "Two plus two?"}]}
+ALONE = "base 1.\n\nbase 2. Answer: 4\n\n"
+"""The thinking of the base model without help."""
+
+
+def numbered(word: str) -> Callable[[str], str]:
+    def next_step(thinking: str) -> str:
+        number = thinking.count("\n\n") + 1
+        return f"{word} {number}.{' Answer: 4' if number == 2 else ''}\n\n"
+
+    return next_step
+
+
+def settings(strategy: Any) -> Settings:
+    backends: dict[str, Any] = {name: TorchSettings(model=name) for name in ("large", "tiny", "critic")}
+    return Settings(backends=backends, models={"fast": strategy, "plain": ModelSettings(backend="large")})
+
+
+def down(fault: str) -> Backend:
+    """A model that cannot be reached, or fails whenever it is asked."""
+    if fault == "refused":
+        return OpenAIBackend(OpenAISettings(base_url="http://127.0.0.1:9/v1", model="m"))  # type: ignore[arg-type]
+    errors: dict[str, Exception] = {
+        "failing": UpstreamError("gone"),
+        "silent": UpstreamTimeoutError("silent"),
+        "broken": OSError("canary"),
+    }
+    return FakeBackend(errors[fault])
+
+
+FAULTS = ["refused", "failing", "silent", "broken"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_u10_without_the_small_model_the_base_model_answers(gateway: Any, strategy: str, fault: str) -> None:
+    fine = {"large": ThinkingModel(numbered("base")), "critic": ThinkingModel(numbered("critic"))}
+    running = gateway({**fine, "tiny": down(fault)}, settings(STRATEGIES[strategy]))
+    for _ in range(2):
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json=BODY).json()
+        message, told = answer["choices"][0]["message"], answer["speculation"]
+        assert (message["content"], message["reasoning"]) == ("The answer is four.", ALONE)
+        assert set(told["degraded"]) == {"small"} and "canary" not in str(told)
+    assert running.metric("agentspec_speculation_off_total", model="fast", reason="small_failed") == 2
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("strategy", ["specreason", "lookahead"])
+def test_u10_without_the_judge_the_base_model_answers(gateway: Any, strategy: str, fault: str) -> None:
+    fine = {"large": ThinkingModel(numbered("base")), "tiny": ThinkingModel(numbered("small"))}
+    running = gateway({**fine, "critic": down(fault)}, settings(STRATEGIES[strategy]))
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=BODY).json()
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("The answer is four.", ALONE)
+    assert set(answer["speculation"]["degraded"]) == {"judge"}
+    assert running.metric("agentspec_speculation_off_total", model="fast", reason="judge_failed") == 1
+
+
+# The local engine and its token cache.
+
+PROMPT = list(b"the same thing again and again, the same thing again")
+REQUEST = GenerateRequest("tiny", token_ids=PROMPT, sampling=SamplingParams(temperature=0, max_tokens=24))
+
+
+class Fault:
+    """A token cache whose requests fail in one method, or hang in it until they are let go."""
+
+    def __init__(self, method: str, action: Callable[[], None]) -> None:
+        self.method, self.action, self.calls = method, action, 0
+        self._cache = SuffixCache.open()
+
+    def request(self, *args: Any, **options: Any) -> Any:
+        if self.method == "request":
+            self.act()
+        opened = self._cache.request(*args, **options)
+        if self.method != "request":
+            original = getattr(opened, self.method)
+            setattr(opened, self.method, lambda *a, **o: (self.act(), original(*a, **o))[1])
+        return opened
+
+    def act(self) -> None:
+        self.calls += 1
+        self.action()
+
+    def close(self) -> None:
+        self._cache.close()
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model: Path) -> Any:
+    pytest.importorskip("torch")
+    from agentspec.backends.torch.loader import load
+
+    return load(TorchSettings(model=str(tiny_model), device="cpu"))
+
+
+def generate(loaded: Any, cache: Any, count: int = 1, **options: Any) -> tuple[list[list[int]], Any]:
+    """The answers to `REQUEST`, one after another, and the engine's counts."""
+    from agentspec.backends.torch import TorchBackend
+
+    async def run() -> tuple[list[list[int]], Any]:
+        backend = TorchBackend(loaded, TorchSettings(), cache, **options)
+        try:
+            answers = [[t async for delta in backend.generate(REQUEST) for t in delta.token_ids] for _ in range(count)]
+            return answers, backend.stats()
+        finally:
+            await backend.aclose()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def plain(loaded: Any) -> list[int]:
+    """The answer without any cache."""
+    answers, _ = generate(loaded, None)
+    return answers[0]
+
+
+def fail() -> None:
+    raise CacheError("damaged")
+
+
+def crash() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("method", ["request", "draft", "extend", "close"])
+@pytest.mark.parametrize("action", [fail, crash])
+def test_u11_a_cache_that_raises_costs_drafts_only(
+    loaded: Any, plain: list[int], method: str, action: Callable[[], None]
+) -> None:
+    with closing(Fault(method, action)) as fault:
+        answers, stats = generate(loaded, fault, count=2)
+        assert answers == [plain, plain] and fault.calls >= 2 and stats.failed == 0
+
+
+@pytest.mark.parametrize("method", ["request", "draft", "extend", "close"])
+def test_u11_a_cache_that_hangs_is_asked_once_and_then_left_alone(
+    loaded: Any, plain: list[int], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.STALL_SECONDS", 0.05)
+    monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.PAUSE_SECONDS", 3600.0)
+
+    with closing(Fault(method, lambda: sleep(0.06))) as fault:
+        answers, _ = generate(loaded, fault, count=3)
+        assert answers == [plain] * 3 and fault.calls == 1
+
+
+def test_u11_a_cache_that_has_recovered_is_used_again(
+    loaded: Any, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.STALL_SECONDS", 0.0)
+    monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.PAUSE_SECONDS", 0.0)
+    with closing(Fault("draft", lambda: None)) as fault:
+        answers, stats = generate(loaded, fault, count=3)
+        assert answers == [plain] * 3 and fault.calls > 3 and sum(stats.accepted_by_source.values()) > 0
+
+
+class Broken:
+    """A draft model that is gone."""
+
+    seconds_weighed = 0.0
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        raise RuntimeError("the draft model is gone")
+
+    def close(self) -> None:
+        return None
+
+
+def test_u10_a_draft_model_that_fails_costs_drafts_only(
+    loaded: Any, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "agentspec.backends.torch.drafters.factory.DrafterFactory.open", lambda *args, **options: Broken()
+    )
+    answers, stats = generate(loaded, None, count=2)
+    assert answers == [plain, plain] and stats.failed == 0 and stats.draft_failures == 2
+
+
+# An index that another thread holds.
+
+
+def test_u11_a_draft_does_not_wait_for_an_index_that_is_being_deleted_from() -> None:
+    """Sooner or later a draft falls into a deletion: it then has no token of the shared index, and came anyway."""
+    text = np.arange(1, 1001, dtype=np.int32)
+    with SuffixCache.open(memory_bytes=1 << 30) as cache:
+        request = cache.request(text[:20], namespace=Namespace("t"), store=False)
+        shared, skipped, limit = request.indexes[1][0], 0, monotonic() + 60
+        while not skipped and monotonic() < limit:
+            for number in range(2000):
+                shared.append(number, text)
+            assert Source.SHARED in request.draft(8, patience=60.0).source
+            deleting = threading.Thread(target=shared.remove, args=(range(2000),))
+            deleting.start()
+            while deleting.is_alive():
+                skipped += Source.SHARED not in request.draft(8, patience=0.001).source
+            deleting.join()
+        assert skipped > 0
