@@ -158,7 +158,7 @@ class SamplingParams:
         self._require("min_p", 0.0, 1.0)
         self._require("presence_penalty", -2.0, 2.0)
         self._require("frequency_penalty", -2.0, 2.0)
-        self._require("repetition_penalty", 0.0, math.inf, exclude_low=True)
+        self._require("repetition_penalty", 1e-3, 1e3)  # beyond, logits would overflow or vanish in float32
         self._require("top_logprobs", 0, 20)
         self._require("n", 1, MAX_CHOICES)
         self._require("min_tokens", 0, math.inf if self.max_tokens is None else self.max_tokens)

@@ -30,7 +30,7 @@ class TorchSettings(BaseModel):
     kv_bytes: ByteSize | None = Field(
         default=None,
         gt=0,
-        description="Key/value memory of running requests; unset takes 4 GiB, or 80 % of a CUDA device's free memory",
+        description="Key/value memory; unset takes 80 % of a GPU's free memory, or half of a CPU's but at most 4 GiB",
     )
     max_draft_tokens: int = Field(default=48, ge=0, description="Most tokens drafted a step; 0 turns speculation off")
     drafters: tuple[DrafterName, ...] | None = Field(
@@ -39,8 +39,10 @@ class TorchSettings(BaseModel):
     )
     draft_model: str | None = Field(default=None, description="A small model that drafts; named as model is")
     default_max_tokens: int = Field(default=1024, ge=1, description="Answer length where a request names none")
-    prefix_bytes: ByteSize = Field(
-        default=ByteSize(1 << 30), ge=0, description="Key/value memory kept for sessions between their calls"
+    prefix_bytes: ByteSize | None = Field(
+        default=None,
+        ge=0,
+        description="Most key/value memory kept between a session's calls; unset takes what running requests leave",
     )
 
     @model_validator(mode="after")

@@ -49,6 +49,22 @@ def check(config: ConfigOption = None, json: JsonOption = False) -> None:
         typer.echo(f"note: {note}")
 
 
+@app.command()
+def salts(config: ConfigOption = None) -> None:
+    """Print the salt of each tenant as JSON, for AGENTSPEC_VLLM_SALTS of the vLLM servers behind this gateway.
+
+    There it lets our drafter draft each tenant's requests from what that tenant wrote before. Keep it from clients.
+    """
+    from agentspec.backends.openai.isolation import TenantIsolation
+    from agentspec.errors import ConfigurationError
+
+    server = load(config).server
+    if server.secret is None and server.secret_file is None:
+        raise ConfigurationError("salts last only with a secret: set AGENTSPEC_SERVER__SECRET or server.secret_file")
+    isolation = TenantIsolation(server.read_secret(), required=True)
+    print_json({isolation.salt(tenant, None): tenant for tenant in sorted(server.tenant_names)})
+
+
 def _assignment(value: EffectiveValue) -> str:
     return f"{value.key} = {'unset' if value.value is None else jsonlib.dumps(value.value)}"
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.validation import NOT_TEXT, is_text
 
 MAX_JSON_DEPTH = 100  # levels of objects and arrays: whatever writes or compiles a value calls itself for each
 MAX_JSON_VALUES = 100_000
@@ -27,7 +28,7 @@ def check_json(value: Any, name: str, *, param: str | None = None) -> None:
         for one in level:
             kind = type(one)
             if kind is str:
-                fault = None if one.isascii() or _is_text(one) else "holds half a surrogate pair, which is not text"
+                fault = None if one.isascii() or is_text(one) else NOT_TEXT.strip()
             elif kind is dict or isinstance(one, Mapping):
                 inner += one.keys()
                 inner += one.values()
@@ -47,26 +48,12 @@ def check_json(value: Any, name: str, *, param: str | None = None) -> None:
     raise InvalidRequestError(f"{name} is nested more than {MAX_JSON_DEPTH} levels deep", param=param)
 
 
-def check_each(values: Iterable[Any], name: str) -> None:
-    """`check_json` for each of `values`, named `name[0]` and so on, all with the `param` `name`."""
-    for index, value in enumerate(values):
-        check_json(value, f"{name}[{index}]", param=name)
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _fault(value: Any) -> str | None:
     """What is wrong with a value that is neither a plain string nor a container."""
     if value is None or isinstance(value, bool):
         return None
     if isinstance(value, str):
-        return None if _is_text(value) else "holds half a surrogate pair, which is not text"
+        return None if is_text(value) else NOT_TEXT.strip()
     if isinstance(value, (int, float)):
         large = not math.isfinite(value) if isinstance(value, float) else abs(value) > sys.float_info.max
         return "holds a number beyond the range of 64-bit floats" if large else None

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.json_values import check_json
 from agentspec.protocol.validation import (
     REQUIRED,
     Content,
@@ -129,6 +130,7 @@ class _Tool(Model):
 
 def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
     """`tools` as the client described them, without null fields."""
+    check_json(tools, "tools")
     names = [_Tool.parse(tool, f"tools[{index}]").function.name for index, tool in enumerate(tools)]
     if len(set(names)) < len(names):
         raise InvalidRequestError("two tools have the same name", param="tools")
@@ -159,10 +161,11 @@ def parse_prediction(value: Any) -> str:
     return prediction.content
 
 
-# Arguments that agentspec itself sets when it applies the chat template.
+# Arguments that agentspec or Jinja set when the chat template is applied.
 _FIXED = frozenset(
     "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding"
-    " truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+    " truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs"
+    " cycler dict joiner lipsum loop namespace raise_exception range self strftime_now".split()
 )
 
 
@@ -170,6 +173,7 @@ def _may_be_set(arguments: dict[str, Any]) -> dict[str, Any]:
     for key in arguments:
         if key in _FIXED or not key.isidentifier():
             raise Refused(f" may not set {key[:80]!r}")
+    check_json(arguments, "chat_template_kwargs")
     return arguments
 
 

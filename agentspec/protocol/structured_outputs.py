@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.json_values import check_json
 from agentspec.protocol.validation import Refused, Text, kind_of, shown_name, validated
 from agentspec.types import StructuredOutputs
 
@@ -71,4 +72,6 @@ def _response_format(name: str, wanted: Mapping[str, Any]) -> StructuredOutputs 
 def _of_kind(kind: str, name: str, value: Any) -> StructuredOutputs:
     if kind not in _KINDS:
         raise InvalidRequestError(f"{name} is not supported by this model", param=name)
-    return StructuredOutputs(**{kind: validated(_KINDS[kind], value, name)})
+    form = validated(_KINDS[kind], value, name)
+    check_json(form, name)
+    return StructuredOutputs(**{kind: form})

@@ -48,6 +48,7 @@ class GatewayMiddleware:
         self.limiter.update(settings)
         for endpoint in self.endpoints:
             endpoint.settings = settings
+            endpoint.runtime.serve_tenants(settings.tenant_names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

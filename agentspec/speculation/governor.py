@@ -12,11 +12,15 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from agentspec.speculation.cost_curve import Counts, Floats
 from agentspec.speculation.cost_model import CostModel
+from agentspec.types import DEFAULT_TENANT
+
+K = TypeVar("K")
 
 STALL = 8.0  # a step with a prompt chunk may take at most this many times as long as without it
 CHUNKS = (256, 192, 128, 96, 64, 48, 32)  # prompt tokens that a step may read; smaller chunks waste its fixed cost
@@ -26,6 +30,7 @@ PRIOR = 6.0  # observations that a drafter's own probability counts for
 REQUEST_FADE = 0.9  # decay per round of one request's record: short, since predictability changes within a text
 LONGEST_PAUSE = 16  # most rounds in a row without asking the drafters
 MOST_STEPS = 256  # workflow steps with a calibration of their own
+MOST_TENANTS = 256  # likewise
 FADE = 0.998  # decay per round of what was learned, so that a source that was wrong is tried again
 
 
@@ -72,10 +77,12 @@ class Calibration:
 @dataclass(slots=True)
 class RequestStats:
     """One request's record: how many draft tokens were accepted compared with the expectation, and whether asking the
-    drafters pays at all. `calibration` is that of the request's workflow step, if it names one.
+    drafters pays at all. `calibration` is that of the request's workflow step, if it names one, `tenant` that of its
+    tenant, if it is not the default one.
     """
 
     calibration: Calibration | None = None
+    tenant: Calibration | None = None
     expected: float = 0.0
     accepted: float = 0.0
     balance: float = 0.0
@@ -106,21 +113,23 @@ class RequestStats:
 
 @dataclass(slots=True)
 class Governor:
-    """Chooses the draft budgets of all requests of one engine. Not thread-safe."""
+    """Chooses the draft budgets of all requests of one engine. Not thread-safe.
+
+    Tenants share the cost of a forward but no calibration: what is accepted tells of a tenant's text.
+    """
 
     cost: CostModel = field(default_factory=CostModel)
     calibration: Calibration = field(default_factory=Calibration)
-    steps: OrderedDict[str, Calibration] = field(default_factory=OrderedDict)
+    steps: OrderedDict[tuple[str, str], Calibration] = field(default_factory=OrderedDict)
+    tenants: OrderedDict[str, Calibration] = field(default_factory=OrderedDict)
 
-    def request_stats(self, step: str | None = None) -> RequestStats:
-        """A new record for one request, which belongs to the workflow step named `step` if any."""
+    def request_stats(self, step: str | None = None, tenant: str = DEFAULT_TENANT) -> RequestStats:
+        """A new record for one request of `tenant`, which belongs to the workflow step named `step` if any."""
+        own = None if tenant == DEFAULT_TENANT else _recent(self.tenants, tenant, Calibration, MOST_TENANTS)
         if step is None:
-            return RequestStats()
-        known = self.steps.setdefault(step, Calibration(above=self.calibration))
-        self.steps.move_to_end(step)
-        if len(self.steps) > MOST_STEPS:
-            self.steps.popitem(last=False)
-        return RequestStats(known)
+            return RequestStats(tenant=own)
+        above = own or self.calibration
+        return RequestStats(_recent(self.steps, (tenant, step), lambda: Calibration(above=above), MOST_STEPS), own)
 
     def choose(
         self,
@@ -170,7 +179,7 @@ class Governor:
     ) -> list[float]:
         """The calibrated probability that each node of a draft is accepted; it never exceeds the parent node's."""
         factor = 1.0 if stats is None else min(stats.factor, 1.0)
-        calibration = (stats and stats.calibration) or self.calibration
+        calibration = (stats and (stats.calibration or stats.tenant)) or self.calibration
         acceptance: list[float] = []
         for probability, parent, source in zip(probabilities, parents, sources, strict=True):
             own = calibration.corrected(probability, source) * factor
@@ -185,10 +194,20 @@ class Governor:
         stats: RequestStats | None = None,
     ) -> None:
         """Learn from the verified draft nodes of one request."""
-        for calibration in (stats and stats.calibration, self.calibration):
+        for calibration in (stats and stats.calibration, (stats and stats.tenant) or self.calibration):
             if calibration:
                 calibration.fade()
                 calibration.observe(probabilities, sources, accepted)
+
+
+def _recent(known: OrderedDict[K, Calibration], key: K, new: Callable[[], Calibration], most: int) -> Calibration:
+    """The calibration of `key`, a `new` one if need be; of more than `most` the one least recently asked for goes."""
+    if key not in known:
+        known[key] = new()
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)
+    return known[key]
 
 
 def allocate_budget(

@@ -59,6 +59,9 @@ class HttpConnection(asyncio.Protocol):
         if self._closed or self._transport is None:
             raise httpcore.WriteError("the connection is closed")
         self._timeout = timeout
+        if self._timer is not None and (timeout is None or self._timer.when() > self._loop.time() + timeout):
+            self._timer.cancel()  # it was set for a call that might take longer
+            self._timer = None
         self._transport.write(data)
         self._unsent = self._transport.get_write_buffer_size()
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.json_values import check_json
 from agentspec.types import Message
 
 _TOOLS = """You may call functions to answer. They are, one JSON object a line:
@@ -26,7 +27,8 @@ _TURN_MARKS = re.compile(r"<(?=[|\uff5c]|(?:start|end)_of_turn|bos>|eos>|/?s>)|\
 def plain(message: Message) -> dict[str, Any]:
     """The message as templates expect it: text parts joined, the arguments of calls as objects instead of JSON text.
 
-    Raises `InvalidRequestError` for content parts other than text, and for arguments that are no JSON object.
+    Raises `InvalidRequestError` for content parts other than text, and for arguments that are no JSON object
+    within the bounds of `check_json`.
     """
     plain = dict(message)
     if message.get("tool_calls"):
@@ -56,11 +58,12 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(parsed, dict) or not isinstance(function["name"], str):
             raise TypeError
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise InvalidRequestError(
             "a tool call in messages needs a function with a name and arguments that are a JSON object",
             param="messages",
         ) from None
+    check_json(parsed, "the arguments of a tool call", param="messages")
     return {**call, "function": {**function, "arguments": parsed}}
 
 

@@ -20,6 +20,7 @@ from agentspec.backends.torch.drafters.factory import DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheHealth, CacheSession
 from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
+from agentspec.backends.torch.engine.delivery import Inbox
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.sequence import EngineContext
@@ -132,10 +133,9 @@ class TorchBackend:
 
     async def _answers(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
         """Yield the engine's deltas for all choices of one request; the delta that ends the last has the totals."""
-        queue: asyncio.Queue[tuple[EngineRequest, Delta | Exception]] = asyncio.Queue()
-        loop, choices = asyncio.get_running_loop(), Choices(len(requests))
+        inbox, choices = Inbox(), Choices(len(requests))
         for request in requests:
-            request.deliver = partial(self._deliver, loop, queue, request)
+            request.deliver = partial(self._deliver, inbox, request)
         self._engine.submit(requests[0])
         waiting = requests[1:]  # until the first choice has read the prompt and left its KV slots, then for a place
         try:
@@ -145,10 +145,10 @@ class TorchBackend:
                 if not choices.running:
                     await asyncio.sleep(PLACE_SECONDS)
                     continue
-                request, item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield choices.add(item, request.constraints.choice)
+                for request, item in await inbox.get():
+                    if isinstance(item, Exception):
+                        raise item
+                    yield choices.add(item, request.constraints.choice)
         finally:
             for request in requests:
                 self._engine.cancel(request)
@@ -161,16 +161,8 @@ class TorchBackend:
             return False
         return True
 
-    def _deliver(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        queue: asyncio.Queue[tuple[EngineRequest, Delta | Exception]],
-        request: EngineRequest,
-        item: Delta | Exception,
-    ) -> None:
-        try:
-            loop.call_soon_threadsafe(queue.put_nowait, (request, item))
-        except RuntimeError:  # the loop is closed: nobody reads the answer any more
+    def _deliver(self, inbox: Inbox, request: EngineRequest, item: Delta | Exception) -> None:
+        if not inbox.put(request, item):  # the loop is closed: nobody reads the answer any more
             self._engine.cancel(request)
 
     @property
@@ -189,7 +181,7 @@ class TorchBackend:
             raise ContextLengthError(f"a text is longer than the model's {self.context_length} tokens")
         for text in texts:
             self._check_ids(text, "prompt")
-        return await computed(self._tasks, lambda: states_of(self.target, texts))
+        return await computed(self._tasks, lambda: states_of(self.target, texts, self._engine.scheduler.lend))
 
     async def open_steps(self, request: GenerateRequest) -> TorchSession:
         """Open an answer that the caller decodes token by token.
@@ -201,7 +193,8 @@ class TorchBackend:
         if not self.target.rewindable:
             raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
         (first, *_), parser_spec = await self._prepared(request)
-        return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser())
+        lend = self._engine.scheduler.lend
+        return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser(), lend)
 
     async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
         """Copy `rows` [n, width] to the model's device, in float32."""

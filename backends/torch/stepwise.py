@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from agentspec.backends.base import Floats, StepOutput
 from agentspec.backends.torch.engine.compute_thread import Tasks
+from agentspec.backends.torch.engine.kv_budget import ROOM
 from agentspec.backends.torch.engine.request import AnswerText, EngineRequest, prompt_of
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import to_device
@@ -18,22 +20,31 @@ from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.output_parser import OutputParser
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.errors import AgentSpecError, EngineError, InvalidRequestError
+from agentspec.errors import (
+    AgentSpecError,
+    ContextLengthError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta, GenerateRequest, Usage
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 CHUNK = 256  # prompt tokens read in one forward
+Lend = Callable[[int], Callable[[], None]]  # sets KV slots aside, and returns what gives them back
 
 
 class TorchSteps:
     """`StepwiseDecoding` over a model whose KV slots can be rewound. Only the computing thread uses it."""
 
-    def __init__(self, target: TargetModel, request: EngineRequest) -> None:
+    def __init__(self, target: TargetModel, request: EngineRequest, lend: Lend) -> None:
         self._target, self._request = target, request
         self._tokens = list(request.prompt)
-        kv_cache = target.new_cache(len(request.prompt) + min(request.max_tokens, CHUNK))
+        slots = len(request.prompt) + request.max_tokens + ROOM
+        weakref.finalize(self, lend(slots))  # the slots are given back when their memory is
+        kv_cache = target.new_cache(slots)
         assert isinstance(kv_cache, SequenceCache), "a model whose slots cannot be rewound was opened for steps"
         self._kv_cache = kv_cache
         self._read: list[int] = []  # the tokens that the KV slots were last computed for
@@ -111,8 +122,10 @@ class TorchSession:
         tasks: Tasks,
         tokenizer: TokenizerAdapter,
         parser: OutputParser,
+        lend: Lend,
     ) -> None:
         self._target, self._request, self._tasks, self._parser = target, request, tasks, parser
+        self._lend = lend
         self._steps: TorchSteps | None = None
         self._answer = AnswerText(request, tokenizer)
         self._prompt = prompt_of(request, tokenizer) if request.original.return_prompt else None
@@ -140,7 +153,7 @@ class TorchSession:
 
     async def _begin(self) -> TorchSteps:
         """Read the prompt in chunks, so that other requests' steps can run in between."""
-        steps = self._steps = await self._call(lambda: TorchSteps(self._target, self._request))
+        steps = self._steps = await self._call(lambda: TorchSteps(self._target, self._request, self._lend))
         while steps.num_uncomputed:
             await self._call(steps.read)
         return steps
@@ -162,12 +175,22 @@ async def computed(tasks: Tasks, function: Callable[[], T]) -> T:
         raise EngineError("the engine failed on this request") from error
 
 
-def states_of(target: TargetModel, texts: Sequence[Sequence[int]]) -> list[Floats]:
-    """The hidden states [tokens, width] of each text of token ids, all computed in one forward."""
+def states_of(target: TargetModel, texts: Sequence[Sequence[int]], lend: Lend) -> list[Floats]:
+    """The hidden states [tokens, width] of each text of token ids. As many as fit into memory share a forward."""
     if not texts:
         return []
-    states = target.states_batch([BatchItem(target.new_cache(len(text)), text) for text in texts])
-    return [rows.cpu().numpy() for rows in states]
+    try:
+        give_back = lend(sum(map(len, texts)))
+    except (OverloadedError, ContextLengthError):
+        if len(texts) == 1:
+            raise
+        half = len(texts) // 2
+        return states_of(target, texts[:half], lend) + states_of(target, texts[half:], lend)
+    try:
+        states = target.states_batch([BatchItem(target.new_cache(len(text)), text) for text in texts])
+        return [rows.cpu().numpy() for rows in states]
+    finally:
+        give_back()
 
 
 def require_one_answer(request: GenerateRequest) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from agentspec.backends.openai.isolation import TenantIsolation
+
 UPSTREAM = '[backends.up]\nkind = "openai"\nbase_url = "http://127.0.0.1:1/v1"\n'
 
 
@@ -71,3 +73,14 @@ def test_check_finds_one_key_for_two_tenants(program, monkeypatch):
     result = program("config", "check")
     assert (result.exit_code, "have the same API key" in result.stderr) == (2, True)
     assert "sk-secret" not in result.stderr
+
+
+def test_salts_are_those_that_the_gateway_sends(program, monkeypatch):
+    keys = "".join(f'[[server.api_keys]]\ntenant = "{tenant}"\nkey_env = "KEY_{tenant}"\n' for tenant in "ab")
+    Path("agentspec.toml").write_text(UPSTREAM + keys)
+    refused = program("config", "salts")
+    assert refused.exit_code == 2 and "AGENTSPEC_SERVER__SECRET" in refused.stderr
+    monkeypatch.setenv("AGENTSPEC_SERVER__SECRET", "s" * 32)
+    found = json.loads(program("config", "salts").output)
+    isolation = TenantIsolation(b"s" * 32, required=True)
+    assert found == {isolation.salt(tenant, None): tenant for tenant in "ab"}

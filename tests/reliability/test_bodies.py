@@ -9,12 +9,13 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from agentspec.backends.settings import OpenAISettings
+from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import FakeBackend
@@ -59,22 +60,30 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     ],
     EMBEDDINGS: [{"input": "hi"}, {"input": ["a", "b"], "encoding_format": "float", "dimensions": 3}],
 }
-# Written as they stand into a body where a value was.
+# Written as they stand into a body where a value was: JSON, and what is not.
 ODD = [
     *"""
-    null true false 0 -0 -1 1.5 1e999 -1e400 NaN -Infinity 9999999999999999999999 "" "x" [] {} [[]] [null] {"":null} 01
-    +1 1. ' ' "\\ud800" "\\udfff\\ud800" {"\\ud83d":1} "\\u0000" "http://169.254.169.254/" {"url":"file:///etc/passwd"}
-    {"a":1,"a":2} {"api_base":"x"} "\\x" /**/1 [1,] {"a":} [[[[[[[[[[]]]]]]]]]] 1e308 1e-400 4294967296
-    9223372036854775808 "1" "NaN" nil
+    null true false 0 -0 -1 1.5 0.0 2 1e-320 5e-324 1e308 1e-400 -1e308 127 128 129 4294967296 2147483647 2147483648
+    65535 9223372036854775807 9223372036854775808 18446744073709551615 9999999999999999999999 "" "x" [] {} [[]] [null]
+    {"":null} "\\u0000" "http://169.254.169.254/" {"url":"file:///etc/passwd"} {"a":1} {"api_base":"x"} "1" "NaN" [1,2]
+    ["a","b"] [[[[[[[[[[]]]]]]]]]] {"type":"text","text":"x"} {"type":"object"} "\\ud83d\\ude00" "assistant" "tool"
+    "text" "auto" [""] {"type":"json_object"} {"role":"user","content":"x"} "(a|aa)*b" "[" "{{7*7}}" "%s" "\\u202e"
+    """.split(),
+    json.dumps("x" * 70_000),
+    json.dumps(["x"] * 3000),
+    json.dumps([{}] * 3000),
+    json.dumps({str(number): number for number in range(3000)}),
+    "[" * 100 + "]" * 100,
+]
+BROKEN = [
+    *"""
+    1e999 -1e400 NaN -Infinity 01 +1 1. ' ' "\\ud800" "\\udfff\\ud800" {"\\ud83d":1} {"a":1,"a":2} "\\x" /**/1 [1,]
+    {"a":} nil
     """.split(),
     "9" * 5000,
     "[" * 1000 + "]" * 1000,
     '{"a":' * 1000 + "1" + "}" * 1000,
     "[" * 1000,
-    json.dumps("x" * 70_000),
-    json.dumps(["x"] * 3000),
-    json.dumps([{}] * 3000),
-    json.dumps({str(number): number for number in range(3000)}),
 ]
 
 
@@ -93,11 +102,11 @@ def mutated(seed: int, path: str) -> bytes:
             place[0][place[1]] = "MARK"
     text = json.dumps(body, ensure_ascii=chance.random() < 0.5)
     while '"MARK"' in text:
-        text = text.replace('"MARK"', chance.choice(ODD), 1)
+        text = text.replace('"MARK"', chance.choice(ODD if chance.random() < 0.85 else BROKEN), 1)
     data = text.encode("utf-8", "surrogatepass")
-    if chance.random() < 0.2:
+    if chance.random() < 0.05:
         data = data.replace(b"{", b'{"model": "local",' if chance.random() < 0.5 else b'{"a":1,"a":1,', 1)
-    if chance.random() < 0.3:
+    if chance.random() < 0.1:
         data = _broken(bytearray(data), chance)
     return data
 
@@ -163,6 +172,10 @@ COUNTS = [
 @pytest.mark.parametrize("model", ["local", "up"])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, EMBEDDINGS])
 def test_c1_mutated_bodies_get_2xx_or_4xx(client: httpx.Client, count: int, model: str, path: str) -> None:
+    check_mutated(client, count, model, path)
+
+
+def check_mutated(client: httpx.Client, count: int, model: str, path: str) -> None:
     for seed in range(count):
         body = mutated(seed, path).replace(b'"local"', b'"%s"' % model.encode())
         response = client.post(path, content=body)
@@ -172,6 +185,25 @@ def test_c1_mutated_bodies_get_2xx_or_4xx(client: httpx.Client, count: int, mode
             assert set(error) == {"message", "type", "param", "code"} and error["message"], (seed, error)
             assert len(response.content) < 4096, (seed, body[:500])
     assert client.get("/health").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def engine(shared_gateway: Any, tiny_model: Path) -> Iterator[httpx.Client]:
+    """A client of a gateway with the local engine, which compiles forms, renders templates and tokenizes."""
+    pytest.importorskip("torch")
+    settings = Settings(
+        server=ServerSettings(request_timeout=60),
+        backends={"tiny": TorchSettings(model=str(tiny_model), device="cpu", default_max_tokens=4)},
+        models={"local": ModelSettings(backend="tiny")},
+    )
+    with httpx.Client(base_url=shared_gateway({}, settings).url, headers=JSON, timeout=120) as client:
+        yield client
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_c1_mutated_bodies_to_the_local_engine(engine: httpx.Client, count: int, path: str) -> None:
+    check_mutated(engine, count, "local", path)
 
 
 HOSTILE = {
@@ -211,7 +243,7 @@ def test_c1_hostile_bodies_are_refused_cheaply(client: httpx.Client, body: bytes
 
 
 def test_c1_a_body_of_100_megabytes_is_refused_unread(served: Any) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
     with _connected(served[0]) as connection:
         connection.sendall(head + b"content-length: 100000000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 413")
@@ -353,7 +385,7 @@ def test_c9_queries_an_upstream_may_not_get(served: Any, query: str) -> None:
 
 def _raw(running: Any, method: str, target: str, body: bytes, line: str = "") -> tuple[int, bytes]:
     """Status and body of the answer to a request whose head is written as it stands."""
-    host = "" if line.startswith("host:") else "host: x\r\n"
+    host = "" if line.startswith("host:") else "host: localhost\r\n"
     head = f"{method} {target} HTTP/1.1\r\n{host}content-type: application/json\r\n"
     head += "" if line.startswith("connection:") else "connection: close\r\n"
     head += f"{line}\r\n" if line else ""
@@ -411,4 +443,5 @@ def test_u8_odd_answers_pass_untouched(gateway: Any, upstream: Any, stream: bool
                 assert response.content == answers[-1] or stream
         assert client.get("/health").status_code == 200
         metrics = client.get("/metrics").text
-    assert "nan" not in metrics.lower() and "inf\n" not in metrics.lower()
+    values = {line.rpartition(" ")[2].lower() for line in metrics.splitlines() if not line.startswith("#")}
+    assert not values & {"nan", "inf", "+inf", "-inf"}

@@ -16,12 +16,14 @@ from agentspec.speculation.cost_model import CostModel
 from agentspec.speculation.governor import (
     CHUNKS,
     MOST_STEPS,
+    MOST_TENANTS,
     STALL,
     Calibration,
     Governor,
     RequestStats,
     allocate_budget,
 )
+from agentspec.types import DEFAULT_TENANT
 
 SIZES = (1, 2, 4, 8, 16, 32, 48)
 
@@ -190,6 +192,22 @@ def test_acceptance_is_calibrated_for_each_workflow_step() -> None:
     for index in range(2 * MOST_STEPS):
         governor.request_stats(str(index))
     assert len(governor.steps) == MOST_STEPS
+
+
+@pytest.mark.parametrize("step", [None, "flow/shared"])
+def test_what_one_tenant_has_accepted_changes_nothing_for_another(step: str | None) -> None:
+    """Not even under the same name of a step."""
+    governor, fresh = Governor(), Governor()
+    busy = governor.request_stats(step, "a")
+    for _ in range(60):
+        governor.observe([0.5], [0], [False], busy)
+    for tenant in ("b", DEFAULT_TENANT):
+        expected = [each.expectations([0.5], [-1], [0], each.request_stats(step, tenant)) for each in (governor, fresh)]
+        assert expected[0] == expected[1]
+    assert governor.expectations([0.5], [-1], [0], governor.request_stats(step, "a"))[0] < 0.2
+    for index in range(2 * MOST_TENANTS):
+        governor.request_stats(tenant=str(index))
+    assert len(governor.tenants) == MOST_TENANTS
 
 
 @given(drafts())

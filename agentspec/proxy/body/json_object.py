@@ -59,7 +59,9 @@ class _Shape:
         while b"[]" in brackets:  # the innermost ones
             brackets, depth = brackets.replace(b"[]", b""), depth + 1
             if depth > MAX_DEPTH:
-                raise InvalidRequestError(f"the body is nested too deeply: more than {MAX_DEPTH} arrays and objects")
+                break
+        if depth + brackets.count(b"[") > MAX_DEPTH:  # those that are left have no end
+            raise InvalidRequestError(f"the body is nested too deeply: more than {MAX_DEPTH} arrays and objects")
 
 
 def _within(count: int, most: int, name: str) -> None:

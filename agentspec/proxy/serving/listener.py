@@ -38,7 +38,9 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def connection_capacity(settings: ServerSettings) -> int:
-    """How many connections the process can hold at once. Raises its limit of open files as far as that is allowed."""
+    """How many connections the process can hold at once. Raises its limit of open files as far as that is allowed, and
+    logs a warning if that leaves fewer than configured.
+    """
     reserved = settings.max_concurrent + OTHER_FILES
     wanted = settings.max_connections + reserved
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -50,8 +52,9 @@ def connection_capacity(settings: ServerSettings) -> int:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     capacity = settings.max_connections if soft == unlimited else min(settings.max_connections, soft - reserved)
     capacity = max(capacity, 16)
-    level = logger.info if capacity == settings.max_connections else logger.warning
-    level("connection limit", connections=capacity, open_files=soft, max_connections=settings.max_connections)
+    if capacity < settings.max_connections:
+        wanted = settings.max_connections
+        logger.warning("fewer connections than configured", connections=capacity, open_files=soft, wanted=wanted)
     return capacity
 
 

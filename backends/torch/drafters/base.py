@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from agentspec.backends.torch.drafters.forwards import Drafting
 from agentspec.types import Draft
 
 MIN_PROBABILITY = 0.02  # nodes less likely than this are not proposed
@@ -26,6 +27,17 @@ class Drafter(Protocol):
         The context of each call extends that of the call before.
         """
         ...
+
+    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
+        """`propose` as a generator: a drafter with a model yields the forwards that it needs, which are computed with
+        those of other answers.
+        """
+        return self.propose(context, budget)
+        yield  # makes this a generator
+
+    def rest(self) -> None:
+        """Free memory that can be filled again from the context of the next `propose`."""
+        return None
 
     def close(self) -> None:
         """Free everything kept for this answer. Idempotent; `propose` is not called afterwards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
+from agentspec.backends.torch.drafters.forwards import Drafting, run_alone
 from agentspec.backends.torch.drafters.merged import merge
 from agentspec.backends.torch.grammars.matcher import GrammarMatcher
 from agentspec.types import Draft, Source
@@ -20,12 +21,18 @@ class ConstrainedDrafter(Drafter):
         self._constraint = constraint
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return run_alone(self.drafting(context, budget))
+
+    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         forced = self._constraint.forced()[:budget]
-        draft = self._drafter.propose(context, budget)
+        draft = yield from self._drafter.drafting(context, budget)
         self.seconds_weighed = self._drafter.seconds_weighed
         kept = [] if draft is None else [self._cut(draft)]
         drafts = [chain_draft(forced, FORCED, Source.GRAMMAR), *kept] if forced else kept
         return merge(drafts) if len(drafts) > 1 else next(iter(drafts), None)
+
+    def rest(self) -> None:
+        self._drafter.rest()
 
     def close(self) -> None:
         self._drafter.close()

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from agentspec.backends.torch.drafters.base import Drafter, make_draft
 from agentspec.backends.torch.drafters.draft_model import ModelDrafter
+from agentspec.backends.torch.drafters.forwards import Drafting, run_alone
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import Draft, Source
 
@@ -59,8 +60,11 @@ class CrossTokenizerDrafter(Drafter):
         self._transcript = TokenTranslation(own, other)
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return run_alone(self.drafting(context, budget))
+
+    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         ids = self._transcript.follow(context)
-        draft = self._inner.propose(ids, budget) if ids else None
+        draft = (yield from self._inner.drafting(ids, budget)) if ids else None
         if ids is None or draft is None or not len(draft):
             return None
         pieces = self._pieces(ids[-ANCHOR:], draft.tokens.tolist())
@@ -68,6 +72,9 @@ class CrossTokenizerDrafter(Drafter):
         chances = self._chances(tokens, pieces, draft.probabilities.tolist())
         count = len(tokens)
         return make_draft(tokens, range(-1, count - 1), chances, [0] * count, [Source.MODEL] * count)
+
+    def rest(self) -> None:
+        self._inner.rest()
 
     def close(self) -> None:
         self._inner.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agentspec.backends.settings import DrafterName
 from agentspec.backends.torch.drafters.base import Drafter
 from agentspec.backends.torch.drafters.cross_tokenizer import CrossTokenizerDrafter
-from agentspec.backends.torch.drafters.draft_model import ModelDrafter
+from agentspec.backends.torch.drafters.draft_model import ModelDrafter, Room
 from agentspec.backends.torch.drafters.gated import GatedDrafter
 from agentspec.backends.torch.drafters.merged import MergedDrafter
 from agentspec.backends.torch.drafters.ngram import NgramDrafter
@@ -29,16 +29,23 @@ class DraftModel:
     model: TargetModel
     tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
 
-    def drafter(self, noise: SharedNoiseSampler, cost: CostModel) -> Drafter:
-        """A drafter for one answer. It draws with the answer's `noise`, or greedily if tokens must be translated."""
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes that the draft model keeps for each of an answer's tokens."""
+        return self.model.slot_bytes()
+
+    def drafter(self, noise: SharedNoiseSampler, cost: CostModel, room: Room = lambda: None) -> Drafter:
+        """A drafter for one answer. It draws with the answer's `noise`, or greedily if tokens must be translated.
+        `room()` is the most slots that it may keep.
+        """
 
         def least(seconds: float, context: int) -> float:
             return seconds / cost.seconds(1, context)
 
         if self.tokenizers is None:
-            return ModelDrafter(self.model, noise, least)
+            return ModelDrafter(self.model, noise, least, room=room)
         greedy = SharedNoiseSampler(SamplingParams(temperature=0), 0)
-        return CrossTokenizerDrafter(ModelDrafter(self.model, greedy, least, width=1), *self.tokenizers)
+        return CrossTokenizerDrafter(ModelDrafter(self.model, greedy, least, width=1, room=room), *self.tokenizers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +55,18 @@ class DrafterFactory:
     names: Sequence[DrafterName] = ("suffix", "prediction")
     draft_model: DraftModel | None = None
 
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes that drafting needs for each of an answer's tokens."""
+        return self.draft_model.slot_bytes if self.draft_model is not None and "model" in self.names else 0
+
     def open(
         self,
         session: DraftingRequest,
         prediction: PredictionDrafter | None,
         noise: SharedNoiseSampler,
         cost: CostModel,
+        room: Room = lambda: None,
     ) -> Drafter:
         """One answer's drafter: it merges the trees of the cheap drafters and asks the draft model when that pays."""
         found: list[Drafter] = []
@@ -66,4 +79,6 @@ class DrafterFactory:
         cheap = MergedDrafter(found)
         if "model" not in self.names or self.draft_model is None:
             return cheap
-        return GatedDrafter(cheap, self.draft_model.drafter(noise, cost), lambda context: cost.seconds(1, context))
+        return GatedDrafter(
+            cheap, self.draft_model.drafter(noise, cost, room), lambda context: cost.seconds(1, context)
+        )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from time import perf_counter
 
 from agentspec.backends.torch.drafters.base import Drafter
+from agentspec.backends.torch.drafters.forwards import Drafting, run_alone, timed
 from agentspec.backends.torch.drafters.merged import merge
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.telemetry.safe_errors import safe_message
@@ -36,15 +36,23 @@ class GatedDrafter(Drafter):
         self._tried: tuple[int, Draft, float] | None = None  # context length, draft, drafting cost in tokens
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return run_alone(self.drafting(context, budget))
+
+    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         self.seconds_weighed = 0.0
         self._learn(context)
         offered = self._cheap.propose(context, budget)
         expected = 0.0 if offered is None else float(offered.probabilities.sum())
         if self._costly is None or not self._due(expected):
             return offered
-        drafted = self._ask(self._costly, context, budget)
+        drafted = yield from self._ask(self._costly, context, budget)
         drafts = [draft for draft in (offered, drafted) if draft is not None and len(draft)]
         return merge(drafts) if len(drafts) > 1 else next(iter(drafts), None)
+
+    def rest(self) -> None:
+        self._cheap.rest()
+        if self._costly is not None:
+            self._costly.rest()
 
     def close(self) -> None:
         self._cheap.close()
@@ -55,17 +63,15 @@ class GatedDrafter(Drafter):
         self._waited += 1
         return self._waited > self._wait and (self._gain > expected or self._wait > 0)
 
-    def _ask(self, costly: Drafter, context: Sequence[int], budget: int) -> Draft | None:
-        started = perf_counter()
+    def _ask(self, costly: Drafter, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         try:
-            draft = costly.propose(context, budget)
+            draft, self.seconds_weighed = yield from timed(costly.drafting(context, budget))
         except Exception as error:
             if is_device_error(error):
                 raise
             logger.warning("going on without the draft model: %s", safe_message(error))
             self._drop()
             return None
-        self.seconds_weighed = perf_counter() - started
         if draft is not None:  # None: the model still reads the prompt, a cost that occurs only once
             self._tried = len(context), draft, self.seconds_weighed / self._step_seconds(len(context))
         return draft

@@ -19,6 +19,10 @@ class MergedDrafter(Drafter):
         drafts = [draft for draft in drafts if len(draft)]
         return merge(drafts) if len(drafts) > 1 else next(iter(drafts), None)
 
+    def rest(self) -> None:
+        for drafter in self._drafters:
+            drafter.rest()
+
     def close(self) -> None:
         for drafter in self._drafters:
             drafter.close()

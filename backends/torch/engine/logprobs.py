@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.model.device import to_device
+from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.types import TokenLogprob
 
@@ -48,7 +49,7 @@ def _entry(token: int, reals: list[float], integers: list[int], spell: Callable[
 class PromptScorer:
     """Scores a prompt's tokens, a chunk in each `step`; `entries` gets one entry for every token but the first.
 
-    It fills a KV cache of its own: scoring needs the logits of every position, and reused slots have no logits.
+    It needs the logits of every position, which reused slots do not have.
     """
 
     def __init__(self, target: TargetModel, prompt: Sequence[int], top: int, spell: Callable[[int], str]) -> None:
@@ -57,25 +58,24 @@ class PromptScorer:
         self._prompt = prompt
         self._top = top
         self._spell = spell
-        self._cache = target.new_cache(len(prompt))
         self._chunk = CHUNK if target.rewindable else 1
 
     @property
     def done(self) -> bool:
         return len(self.entries) == len(self._prompt) - 1
 
-    def finish(self) -> tuple[TokenLogprob, ...]:
-        """Run the remaining steps and return all entries."""
-        while not self.done:
-            self.step()
-        return tuple(self.entries)
-
     @torch.inference_mode()
-    def step(self) -> None:
-        """Score the next tokens. They are read as a chain of draft nodes, since a forward returns logits for nodes."""
+    def step(self, cache: KVCache) -> None:
+        """Score the next tokens, whose slots follow those of the tokens scored before in `cache`; slots missing there
+        are computed first. The tokens are read as a chain of draft nodes, since a forward returns logits for nodes.
+        """
         at = len(self.entries)
+        if isinstance(cache, SequenceCache) and cache.length > at:
+            cache.truncate(at)
+        if cache.length < at:
+            self._target.prefill(cache, self._prompt[cache.length : at])
         first, *rest = self._prompt[at : min(at + self._chunk, len(self._prompt) - 1)]
-        logits = self._target.forward(self._cache, [first], rest, range(-1, len(rest) - 1))
-        self._cache.commit(1, range(len(rest)))
+        logits = self._target.forward(cache, [first], rest, range(-1, len(rest) - 1))
+        cache.commit(1, range(len(rest)))
         scored = self._prompt[at + 1 : at + 1 + len(logits)]
         self.entries += token_logprobs(logits, scored, self._top, self._spell)

@@ -2,88 +2,184 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.model.kv_cache import Rows, RowsPart, SequenceCache
 
-WASTE = 1.25  # caches with more capacity per used slot than this are trimmed before they are kept
 SHORTEST = 8  # a shorter common prefix is faster to compute again than to copy
+Tokens = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixEntry:
-    """The KV slots of one earlier sequence; `tokens[i]` is the token of slot i."""
+@dataclass(slots=True, eq=False)
+class PrefixNode:
+    """A stretch of tokens with their slots, in a tree: every path from the root is the beginning of a text.
 
-    tenant: str
-    tokens: NDArray[np.int64]
-    cache: SequenceCache
+    `used` is the time of its last use. A tenant's root has neither tokens nor slots.
+    """
+
+    tokens: Tokens
+    rows: Rows
+    parent: PrefixNode | None
+    used: int = 0
+    children: list[PrefixNode] = field(default_factory=list)
 
 
 class PrefixCache:
-    """Caches sequences by tenant and finds them by longest common prefix; evicts the least recently used first.
+    """Keeps sequences by tenant and finds them by longest common prefix; what several have in common, such as a system
+    prompt, is kept once. The least recently used ends of texts are dropped first.
 
-    `find` returns copies of the slots, so that branches of one conversation can run at once. Not thread-safe.
+    `find` returns copies of the slots, so that branches of one conversation can run at once. Holds at most
+    `limit_bytes` (None: no limit of its own), and no more than the last `shrink` allowed. Not thread-safe.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int | None) -> None:
         self._limit = limit_bytes
-        self._entries: OrderedDict[int, PrefixEntry] = OrderedDict()
-        self._next = 0
+        self._roots: dict[str, PrefixNode] = {}
+        self._clock = count(1)
         self.nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """The number of texts of which none is the beginning of another."""
+        return sum(1 for _ in self._ends())
 
-    def find(self, tenant: str, tokens: Sequence[int], capacity: int) -> SequenceCache | None:
+    def find(
+        self, tenant: str, tokens: Sequence[int], capacity: int, left_bytes: int | None = None
+    ) -> SequenceCache | None:
         """A copy of the slots of the tenant's longest cached prefix of `tokens`, with room for `capacity` slots; None
         if that prefix has fewer than `SHORTEST` tokens.
-        """
-        wanted = np.asarray(tokens, dtype=np.int64)
-        matches = [
-            (common_prefix(entry.tokens, wanted), key) for key, entry in self._entries.items() if entry.tenant == tenant
-        ]
-        length, key = max(matches, default=(0, 0))
-        if length < SHORTEST:
-            return None
-        self._entries.move_to_end(key)
-        return self._entries[key].cache.copy(length, capacity)
 
-    def keep(self, tenant: str, tokens: Sequence[int], cache: SequenceCache) -> None:
-        """Keep `cache`, the slots of `tokens`, unless they are cached already; evict entries that `tokens` extend."""
-        assert len(tokens) == cache.length, f"{cache.length} slots for {len(tokens)} tokens"
-        if cache.length < SHORTEST:
-            return
-        if cache.capacity > WASTE * cache.length:
-            cache = cache.copy(cache.length, cache.length)
-        if cache.nbytes > self._limit:
-            return
+        At most `left_bytes` are still held afterwards. Where that is too little for the prefix itself, its slots are
+        moved instead of copied, layer by layer.
+        """
+        path = self._match(tenant, np.asarray(tokens, dtype=np.int64))
+        if sum(length for _, length in path) < SHORTEST:
+            self.shrink(left_bytes)
+            return None
+        self._touch(node for node, _ in path)
+        dropped = self.shrink(left_bytes) & {node for node, _ in path}
+        return SequenceCache.joined([RowsPart(node.rows, length, node in dropped) for node, length in path], capacity)
+
+    def keep(
+        self,
+        tenant: str,
+        tokens: Sequence[int],
+        cache: SequenceCache,
+        left_bytes: int | None = None,
+        *,
+        copy: bool = True,
+    ) -> None:
+        """Keep the slots of `tokens`, the first ones of `cache`, as far as they are not cached already, if they fit.
+
+        Without `copy` they are taken out of `cache`, which cannot be used afterwards. At most `left_bytes` are held
+        afterwards.
+        """
+        assert len(tokens) <= cache.length, f"{cache.length} slots for {len(tokens)} tokens"
         own = np.asarray(tokens, dtype=np.int64)
-        for key, entry in list(self._entries.items()):
-            shared = common_prefix(entry.tokens, own) if entry.tenant == tenant else -1
-            if shared == len(own):
+        if len(own) < SHORTEST:
+            return
+        path = self._match(tenant, own)
+        shared = sum(length for _, length in path)
+        self._touch(node for node, _ in path)
+        needed, limit = (len(own) - shared) * cache.slot_bytes, self._least(left_bytes)
+        if shared == len(own) or (limit is not None and needed > limit):
+            return
+        parent = self._branch(tenant, path)
+        if limit is not None:
+            spared = set(_lineage(parent))
+            self.shrink(limit - needed, spared)
+            if self.nbytes + needed > limit:
                 return
-            if shared == len(entry.tokens):
-                self._drop(key)
-        self._entries[self._next] = PrefixEntry(tenant, own, cache)
-        self._next += 1
-        self.nbytes += cache.nbytes
-        while self.nbytes > self._limit:
-            self._drop(next(iter(self._entries)))
+        node = PrefixNode(own[shared:], cache.rows(shared, len(own), release=not copy), parent, next(self._clock))
+        parent.children.append(node)
+        self.nbytes += node.rows.nbytes
+        self._roots[tenant] = [*_lineage(node)][-1]
+
+    def shrink(self, left_bytes: int | None, spared: Collection[PrefixNode] = ()) -> set[PrefixNode]:
+        """Drop the least recently used ends of texts, but none of `spared`, until at most `left_bytes` are held.
+        Returns what was dropped.
+        """
+        limit, dropped = self._least(left_bytes), set[PrefixNode]()
+        while limit is not None and self.nbytes > limit:
+            end = min((node for node in self._ends() if node not in spared), key=lambda node: node.used, default=None)
+            if end is None:
+                break
+            self._drop(end)
+            dropped.add(end)
+        return dropped
 
     def clear(self) -> None:
-        self._entries.clear()
+        self._roots.clear()
         self.nbytes = 0
 
-    def _drop(self, key: int) -> None:
-        self.nbytes -= self._entries.pop(key).cache.nbytes
+    def _least(self, left_bytes: int | None) -> int | None:
+        limits = [limit for limit in (self._limit, left_bytes) if limit is not None]
+        return min(limits, default=None)
+
+    def _match(self, tenant: str, wanted: Tokens) -> list[tuple[PrefixNode, int]]:
+        """The nodes whose tokens `wanted` begins with, and how many tokens of each."""
+        path: list[tuple[PrefixNode, int]] = []
+        node, at = self._roots.get(tenant), 0
+        while node is not None and at < len(wanted):
+            node = next((child for child in node.children if child.tokens[0] == wanted[at]), None)
+            if node is not None:
+                length = common_prefix(node.tokens, wanted[at:])
+                path.append((node, length))
+                at += length
+                if length < len(node.tokens):
+                    break
+        return path
+
+    def _branch(self, tenant: str, path: list[tuple[PrefixNode, int]]) -> PrefixNode:
+        """The node below which a text goes on that shares `path` with others; divides the last node if need be."""
+        if not path:
+            return self._roots.setdefault(tenant, PrefixNode(np.empty(0, np.int64), Rows([], []), None))
+        node, length = path[-1]
+        return node if length == len(node.tokens) else self._divided(node, length)
+
+    def _divided(self, node: PrefixNode, at: int) -> PrefixNode:
+        """Divide a node in two, of which the first is returned."""
+        assert node.parent is not None
+        first, rest = node.rows.split(at)
+        head = PrefixNode(node.tokens[:at].copy(), first, node.parent, node.used, [node])
+        node.parent.children[node.parent.children.index(node)] = head
+        node.tokens, node.rows, node.parent = node.tokens[at:].copy(), rest, head
+        return head
+
+    def _touch(self, nodes: Iterator[PrefixNode]) -> None:
+        now = next(self._clock)
+        for node in nodes:
+            node.used = now
+
+    def _drop(self, end: PrefixNode) -> None:
+        self.nbytes -= end.rows.nbytes
+        assert end.parent is not None
+        end.parent.children.remove(end)
+        if end.parent.parent is None and not end.parent.children:
+            self._roots = {tenant: root for tenant, root in self._roots.items() if root.children}
+
+    def _ends(self) -> Iterator[PrefixNode]:
+        """All nodes that no text goes on behind."""
+        waiting = list(self._roots.values())
+        while waiting:
+            node = waiting.pop()
+            waiting += node.children
+            if not node.children and node.parent is not None:
+                yield node
 
 
-def common_prefix(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
+def _lineage(node: PrefixNode | None) -> Iterator[PrefixNode]:
+    """The node and all above it."""
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def common_prefix(left: Tokens, right: Tokens) -> int:
     """The number of leading tokens that two sequences have in common."""
     size = min(len(left), len(right))
     differs = np.flatnonzero(left[:size] != right[:size])

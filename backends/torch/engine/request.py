@@ -83,4 +83,4 @@ def prompt_of(request: EngineRequest, tokenizer: TokenizerAdapter, scorer: Promp
     """The prompt as the model reads it, with the log-probabilities of its tokens if they were scored."""
     ids, text = tuple(request.prompt), request.original.text
     shown = tokenizer.decode(ids) if text is None else text
-    return Prompt(shown, ids, None if scorer is None else scorer.finish())
+    return Prompt(shown, ids, None if scorer is None else tuple(scorer.entries))

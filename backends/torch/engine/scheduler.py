@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
+from traceback import clear_frames
 
 from torch import Tensor
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.fair_queue import FairQueue
-from agentspec.backends.torch.engine.kv_budget import KVBudget
+from agentspec.backends.torch.engine.kv_budget import LEDGER, KVBudget
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
 from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
@@ -49,8 +50,10 @@ class ScheduledSequence:
         chunk = tokens[cache.length : cache.length + self.num_tokens]
         return BatchItem(cache, chunk, self.proposal.tokens, self.proposal.parents, needs_logits=self.draws)
 
-    def propose(self) -> None:
-        self.proposal = self.sequence.propose()
+    def fail(self, error: Exception) -> None:
+        """Store the sequence's own error."""
+        clear_frames(error.__traceback__)  # the frames keep the failed forward's tensors alive while others are tried
+        self.error = error
 
     def begin(self) -> None:
         assert self.logits is not None
@@ -106,8 +109,11 @@ class Scheduler:
 
     def __init__(self, context: EngineContext, settings: TorchSettings) -> None:
         self.active: list[Sequence] = []
-        self.kv_budget = KVBudget.of(context.target, settings.kv_bytes)
-        self.prefix_cache = PrefixCache(int(settings.prefix_bytes) if context.target.rewindable else 0)
+        draft_bytes, room = context.drafters.slot_bytes, settings.max_draft_tokens
+        self.kv_budget = KVBudget.of(context.target, settings.kv_bytes, draft_bytes=draft_bytes, room=room)
+        self.kv_budget.allocated = self._allocated
+        context.bounded = self.kv_budget.limit is not None
+        self.prefix_cache = PrefixCache(settings.prefix_bytes if context.bounded else 0)
         self.closed = False
         self._context = context
         self._max_active, self._max_requests = settings.max_active, settings.max_active + settings.max_queue
@@ -127,7 +133,7 @@ class Scheduler:
 
     @property
     def kv_slots(self) -> int:
-        """KV slots reserved by the active sequences."""
+        """KV slots reserved by the active sequences, and lent for other work."""
         return self.kv_budget.used(list(self.active))
 
     def add(self, request: EngineRequest) -> None:
@@ -171,6 +177,7 @@ class Scheduler:
             elif (error := self._resume(preempted)) is not None:
                 failed.append((preempted, error))
         self._reserve()
+        self.prefix_cache.shrink(self.kv_budget.idle_bytes(self.active))
         return replace(Schedule.of(self.active, self._context), failed=failed)
 
     def _resume(self, sequence: Sequence) -> Exception | None:
@@ -218,8 +225,9 @@ class Scheduler:
 
     def _reusable(self, request: EngineRequest, tokens: list[int], capacity: int) -> KVCache | None:
         """The slots of the longest cached prefix; None if there are none, or no memory for a copy of them."""
+        left = max(0, self.kv_budget.idle_bytes(self.active) - capacity * self.kv_budget.slot_bytes)
         try:
-            return self.prefix_cache.find(request.tenant, tokens, capacity)
+            return self.prefix_cache.find(request.tenant, tokens, capacity, left)
         except Exception as error:
             if is_device_error(error):
                 raise
@@ -238,7 +246,7 @@ class Scheduler:
         self.active.remove(sequence)
         self._preempted[sequence.request] = sequence
         self._keep(sequence)
-        sequence.kv_cache = self._context.target.new_cache(1)
+        sequence.rest()
         self._context.counters.preempted += 1
         with self._lock:
             if not sequence.request.cancelled:
@@ -297,21 +305,38 @@ class Scheduler:
     def share_prompt(self, sequence: Sequence) -> None:
         """Copy the prompt's KV slots into the prefix cache for the other choices of the same request."""
         sequence.request.shares_prompt = False
-        length = len(sequence.request.prompt)
-        self._keep(sequence, lambda cache: cache.copy(length, length))
+        self._keep(sequence, len(sequence.request.prompt))
 
-    def _keep(self, sequence: Sequence, part: Callable[[SequenceCache], SequenceCache] = lambda cache: cache) -> None:
+    def _keep(self, sequence: Sequence, length: int | None = None) -> None:
+        """Move the KV slots of a sequence that runs no more into the prefix cache; with `length`, copy those of its
+        first tokens.
+        """
         cache, request = sequence.kv_cache, sequence.request
         if not (request.original.store and isinstance(cache, SequenceCache)):
             return
+        tokens = sequence.tokens[: cache.length if length is None else length]
         try:
-            kept = part(cache)
-            self.prefix_cache.keep(request.tenant, sequence.tokens[: kept.length], kept)
+            left = self.kv_budget.idle_bytes(self.active)
+            self.prefix_cache.keep(request.tenant, tokens, cache, left, copy=length is not None)
         except Exception as error:  # no memory for the copy: the answer itself is not affected
             if is_device_error(error):
                 raise
             logger.warning("the rows of an answer are not kept for the next call: %s", error_location(error))
             self.prefix_cache.clear()
+
+    def lend(self, slots: int) -> Callable[[], None]:
+        """Set KV slots aside for work outside the answers, for which idle ones make room. Only the computing thread may
+        call this, and any thread the function returned, which gives them back. Raises as `KVBudget.lend`.
+        """
+        give_back = self.kv_budget.lend(slots, self.active)
+        self.prefix_cache.shrink(self.kv_budget.idle_bytes(self.active))
+        return give_back
+
+    def _allocated(self) -> int:
+        """Bytes of KV slots in use, as far as another thread can tell."""
+        caches = [sequence.kv_cache for sequence in list(self.active)]
+        running = sum(cache.nbytes for cache in caches if isinstance(cache, SequenceCache))
+        return running + self.prefix_cache.nbytes
 
     def clear(self) -> list[EngineRequest]:
         """Close the scheduler, free everything and return the requests that were neither finished nor cancelled."""
@@ -323,6 +348,7 @@ class Scheduler:
         for sequence in [*self.active, *self._preempted.values()]:
             self.drop(sequence)
         self.prefix_cache.clear()
+        LEDGER.release(self.kv_budget)
         return unfinished
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentspec.backends.torch.drafters import Drafter, DrafterFactory, PredictionDrafter
 from agentspec.backends.torch.drafters.constrained import ConstrainedDrafter
+from agentspec.backends.torch.drafters.forwards import Drafting
 from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.logprobs import PromptScorer, token_logprobs
@@ -18,7 +19,7 @@ from agentspec.backends.torch.engine.request import AnswerText, EngineRequest, p
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.model.kv_cache import KVCache
+from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.acceptance import accept_path
 from agentspec.backends.torch.sampling.sampler import Sampler
@@ -39,6 +40,7 @@ class EngineContext:
     free_memory: Callable[[], None] = lambda: None  # frees memory that is held only to save time
     drafters: DrafterFactory = field(default_factory=DrafterFactory)
     draws_ahead: bool | None = None  # `ahead` of every `Sampler`; None: True on asynchronous devices
+    bounded: bool = False  # whether KV slots are reserved before they are used
 
     def speculates(self, request: GenerateRequest) -> bool:
         return request.speculation and self.target.rewindable and self.max_draft_tokens > 0
@@ -60,6 +62,9 @@ class Sequence:
         self._first_at: float | None = None
         self._context = context
         self._session = session
+        self._scorer = self._prompt_scorer()
+        if self._scorer and isinstance(kv_cache, SequenceCache):
+            kv_cache.truncate(0)  # reused slots have no logits
         self._reused = self._charged = kv_cache.length
         target = context.target
         constraints = request.constraints.start(request.sampling.min_tokens, request.stop_ids, target.vocab_size)
@@ -77,9 +82,8 @@ class Sequence:
         self._prediction = None if predicted is None else PredictionDrafter(predicted, len(request.prompt))
         self._drafter = self._open_drafter() if context.speculates(request.original) else None
         self._speculator = Speculator(
-            self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request)
+            self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request), request.tenant
         )
-        self._scorer = self._prompt_scorer()
         self._prompt_due = request.original.return_prompt or self._scorer is not None
         self._logits = torch.empty(0)
         self._drawn_from: list[int] = []  # the row of logits that each token of this step was drawn from
@@ -97,8 +101,19 @@ class Sequence:
     def _open_drafter(self) -> Drafter:
         context, request, grammar = self._context, self.request, self.sampler.constraints.grammar
         noise = SharedNoiseSampler(request.sampling, self.seed, request.constraints.choice)
-        drafter = context.drafters.open(self._session, self._prediction, noise, context.governor.cost)
+        drafter = context.drafters.open(self._session, self._prediction, noise, context.governor.cost, self._draft_room)
         return drafter if grammar is None else ConstrainedDrafter(drafter, grammar)
+
+    def _draft_room(self) -> int | None:
+        """How many tokens a draft model may keep slots for: as many as the answer itself. None for any number."""
+        cache = self.kv_cache
+        return cache.capacity if self._context.bounded and isinstance(cache, SequenceCache) else None
+
+    def rest(self) -> None:
+        """Free the memory that can be computed again from the tokens."""
+        self.kv_cache = self._context.target.new_cache(1)
+        if self._drafter is not None:
+            self._drafter.rest()
 
     def _prompt_scorer(self) -> PromptScorer | None:
         """A scorer for the first choice of a request that asks for prompt log-probabilities; else None."""
@@ -137,10 +152,10 @@ class Sequence:
         self._charged += fresh
         return fresh
 
-    def propose(self) -> Proposal:
+    def proposing(self) -> Drafting[Proposal]:
         """Propose drafts, at most as many tokens as the answer may still use; its last token needs no KV slot."""
         left = self.request.max_tokens - self._answer.num_tokens
-        return self._speculator.propose(self.tokens, min(self._context.max_draft_tokens, left - 1))
+        return self._speculator.proposing(self.tokens, min(self._context.max_draft_tokens, left - 1))
 
     def flush_to_cache(self) -> None:
         """Let the token cache learn earlier tokens while a forward runs."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from traceback import clear_frames
 
-from torch import AcceleratorError
-
 from agentspec.backends.torch.drafters import Drafter
+from agentspec.backends.torch.drafters.forwards import Drafting, run_alone, timed
 from agentspec.backends.torch.engine.stats import Counters, count
+from agentspec.backends.torch.model.device import is_device_error
 from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
-from agentspec.types import Draft, Speculation
+from agentspec.types import DEFAULT_TENANT, Draft, Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +60,19 @@ class Speculator:
     """Calls one request's drafter and reports to the governor and the counters which draft tokens were accepted."""
 
     def __init__(
-        self, drafter: Drafter | None, governor: Governor, counters: Counters, vocab_size: int, step: str | None = None
+        self,
+        drafter: Drafter | None,
+        governor: Governor,
+        counters: Counters,
+        vocab_size: int,
+        step: str | None = None,
+        tenant: str = DEFAULT_TENANT,
     ) -> None:
         self._drafter = drafter
         self._governor = governor
         self._counters = counters
         self._vocab_size = vocab_size
-        self._stats = governor.request_stats(step)
+        self._stats = governor.request_stats(step, tenant)
         self._drafted = 0
         self._accepted = 0
         self._steps = 0
@@ -76,24 +82,28 @@ class Speculator:
     def propose(self, context: Sequence[int], budget: int) -> Proposal:
         """Propose at most `budget` draft nodes after `context`, from which the governor chooses.
 
-        A drafter that fails is not asked again for this answer, which goes on without drafts. Raises `AcceleratorError`
-        only: after a device failure nothing more can be computed.
+        A drafter that fails is not asked again for this answer, which goes on without drafts. Raises errors of the
+        device only: after one nothing more can be computed.
         """
+        return run_alone(self.proposing(context, budget))
+
+    def proposing(self, context: Sequence[int], budget: int) -> Drafting[Proposal]:
+        """`propose` as a generator that yields the forwards of a draft model."""
         if self._drafter is None or self._failed or budget <= 0 or not self._stats.ask():
             return NOTHING
-        started = perf_counter()
         try:
-            draft = self._drafter.propose(context, budget)
-        except AcceleratorError:
-            raise
+            draft, seconds = yield from timed(self._drafter.drafting(context, budget))
         except Exception as error:
+            if is_device_error(error):
+                raise
             self._give_up(error)
             return NOTHING
         if draft is None or len(draft) == 0:
-            return Proposal(seconds=perf_counter() - started, weighed=self._drafter.seconds_weighed, asked=True)
+            return Proposal(seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
+        started = perf_counter()
         legal = usable(draft, self._vocab_size, budget)
         acceptance = self._governor.expectations(legal.probabilities, legal.parents, legal.sources, self._stats)
-        seconds = perf_counter() - started
+        seconds += perf_counter() - started
         return replace(legal, acceptance=acceptance, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
 
     def observe(self, proposal: Proposal, path: Sequence[int], cost: StepEstimate) -> None:

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from traceback import clear_frames
 
+from agentspec.backends.torch.drafters.forwards import run_together as draft_together
 from agentspec.backends.torch.engine.scheduler import Schedule, ScheduledSequence, kv_length
 from agentspec.backends.torch.engine.sequence import EngineContext, Sequence
 from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first, subtree
@@ -31,9 +31,7 @@ def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence,
     scheduled, device = schedule.scheduled, context.target.device
     if not scheduled:
         return alone
-    for each in scheduled:
-        if each.draws:
-            isolate_failure(each, each.propose)
+    propose([each for each in scheduled if each.draws])
     cost = allocate_draft_budget(scheduled, context.governor)
     synchronize(device)  # else this step would be charged for KV slots that an earlier step is still moving
     tokens, past, started = sum(len(each.batch_item) for each in scheduled), kv_length(scheduled), perf_counter()
@@ -49,11 +47,21 @@ def run_step(schedule: Schedule, context: EngineContext) -> list[tuple[Sequence,
     return [*alone, *((each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True))]
 
 
+def propose(scheduled: list[ScheduledSequence]) -> None:
+    """Let all answers draft; those with a draft model share its forwards."""
+    proposals = draft_together([each.sequence.proposing() for each in scheduled])
+    for each, proposal in zip(scheduled, proposals, strict=True):
+        if isinstance(proposal, Exception):
+            each.fail(proposal)
+        else:
+            each.proposal = proposal
+
+
 def score(sequence: Sequence) -> Exception | None:
     """Score the next chunk of a prompt in a forward of its own, since the logits of all its tokens are needed."""
     try:
         if sequence.scorer:
-            sequence.scorer.step()
+            sequence.scorer.step(sequence.kv_cache)
     except Exception as error:
         if is_device_error(error):
             raise
@@ -144,6 +152,5 @@ def isolate_failure(each: ScheduledSequence, action: Callable[[], Delta | None])
     except Exception as error:
         if is_device_error(error):
             raise
-        clear_frames(error.__traceback__)  # the frames keep the failed forward's tensors alive while others are tried
-        each.error = error
+        each.fail(error)
         return None

@@ -14,6 +14,7 @@ MAX_CHARACTERS: Final = 1_000_000
 MAX_DEPTH: Final = 200
 MAX_PARTS: Final = 50_000
 MAX_REPEATS: Final = 100_000
+MAX_LITERAL: Final = 20_000
 
 _QUANTIFIER = re.compile(r"\{\s*(\d{1,9})?\s*(,)?\s*(\d{1,9})?\s*\}")
 _HUGE_QUANTIFIER = re.compile(r"\{[\s\d,]*\d{10}")
@@ -26,7 +27,8 @@ class Complexity:
     `depth` counts the levels that a compiler may descend through: nesting, and rules or definitions that refer to
     others. `parts` counts rules, schemas, alternatives and operators; `repeats` is the largest product of counted
     repetitions inside one another, which is how often something is written out. `levels` bounds the depth whatever
-    the order in which a compiler resolves references.
+    the order in which a compiler resolves references. `literal` is the length of the longest text that is spelled out:
+    each of its tokens takes time in proportion.
     """
 
     characters: int = 0
@@ -34,6 +36,7 @@ class Complexity:
     parts: int = 0
     repeats: int = 1
     levels: int = 0
+    literal: int = 0
 
     def __add__(self, other: Complexity) -> Complexity:
         """The complexity of both side by side."""
@@ -43,6 +46,7 @@ class Complexity:
             self.parts + other.parts,
             max(self.repeats, other.repeats),
             max(self.levels, other.levels),
+            max(self.literal, other.literal),
         )
 
     @property
@@ -56,6 +60,7 @@ class Complexity:
         limits = (
             (self.depth, MAX_DEPTH, "levels of nesting, references included", "flatten it"),
             (self.repeats, MAX_REPEATS, "counted repetitions inside one another", "lower the counts, or use * or +"),
+            (self.literal, MAX_LITERAL, "characters in one text", "shorten it"),
             (self.parts, MAX_PARTS, "rules, properties and alternatives", "split it into several requests"),
             (self.characters, MAX_CHARACTERS, "characters", "send a shorter one"),
         )

@@ -43,6 +43,8 @@ def measure_lark(text: str, param: str) -> Complexity:
         if kind == "regex":
             one = measure_regex(token)
             found += Complexity(0, one.depth, one.parts, one.repeats)
+        elif kind == "string":
+            found += Complexity(literal=len(token))
         elif kind == "json":
             found += _measure_json(token, param)
         elif token == "%lark":  # a grammar inside the grammar: only a compiler can tell

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.grammars.worker import compiled
+from agentspec.backends.torch.grammars.worker import STACK, compiled, on_stack
 from agentspec.errors import InvalidRequestError
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class CompiledGrammar:
         if self._seconds > RENEWAL_SECONDS:
             message = "another answer in this form went beyond the limits of its grammar; send the request again"
             raise InvalidRequestError(message, param=self.param)
-        return compiled(self.table.tokenizer, self._source)
+        return on_stack(STACK, lambda: compiled(self.table.tokenizer, self._source))
 
 
 class GrammarMatcher:

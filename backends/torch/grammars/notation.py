@@ -24,8 +24,7 @@ _LARK = re.compile(r"[ \t\r\f\v]*+(?:%llguidance\b|start[ \t]*+:)")
 
 def lark_string(text: str) -> str:
     """`text` as a string literal in Lark's notation."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
-    return f'"{escaped}"'
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def lark_regex(regex: str) -> str:

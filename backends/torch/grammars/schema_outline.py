@@ -118,7 +118,14 @@ def _own(schema: Any) -> Complexity:
     all_of = schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
     combined = len(all_of) > 1 or sum(key in schema for key in _COMBINING) > 1
     repeats = MAX_REPEATS if combined else min(MAX_REPEATS, max([1, *counts]))  # alternatives in each other multiply
-    own = Complexity(0, 1, 1 + sum(map(len, lists)), repeats)
+    enum = schema["enum"] if isinstance(schema.get("enum"), list) else ()
+    literals = [
+        *enum,
+        schema.get("const"),
+        *(schema["properties"] if isinstance(schema.get("properties"), Mapping) else ()),
+    ]
+    longest = max((len(text) for text in literals if isinstance(text, str)), default=0)
+    own = Complexity(0, 1, 1 + sum(map(len, lists)), repeats, literal=longest)
     named = schema.get("patternProperties")
     for pattern in (schema.get("pattern"), *(named if isinstance(named, Mapping) else ())):
         if isinstance(pattern, str):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,19 +97,54 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on the device; None where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cpu":
+        return _free_host_memory()
+    return None
+
+
+def _free_host_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # only Linux tells it so
+        return None
+    found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
+    return None if found is None else int(found[1]) << 10
+
+
 def choose_kernels(device: torch.device) -> None:
     """Disable cuDNN attention for the whole process, since it makes a new plan for every number of slots."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+_COUNTING = threading.Lock()  # torch and Python have one mode and one list of warnings for the whole process
+
+
 def count_host_syncs(work: Callable[[], object]) -> int:
-    """How often the host waits for a CUDA device while it runs `work`, as far as torch reports it."""
-    with warnings.catch_warnings(record=True) as seen:
+    """How often the host waits for a CUDA device while this thread runs `work`, as far as torch reports it.
+
+    The waits of other threads, such as another engine's, are not counted, and their other warnings are shown as usual.
+    """
+    own, waits = threading.get_ident(), 0
+    with _COUNTING, warnings.catch_warnings():
         warnings.simplefilter("always")
+        show = warnings.showwarning
+
+        def hear(message: Any, *args: Any, **kwargs: Any) -> None:
+            nonlocal waits
+            if WAITS not in str(message):
+                show(message, *args, **kwargs)
+            elif threading.get_ident() == own:
+                waits += 1
+
+        warnings.showwarning = hear
         torch.cuda.set_sync_debug_mode("warn")
         try:
             work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum(WAITS in str(warning.message) for warning in seen)
+    return waits

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,12 +50,13 @@ class SequenceCache(Cache):
         rows[:, :, self.length : end] = states
         return rows[:, :, :end]
 
-    def reserve(self, slots: int) -> None:
-        """Raise the capacity to at least `slots` slots. Each layer allocates when it is next written, so that growth
-        cannot fail half-way.
+    def reserve(self, slots: int, most: int | None = None) -> None:
+        """Raise the capacity to at least `slots` slots, and beyond them to no more than `most`. Each layer allocates
+        when it is next written, so that growth cannot fail half-way.
         """
         if slots > self.capacity:
-            self.capacity = max(slots, int(self.capacity * GROWTH))
+            more = int(self.capacity * GROWTH)
+            self.capacity = max(slots, more if most is None else min(more, most))
 
     @torch.inference_mode()
     def commit(self, num_tokens: int, path: Sequence[int]) -> None:
@@ -81,11 +83,32 @@ class SequenceCache(Cache):
     def copy(self, length: int, capacity: int) -> SequenceCache:
         """An independent cache with a copy of the first `length` slots and room for `capacity` slots."""
         assert 0 <= length <= self.length, f"cannot copy {length} of {self.length} slots"
-        other = SequenceCache(max(length, capacity))
-        other.length = length
-        other._keys = [_copied(tensor, length, other.capacity) for tensor in self._keys]
-        other._values = [_copied(tensor, length, other.capacity) for tensor in self._values]
-        return other
+        return self.joined([RowsPart(Rows(self._keys, self._values), length)], capacity)
+
+    def rows(self, start: int, end: int, *, release: bool = False) -> Rows:
+        """A copy of the slots from `start` to `end`. With `release`, each layer is freed once it is copied, so that the
+        two are never in memory as a whole; the cache cannot be used afterwards.
+        """
+        assert 0 <= start <= end <= self.length, f"cannot copy slots {start} to {end} of {self.length}"
+        return Rows(*(_copied(store, start, end, release) for store in (self._keys, self._values)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[RowsPart], capacity: int) -> SequenceCache:
+        """A cache with a copy of the slots of `parts`, one after another, and room for `capacity` slots."""
+        length = sum(part.length for part in parts)
+        cache = cls(max(length, capacity))
+        cache.length = length
+        layers = range(len(parts[0].rows.keys) if parts else 0)
+        for layer in layers:
+            cache._keys.append(_joined(parts, lambda rows: rows.keys, layer, cache.capacity))
+            cache._values.append(_joined(parts, lambda rows: rows.values, layer, cache.capacity))
+        return cache
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all layers; 0 before the first forward."""
+        tensors = [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
+        return sum(tensor.shape[-3] * tensor.shape[-1] * tensor.element_size() for tensor in tensors)
 
     @property
     def nbytes(self) -> int:
@@ -121,12 +144,67 @@ def _room(rows: Tensor | None, like: Tensor, length: int, capacity: int) -> Tens
     return room
 
 
-def _copied(tensor: Tensor | None, length: int, capacity: int) -> Tensor | None:
-    if tensor is None:
+Layers = list[Tensor | None]
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """The slots of consecutive tokens: for each layer, keys and values [1, heads, tokens, d]."""
+
+    keys: Layers
+    values: Layers
+
+    def split(self, at: int) -> tuple[Rows, Rows]:
+        """Copies of the slots before `at` and of the others; each layer is freed once it is copied."""
+        both = [_split(store, at) for store in (self.keys, self.values)]
+        return Rows(both[0][0], both[1][0]), Rows(both[0][1], both[1][1])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values) if t is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPart:
+    """The first `length` of some slots; with `release`, they are not needed any more once they are copied."""
+
+    rows: Rows
+    length: int
+    release: bool = False
+
+
+def _copied(store: Layers, start: int, end: int, release: bool) -> Layers:
+    found: Layers = []
+    for layer, tensor in enumerate(store):
+        found.append(None if tensor is None else tensor[:, :, start:end].clone())
+        if release:
+            store[layer] = None
+    return found
+
+
+def _split(store: Layers, at: int) -> tuple[Layers, Layers]:
+    head, tail = Layers(), Layers()
+    for layer, tensor in enumerate(store):
+        head.append(None if tensor is None else tensor[:, :, :at].clone())
+        tail.append(None if tensor is None else tensor[:, :, at:].clone())
+        store[layer] = None
+    return head, tail
+
+
+def _joined(parts: Sequence[RowsPart], store_of: Callable[[Rows], Layers], layer: int, capacity: int) -> Tensor | None:
+    first = store_of(parts[0].rows)[layer]
+    if first is None:
         return None
-    rows = tensor.new_empty((*tensor.shape[:-2], capacity, tensor.shape[-1]))
-    rows[:, :, :length] = tensor[:, :, :length]
-    return rows
+    room, at = first.new_empty((*first.shape[:-2], capacity, first.shape[-1])), 0
+    for part in parts:
+        store = store_of(part.rows)
+        tensor = store[layer]
+        assert tensor is not None, "parts of different models"
+        room[:, :, at : at + part.length] = tensor[:, :, : part.length]
+        at += part.length
+        if part.release:
+            store[layer] = None
+    return room
 
 
 class StateCache:

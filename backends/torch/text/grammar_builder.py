@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agentspec.backends.torch.grammars.complexity import MAX_CHARACTERS, Complexity, measure_regex
+from agentspec.backends.torch.grammars.complexity import MAX_CHARACTERS, MAX_LITERAL, Complexity, measure_regex
 from agentspec.backends.torch.grammars.lark_outline import measure_lark
 from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
 from agentspec.backends.torch.grammars.schema_outline import measure_schema
@@ -21,7 +21,6 @@ from agentspec.types import GenerateRequest, StructuredOutputs
 FORM: Final = "structured_outputs"
 TOOLS: Final = "tools"
 MAX_REGEX: Final = 20_000  # characters
-MAX_CHOICE: Final = 20_000
 Symbol = Callable[[str], str]
 
 
@@ -65,9 +64,10 @@ def _measured_tools(tools: Sequence[Tool]) -> Complexity:
     """The complexity of all tools' parameters side by side."""
     whole = Complexity()
     for tool in tools:
-        function = tool["function"]
-        if isinstance(function.get("parameters"), Mapping):
-            whole += _measured(function["parameters"], f"the parameters of the tool {function['name']!r}", TOOLS)
+        name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise InvalidRequestError(f"the parameters of the tool {name!r} must be an object", param=TOOLS)
+        whole += _measured(parameters, f"the parameters of the tool {name!r}", TOOLS)
     whole.check(TOOLS)
     return whole
 
@@ -118,8 +118,10 @@ def _form(form: StructuredOutputs) -> tuple[dict[str, Any], Complexity]:
     """The entry for a structured output in llguidance's list of grammars. Raises `InvalidRequestError`."""
     if form.json_object:
         return {"json_schema": closed_schema({"type": "object"})}, Complexity()
+    if form.json is False:
+        raise InvalidRequestError("the schema is false, which no value fits", param=FORM)
     if form.json is not None:
-        schema = form.json if isinstance(form.json, Mapping) else ({} if form.json else {"not": {}})
+        schema = form.json if isinstance(form.json, Mapping) else {}
         complexity = _measured(schema, "the schema", FORM)
         return {"json_schema": closed_schema(schema)}, complexity
     if form.regex is not None:
@@ -129,7 +131,7 @@ def _form(form: StructuredOutputs) -> tuple[dict[str, Any], Complexity]:
         return {"lark_grammar": f"start: {lark_regex(form.regex)}"}, complexity
     if form.choice is not None:
         for choice in form.choice:
-            _check_text(choice, MAX_CHOICE)
+            _check_text(choice, MAX_LITERAL)
         written = " | ".join(map(lark_string, form.choice))
         return {"lark_grammar": f"start: CHOICE\nCHOICE: {written}"}, Complexity(len(written), 1, len(form.choice))
     assert form.grammar is not None

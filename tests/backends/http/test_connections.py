@@ -284,6 +284,20 @@ async def test_a_late_answer_is_not_asked_for_again() -> None:
         assert server.requests == 2
 
 
+async def test_each_call_on_a_connection_has_its_own_time_limit() -> None:
+    async def script(client: Client) -> None:
+        await client.request()
+        await client.send(ANSWER)
+        await client.request()
+        await client.left()
+
+    async with serving(script, read_timeout=600) as (server, endpoint), asyncio.timeout(60):
+        await endpoint.fetch("POST", "/x", body=b"{}")
+        with pytest.raises(UpstreamTimeoutError):
+            await endpoint.fetch("POST", "/x", body=b"{}", timeout=0.2)
+        assert len(server.clients) == 1
+
+
 async def test_an_early_answer_counts_although_the_request_was_not_read() -> None:
     """A server may refuse a large body before it has read it, and close."""
 

@@ -147,7 +147,7 @@ class EagerGovernor(Governor):
     def choose(self, worths: Sequence[Sequence[float]], **step: Any) -> list[list[int]]:
         return [list(range(len(worth))) for worth in worths]
 
-    def request_stats(self, step: str | None = None) -> RequestStats:
+    def request_stats(self, step: str | None = None, tenant: str = "") -> RequestStats:
         return AlwaysAsk()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
+from agentspec.proxy.admission.auth import Authenticator
 from agentspec.runtime import Runtime
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
@@ -77,8 +78,8 @@ def test_a_second_tenant_that_comes_later_needs_salts(gateway: Any, upstream: An
     running = gateway({}, one)
     ask(running, "alice")
     assert "cache_salt" not in server.requests[-1].json
-    running.runtime.serve_tenants(both.server.tenant_names)
-    ask(running, "alice")
+    running.app.apply(both.server, Authenticator(both.server.api_keys))
+    ask(running, "bob")
     assert len(server.requests[-1].json["cache_salt"]) == 64
 
 

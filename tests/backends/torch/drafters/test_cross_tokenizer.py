@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from agentspec.backends.torch.drafters import chain_draft
+from agentspec.backends.torch.drafters.base import Drafter
 from agentspec.backends.torch.drafters.cross_tokenizer import OPEN, CrossTokenizerDrafter, TokenTranslation
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import Draft, Source
@@ -39,7 +40,7 @@ def trained(vocab: int) -> TokenizerAdapter:
 OWN, OTHER = trained(300), trained(330)
 
 
-class Knowing:
+class Knowing(Drafter):
     """An inner drafter that goes on with a known text in the other tokens."""
 
     def __init__(self, text: str, count: int = 8) -> None:

@@ -117,6 +117,20 @@ def test_closing_frees_the_rows(lab: Any) -> None:
 
 def test_logits_that_are_no_numbers_end(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = ModelDrafter(lab.target, GREEDY, never)
-    monkeypatch.setattr(lab.target, "forward", lambda rows, chain: torch.full((1, 259), float("nan")))
+    monkeypatch.setattr(lab.target, "forward_batch", lambda items: [torch.full((1, 259), float("nan"))])
     monkeypatch.setattr(drafter._cache, "commit", lambda chain, path: None)
     assert len(drafter.propose(PROMPT, 6)) <= 6
+
+
+def test_no_more_slots_are_kept_than_there_is_room_for(lab: Any) -> None:
+    rooms = [len(PROMPT) + 3]
+    drafter = ModelDrafter(lab.target, GREEDY, never, room=lambda: rooms[0])
+    draft = drafter.propose(PROMPT, 12)
+    assert 1 <= len(draft) <= 3 and drafter._cache.capacity <= rooms[0]
+    assert drafter.propose([*PROMPT, 1, 2, 3, 4], 8) is None and drafter._cache.nbytes == 0
+    rooms[0] = 100
+    again = drafter.propose([*PROMPT, 1, 2, 3, 4], 8)
+    assert (
+        again.tokens.tolist()
+        == ModelDrafter(lab.target, GREEDY, never).propose([*PROMPT, 1, 2, 3, 4], 8).tokens.tolist()
+    )

@@ -332,7 +332,7 @@ def test_rows_that_find_no_room_are_let_go(engine_of: Any) -> None:
     Client(engine).submit().result()
 
     class Full(PrefixCache):
-        def keep(self, tenant: str, tokens: Any, rows: Any) -> None:
+        def keep(self, *args: Any, **options: Any) -> None:
             raise torch.OutOfMemoryError("full")
 
     engine.scheduler.prefix_cache = Full(1 << 20)

@@ -27,11 +27,12 @@ from agentspec.types import Delta, GenerateRequest, SamplingParams
 WAIT = 60.0
 PROMPT = list(range(20, 40))
 LATER = [9, 8, 7, *PROMPT]
-PHASES = [
+PHASES: list[tuple[Any, str]] = [
     (TargetModel, "forward_batch"), (TargetModel, "new_cache"), (SequenceCache, "update"), (SequenceCache, "commit"),
-    (SequenceCache, "copy"), (PrefixCache, "find"), (PrefixCache, "keep"), (Sampler, "begin"), (Sampler, "choose"),
-    (EngineSequence, "commit"), (EngineSequence, "propose"), (Scheduler, "allocate"), (Schedule, "of"),
-    (Scheduler, "charge"), (step, "fetch"), (step, "synchronize"), (step, "allocate_draft_budget"),
+    (SequenceCache, "rows"), (SequenceCache, "joined"), (PrefixCache, "find"), (PrefixCache, "keep"),
+    (Sampler, "begin"), (Sampler, "choose"), (EngineSequence, "commit"), (EngineSequence, "proposing"),
+    (Scheduler, "allocate"), (Schedule, "of"), (Scheduler, "charge"), (step, "fetch"), (step, "synchronize"),
+    (step, "allocate_draft_budget"),
 ]  # fmt: skip
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.backends.torch.engine.kv_budget import AHEAD, DEFAULT_BYTES, ROOM, KVBudget, default_bytes, reserved
+from agentspec.backends.torch.engine.kv_budget import AHEAD, DEFAULT_BYTES, ROOM, KVBudget, MemoryLedger, reserved
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.errors import ContextLengthError
+from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError
 from agentspec.types import SamplingParams
 
 
@@ -24,7 +24,7 @@ def begun(lab: Any, ask_of: Any, prompt: int, max_tokens: int, capacity: int = 1
 def test_a_row_is_measured(lab: Any) -> None:
     assert lab.target.slot_bytes() == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, float32
     assert KVBudget.of(lab.target, 256 * 20).limit == 20
-    assert KVBudget.of(lab.target, None).limit == DEFAULT_BYTES // 256
+    assert KVBudget.of(lab.target, 256 * 20, draft_bytes=64, room=100).slot_bytes == 320
     assert KVBudget.of(TargetModel(lab.target.module, rewindable=False), 1).limit is None
 
 
@@ -61,6 +61,63 @@ def test_rows_that_cannot_be_counted_are_not(lab: Any, ask_of: Any) -> None:
     assert reserved(sequence) == 0 and KVBudget(0).grow(sequence, [sequence])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_device_gives_what_it_has_free() -> None:
-    assert 0 < default_bytes(torch.device("cuda")) < torch.cuda.mem_get_info()[0]
+def test_larger_drafts_have_more_room(lab: Any, ask_of: Any) -> None:
+    """All slots that a step can write are reserved before it."""
+    sequence = begun(lab, ask_of, 40, 5000, 41)
+    budget = KVBudget(10_000, room=300)
+    assert budget.initial(sequence.request) == 40 + AHEAD and budget.most(sequence.request) == 40 + 5000 + 300
+    assert KVBudget(340).grow(sequence, [sequence]) and sequence.kv_cache.capacity == 40 + ROOM
+    assert budget.grow(sequence, [sequence]) and sequence.kv_cache.capacity >= 40 + 300
+    assert KVBudget.of(lab.target, 1 << 20, room=3).room == ROOM
+
+
+def test_what_is_lent_is_not_there_for_answers_until_it_is_given_back(lab: Any, ask_of: Any) -> None:
+    one = begun(lab, ask_of, 40, 5000, 100)
+    budget = KVBudget(250, 8)
+    give_back = budget.lend(100, [one])
+    assert budget.used([one]) == 200 and budget.idle_bytes([one]) == 400
+    assert not budget.fits(51, [one])
+    with pytest.raises(OverloadedError):
+        budget.lend(51, [one])
+    with pytest.raises(ContextLengthError):
+        budget.lend(251, [])
+    give_back()
+    give_back()
+    assert budget.used([one]) == 100 and budget.fits(150, [one])
+    assert KVBudget(None).lend(10**9, [one]) is not None
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+
+def test_two_engines_on_one_device_are_not_promised_the_same_memory() -> None:
+    ledger, used = MemoryLedger(lambda device: 1000), [0]
+    first, second, third = (KVBudget(None) for _ in range(3))
+    first.allocated = lambda: used[0]
+    assert ledger.promise(first, GPU, None) == 800
+    assert ledger.promise(second, GPU, None) == 160
+    assert ledger.promise(third, torch.device("cuda:1"), None) == 800
+    ledger.release(second)
+    ledger.release(second)
+    assert ledger.available(GPU) == 200
+    used[0] = 500  # these bytes are not free any more
+    assert ledger.available(GPU) == 700
+    del first
+    assert ledger.available(GPU) == 1000
+
+
+def test_the_share_of_a_cpu_leaves_others_their_half() -> None:
+    assert MemoryLedger(lambda device: 1000).promise(KVBudget(None), CPU, None) == 500
+    assert MemoryLedger(lambda device: 1 << 60).promise(KVBudget(None), CPU, None) == DEFAULT_BYTES
+    assert MemoryLedger(lambda device: None).promise(KVBudget(None), CPU, None) == DEFAULT_BYTES
+
+
+def test_more_than_is_free_is_granted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert MemoryLedger(lambda device: 1 << 20).promise(KVBudget(None), GPU, 3 << 20) == 3 << 20
+    assert "kv_bytes promises 3 MiB of cuda:0, of which 1 MiB are free" in caplog.text
+
+
+def test_a_device_without_memory_is_an_error_of_the_configuration(lab: Any) -> None:
+    with pytest.raises(ConfigurationError, match="set kv_bytes") as caught:
+        KVBudget.of(lab.target, None, ledger=MemoryLedger(lambda device: 256))
+    assert caught.value.param == "kv_bytes"

@@ -45,7 +45,11 @@ def test_rows_together_have_the_values_of_each_alone_and_come_in_one_transfer(wa
 def test_a_prompt_is_scored_as_the_model_alone_scores_it(lab: Any, length: int) -> None:
     prompt = [(7 * position * position + 3) % 256 for position in range(length)]
     scorer = PromptScorer(lab.target, prompt, 3, lab.tokenizer.spell)
-    entries = scorer.finish()
+    cache = lab.target.new_cache(1)
+    while not scorer.done:
+        scorer.step(cache)
+    entries = scorer.entries
+    assert cache.length == length - 1  # what was read need not be read again
     assert scorer.done and len(entries) == length - 1
     for place in {1, 2, CHUNK, CHUNK + 1, length - 2, length - 1} & set(range(1, length)):
         entry, scores = entries[place - 1], torch.tensor(lab.logits(prompt[:place])).log_softmax(-1)
@@ -54,3 +58,20 @@ def test_a_prompt_is_scored_as_the_model_alone_scores_it(lab: Any, length: int) 
         assert entry.rank == int((scores > own).sum()) + 1
         assert [one.token_id for one in entry.top] == scores.topk(3).indices.tolist()
         assert [one.rank for one in entry.top] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 40, CHUNK, CHUNK + 9])
+def test_scoring_goes_on_where_it_stood_with_whatever_slots_there_are(lab: Any, kept: int) -> None:
+    """A preempted sequence resumes with fewer slots than it had, or with more, of an earlier call."""
+    prompt = [(7 * position * position + 3) % 256 for position in range(CHUNK + 30)]
+    whole, halted = (PromptScorer(lab.target, prompt, 2, lab.tokenizer.spell) for _ in range(2))
+    halted.step(lab.target.new_cache(1))
+    other = lab.target.new_cache(1)
+    if kept:
+        lab.target.prefill(other, prompt[:kept])
+    for scorer, rows in ((halted, other), (whole, lab.target.new_cache(1))):
+        while not scorer.done:
+            scorer.step(rows)
+    assert [entry.token_id for entry in halted.entries] == [entry.token_id for entry in whole.entries]
+    for entry, want in zip(halted.entries, whole.entries, strict=True):
+        assert entry.logprob == pytest.approx(want.logprob, abs=1e-3) and entry.rank == want.rank

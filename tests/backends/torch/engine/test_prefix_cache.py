@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache
+from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache, PrefixNode
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.types import SamplingParams
 
@@ -80,6 +80,65 @@ def test_an_extension_replaces_what_it_extends_and_a_prefix_adds_nothing() -> No
     store.keep("t", short, rows_of(short))
     store.keep("u", short, rows_of(short))
     assert len(store) == 2
+
+
+def test_a_common_beginning_is_kept_once() -> None:
+    """Ten conversations over one system prompt: its slots are there once, and each is found whole."""
+    system = [5] * 100
+    store = PrefixCache(None)
+    texts = [[*system, *range(n, n + 20)] for n in range(0, 200, 20)]
+    for tokens in texts:
+        store.keep("t", tokens, rows_of(tokens))
+    assert store.nbytes == (100 + 10 * 20) * BYTES and len(store) == 10
+    for tokens in texts:
+        assert content(store.find("t", tokens, 1)) == tokens
+    store.keep("other", texts[0], rows_of(texts[0]))
+    assert store.nbytes == (100 + 10 * 20 + 120) * BYTES  # nothing is shared between tenants
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), TEXT), max_size=12), TEXT, st.integers(0, 800))
+def test_whatever_is_found_under_pressure_is_right(
+    kept: list[tuple[str, list[int]]], wanted: list[int], left: int
+) -> None:
+    store = PrefixCache(None)
+    for number, (tenant, tokens) in enumerate(kept):
+        store.keep(tenant, tokens, rows_of(tokens), left, copy=bool(number % 2))
+        assert store.nbytes <= left
+        found = store.find("a", wanted, 30, left // (1 + number % 3))
+        assert found is None or (content(found) == wanted[: found.length] and found.length >= SHORTEST)
+        assert store.nbytes <= left // (1 + number % 3)
+        nodes = [node for root in store._roots.values() for node in below(root)]
+        assert store.nbytes == sum(len(node.tokens) for node in nodes) * BYTES
+        assert all(node.rows.nbytes == len(node.tokens) * BYTES for node in nodes)
+
+
+def below(node: PrefixNode) -> list[PrefixNode]:
+    return [found for child in node.children for found in (child, *below(child))]
+
+
+def test_where_both_do_not_fit_the_slots_are_moved() -> None:
+    store, tokens = PrefixCache(None), list(range(30))
+    store.keep("t", tokens, rows_of(tokens))
+    store.keep("t", [7] * 20, rows_of([7] * 20))
+    assert content(store.find("t", tokens, 40, left_bytes=0)) == tokens
+    assert (store.nbytes, len(store)) == (0, 0)
+
+
+def test_a_conversation_that_goes_on_adds_only_what_is_new() -> None:
+    store, tokens = PrefixCache(100 * BYTES), list(range(10))
+    for length in range(10, 101, 10):
+        tokens = list(range(length))
+        store.keep("t", tokens, rows_of(tokens))
+        assert (store.nbytes, len(store)) == (length * BYTES, 1)
+    store.keep("t", list(range(101)), rows_of(list(range(101))))  # more than there may be
+    assert store.find("t", tokens, 1).length == 100
+
+
+def test_slots_taken_out_of_a_cache_are_freed_there() -> None:
+    store, tokens = PrefixCache(None), list(range(30))
+    cache = rows_of(tokens)
+    store.keep("t", tokens, cache, copy=False)
+    assert cache.nbytes == 0 and content(store.find("t", tokens, 30)) == tokens
 
 
 def test_what_is_handed_out_can_be_written_to() -> None:

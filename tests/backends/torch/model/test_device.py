@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
 from agentspec.backends.torch.model.device import (
+    WAITS,
     choose_device,
     choose_dtype,
+    count_host_syncs,
     is_async_device,
     is_device_error,
     is_out_of_memory,
@@ -93,3 +98,26 @@ def test_values_reach_a_cuda_device() -> None:
 )
 def test_errors_of_memory_and_of_the_device_are_told_apart(error: Exception, memory: bool, device: bool) -> None:
     assert (is_out_of_memory(error), is_device_error(error)) == (memory, device)
+
+
+def test_only_the_threads_own_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine's waits, in another thread of the process, are not this one's."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def wait(times: int) -> None:
+        for _ in range(times):
+            warnings.warn(WAITS, stacklevel=1)
+
+    def work() -> None:
+        other = threading.Thread(target=wait, args=(5,))
+        other.start()
+        wait(3)
+        other.join()
+
+    assert count_host_syncs(work) == 3 and modes == ["warn", "default"]
+    with pytest.warns(UserWarning, match="something else"):
+        assert count_host_syncs(lambda: warnings.warn("something else", stacklevel=1)) == 0
+    with pytest.raises(ZeroDivisionError):
+        count_host_syncs(lambda: 1 // 0)
+    assert modes == ["warn", "default"] * 3

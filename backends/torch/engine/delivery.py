@@ -1,0 +1,126 @@
+"""Carries answers from the computing thread to an event loop, which is woken once for all that has come meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.types import Delta
+
+Item = tuple[EngineRequest, Delta | Exception]
+
+MOST_ITEMS = 64  # items that wait side by side; more are joined at once, not only when they are read
+
+
+class LoopWaker:
+    """Wakes the inboxes of one event loop. `calls` counts the callbacks given to the loop: at most one at a time, so
+    that a model which is faster than the loop does not fill its queue.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.calls = 0
+        self._loop = weakref.ref(loop)
+        self._woken: dict[Inbox, None] = {}
+        self._waits = False
+        self._lock = threading.Lock()
+
+    def wake(self, inbox: Inbox) -> bool:
+        """Let `inbox.get` return, in the loop. Any thread may call this. Returns False if the loop is closed."""
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            return False
+        with self._lock:
+            self._woken[inbox] = None
+            if self._waits:
+                return True
+            self._waits = True
+            self.calls += 1
+        try:
+            loop.call_soon_threadsafe(self._run)
+        except RuntimeError:  # closed meanwhile
+            return False
+        return True
+
+    def _run(self) -> None:
+        with self._lock:
+            woken, self._woken, self._waits = self._woken, {}, False
+        for inbox in woken:
+            inbox.arrived.set()
+
+
+class Inbox:
+    """The deltas of one request's choices that the loop has not read yet. However slowly it reads, an inbox holds no
+    more than the answers themselves: the deltas of a choice are joined.
+
+    Any thread may call `put`. Only the loop that made it may call `get`.
+    """
+
+    def __init__(self) -> None:
+        self.arrived = asyncio.Event()
+        self._waker = waker_of(asyncio.get_running_loop())
+        self._items: list[Item] = []
+        self._most = MOST_ITEMS
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """The number of items that wait."""
+        return len(self._items)
+
+    def put(self, request: EngineRequest, item: Delta | Exception) -> bool:
+        """Add an item of a choice. Returns False if the loop is closed, so that nobody will read it."""
+        with self._lock:
+            self._items.append((request, item))
+            if len(self._items) >= self._most:
+                self._items = joined(self._items)
+                self._most = max(MOST_ITEMS, 2 * len(self._items))
+        return self._waker.wake(self)
+
+    async def get(self) -> list[Item]:
+        """Wait for items; the deltas of a choice come as one."""
+        await self.arrived.wait()
+        self.arrived.clear()
+        with self._lock:
+            items, self._items = self._items, []
+        return joined(items)
+
+
+_wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def waker_of(loop: asyncio.AbstractEventLoop) -> LoopWaker:
+    """The waker that all requests of an event loop share."""
+    with _lock:
+        return _wakers.setdefault(loop, LoopWaker(loop))
+
+
+def joined(items: Iterable[Item]) -> list[Item]:
+    """The items with the deltas of each choice in one, up to the first error, which ends the request."""
+    deltas: dict[EngineRequest, list[Delta]] = {}
+    for request, item in items:
+        if isinstance(item, Exception):
+            return [*_each(deltas), (request, item)]
+        deltas.setdefault(request, []).append(item)
+    return _each(deltas)
+
+
+def _each(deltas: dict[EngineRequest, list[Delta]]) -> list[Item]:
+    return [(request, join_deltas(parts)) for request, parts in deltas.items()]
+
+
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """One delta that adds what `deltas` of one choice add one after another."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        prompt=next((delta.prompt for delta in deltas if delta.prompt is not None), None),
+    )

@@ -1,0 +1,142 @@
+"""From the computing thread to the event loop: few wake-ups, bounded waiting, and not a token lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.engine.delivery import MOST_ITEMS, Inbox, join_deltas, joined, waker_of
+from agentspec.backends.torch.engine.request import EngineRequest
+from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, TokenLogprob, Usage
+
+
+def request_of() -> EngineRequest:
+    original = GenerateRequest("m", token_ids=[1], sampling=SamplingParams())
+    return EngineRequest(original, [1], 8, frozenset(), None, lambda item: None)
+
+
+REQUESTS = [request_of() for _ in range(3)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3)), max_size=300), st.integers(0, 300))
+def test_what_waits_is_joined_and_nothing_is_lost(told: list[tuple[int, str]], ends: int) -> None:
+    async def play() -> None:
+        inbox = Inbox()
+        for number, (choice, text) in enumerate(told):
+            assert inbox.put(REQUESTS[choice], Delta(text=text, token_ids=(number,)))
+            assert len(inbox) <= MOST_ITEMS
+        assert not told or ends or inbox.put(REQUESTS[0], ValueError("x"))
+        items = await inbox.get() if told else []
+        if told and not ends:
+            assert isinstance(items.pop()[1], ValueError)
+        for request, delta in items:
+            mine = [(number, text) for number, (choice, text) in enumerate(told) if REQUESTS[choice] is request]
+            assert isinstance(delta, Delta)
+            assert delta.text == "".join(text for _, text in mine)
+            assert delta.token_ids == tuple(number for number, _ in mine)
+        assert len({id(request) for request, _ in items}) == len(items) and len(inbox) == 0
+
+    asyncio.run(play())
+
+
+def test_a_joined_delta_is_what_its_parts_are() -> None:
+    entry = [TokenLogprob(n, str(n), -1.0) for n in range(3)]
+    prompt = Prompt("p", (1,), None)
+    parts = [
+        Delta("a", (1,), (entry[0],), prompt=prompt),
+        Delta("", (2, 3), (entry[1],)),
+        Delta("b", (), (entry[2],), "stop", Usage(1, 3)),
+    ]
+    whole = join_deltas(parts)
+    assert whole == Delta("ab", (1, 2, 3), tuple(entry), "stop", Usage(1, 3), prompt=prompt)
+    assert join_deltas(parts[:1]) is parts[0]
+    error = ValueError()
+    assert joined([(REQUESTS[0], parts[0]), (REQUESTS[0], error), (REQUESTS[1], parts[1])]) == [
+        (REQUESTS[0], parts[0]),
+        (REQUESTS[0], error),
+    ]
+
+
+def test_a_flood_wakes_the_loop_once_and_waits_in_one_piece_for_each_answer() -> None:
+    """Ten thousand deltas of eight answers, told by another thread while the loop is busy with something else."""
+
+    async def play() -> None:
+        inboxes, requests = [Inbox() for _ in range(8)], [request_of() for _ in range(8)]
+        waker = waker_of(asyncio.get_running_loop())
+
+        def flood() -> None:
+            for number in range(10_000):
+                inboxes[number % 8].put(requests[number % 8], Delta(text="x" * 10, token_ids=(number,)))
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        thread.join()  # the loop cannot run meanwhile
+        assert waker.calls == 1 and all(len(inbox) <= MOST_ITEMS for inbox in inboxes)
+        for inbox in inboxes:
+            ((_, delta),) = await inbox.get()
+            assert isinstance(delta, Delta) and len(delta.token_ids) == 1250 and len(delta.text) == 12_500
+        assert waker.calls == 1
+
+    asyncio.run(play())
+
+
+def test_a_closed_loop_says_so() -> None:
+    async def make() -> Inbox:
+        return Inbox()
+
+    inbox = asyncio.run(make())
+    assert not inbox.put(REQUESTS[0], Delta("x"))
+
+
+@pytest.mark.anyio
+async def test_the_loop_stays_free_while_a_small_model_floods_it(saved_model: Path) -> None:
+    """Others take their turns all the while: no more callbacks come from the engine than the loop has turns."""
+    backend = TorchBackend.load(TorchSettings(model=str(saved_model), device="cpu"))
+    loop, turns, active = asyncio.get_running_loop(), [0], [0]
+    waker, before = waker_of(loop), waker_of(loop).calls
+
+    async def beside() -> None:
+        while True:
+            turns[0] += 1
+            active[0] += backend.stats().active > 0
+            await asyncio.sleep(0)
+
+    async def answer(seed: int) -> int:
+        sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=200, ignore_eos=True)
+        request = GenerateRequest("m", token_ids=[1, 2, seed], sampling=sampling)
+        return sum([len(delta.token_ids) async for delta in backend.generate(request)])
+
+    other = asyncio.create_task(beside())
+    assert await asyncio.gather(*map(answer, range(6))) == [200] * 6
+    other.cancel()
+    steps = backend.stats().steps
+    assert active[0] > 20 and waker.calls - before <= min(turns[0], steps)
+    await backend.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_reader_that_stops_reading_holds_its_answer_once(saved_model: Path, monkeypatch: Any) -> None:
+    """The engine finishes an answer that nobody reads; its text waits in few pieces, and is whole when it is read."""
+    made: list[Inbox] = []
+    begin = Inbox.__init__
+    monkeypatch.setattr(Inbox, "__init__", lambda inbox: (made.append(inbox), begin(inbox))[1])
+    backend = TorchBackend.load(TorchSettings(model=str(saved_model), device="cpu"))
+    sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=400, ignore_eos=True)
+    request = GenerateRequest("m", token_ids=[1, 2, 3], sampling=sampling)
+    want = [token async for delta in backend.generate(request) for token in delta.token_ids]
+    answer = backend.generate(request)
+    got = list((await anext(answer)).token_ids)
+    while backend.stats().active or backend.stats().queued:
+        await asyncio.sleep(0.01)
+    assert 1 <= len(made[-1]) <= MOST_ITEMS
+    rest = [delta async for delta in answer]
+    assert len(rest) <= 2 and got + [token for delta in rest for token in delta.token_ids] == want
+    await backend.aclose()

@@ -1,0 +1,61 @@
+"""A gateway over a tiny model in a process of its own, which is sent forms one after another: if one ends the process,
+the test that started it fails and lives on. Usage: form_cases.py MODEL_FOLDER < CASES, a JSON object of bodies by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+import httpx
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.proxy import create_app
+from agentspec.runtime import Runtime
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
+
+
+async def main(folder: str, cases: dict[str, Any]) -> None:
+    settings = Settings(
+        server=ServerSettings(request_timeout=120),
+        backends={"local": TorchSettings(model=folder, device="cpu")},
+        models={"tiny": ModelSettings(backend="local")},
+    )
+    async with Runtime(settings) as runtime:
+        app = create_app(runtime, settings)
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=300) as client:
+            for name, fields in cases.items():
+                print(json.dumps(await tried(client, name, fields)), flush=True)
+
+
+async def tried(client: httpx.AsyncClient, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """What a case was answered, the processor time of the event loop meanwhile, and the growth of this process."""
+    path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
+    body = {"model": "tiny", "max_tokens": 8, **fields}
+    body.pop("raw", None)
+    if path.endswith("chat/completions"):
+        body = {"messages": [{"role": "user", "content": "x"}], **body}
+    before, started, clock = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time(), time.monotonic()
+    content = json.dumps(body).replace('"RAW"', fields.get("raw", ""))
+    response = await client.post(path, content=content, headers={"content-type": "application/json"})
+    loop = time.thread_time() - started
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return {
+        "name": name,
+        "status": response.status_code,
+        "loop": loop,
+        "grown": grown,
+        "seconds": time.monotonic() - clock,
+        "text": response.text[:3000],
+    }
+
+
+if __name__ == "__main__":
+    read = json.loads(sys.stdin.read())
+    asyncio.run(main(sys.argv[1], read))

@@ -1,0 +1,173 @@
+"""C1's part about forms of answers, and I6: no schema, expression, grammar or template ends or stalls the process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.reliability
+Json = Any
+
+
+def nested(count: int, schema: Json = None) -> Json:
+    schema = schema or {"type": "string"}
+    for _ in range(count):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def objects(count: int) -> Json:
+    schema: Json = {"type": "string"}
+    for _ in range(count):
+        schema = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    return schema
+
+
+def references(count: int) -> Json:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "string"}}}
+
+
+def rules(count: int) -> str:
+    return "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(count)) + f'\nr{count}: "z"'
+
+
+def properties(count: int, *, required: bool = True) -> Json:
+    names = [f"property_{i}" for i in range(count)]
+    listed = {name: {"type": "string", "description": "what it is"} for name in names}
+    return {"type": "object", "properties": listed, "required": names if required else []}
+
+
+def schema(value: Json) -> Json:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": value}}}
+
+
+def tools(parameters: Json, **fields: Json) -> Json:
+    function = {"name": "f", "parameters": parameters}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required", **fields}
+
+
+REFUSED: dict[str, Json] = {
+    "a chain of 3,000 rules": {"guided_grammar": rules(3000)},
+    "a chain of 1,000 terminals": {"guided_grammar": rules(1000).replace("r", "R").replace("staRt", "start")},
+    "3,000 rules in GBNF": {"guided_grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(3000))},
+    "brackets in GBNF": {"guided_grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
+    "references": schema(references(3000)),
+    "nested arrays": schema(nested(400)),
+    "nested objects": schema(objects(300)),
+    "nested arrays in a string": {"guided_json": '{"items":' * 900 + "{}" + "}" * 900},
+    "nested tool parameters": tools(objects(300)),
+    "nested tool parameters, not required": tools(objects(300), tool_choice="auto"),
+    "nested arrays in a grammar": {"guided_grammar": "start: %json " + '{"items":' * 3000 + "{}" + "}" * 3000},
+    "brackets": {"guided_regex": "(" * 3000 + "a" + ")" * 3000},
+    "repetitions that overlap": {"guided_regex": "(a|aa){5000}"},
+    "repetitions of repetitions": {"guided_regex": "((a{999}){999}){999}"},
+    "many optional parts": {"guided_regex": "a?b*" * 2500},
+    "alternatives that multiply": schema(
+        {"allOf": [{"anyOf": [{"type": "object", "properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(7)]}
+    ),
+    "a long constant": schema({"const": "abcdefghij" * 20000}),
+    "blank lines": {"guided_grammar": "\n" * 100_000},
+    "an open expression": {"guided_grammar": "start: /" + "\\/" * 100_000},
+    "half a surrogate pair in a schema": schema({"enum": ["\ud800"]}),
+    "half a surrogate pair as a key": schema({"properties": {"\ud800": {}}}),
+    "half a surrogate pair in a tool": tools({"type": "object", "properties": {"\udfff": {}}}),
+    "half a surrogate pair in a description": {
+        "tools": [{"type": "function", "function": {"name": "f", "description": "\ud83d"}}]
+    },
+    "half a surrogate pair in an expression": {"guided_regex": "\ud800"},
+    "half a surrogate pair in a call": {
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
+            }
+        ]
+    },
+    "a call's nested arguments": {
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a":' * 5000 + "1" + "}" * 5000}}],
+            }
+        ]
+    },
+    "a number beyond floats": {**schema({"minimum": "RAW"}), "raw": "1e400"},
+    "a penalty that vanishes": {**schema({"type": "object"}), "repetition_penalty": 1e-320},
+    "an infinite value": schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    "an infinite array": schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
+    "a circle of references": schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+    "an infinite text": {"guided_grammar": 'start: "a" start'},
+    "an infinite text in GBNF": {"guided_grammar": 'root ::= "a" root'},
+    "infinite arguments": tools({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    "more than most": schema({"type": "array", "minItems": 2, "maxItems": 1}),
+    "no value": schema({"enum": []}),
+    "no text": {"guided_regex": r"[^\s\S]"},
+    "no choice": {"guided_choice": []},
+    "no schema": schema(False),
+    "an unknown type": schema({"type": "nothing"}),
+    "an unknown format": schema({"type": "string", "format": "nothing"}),
+    "a wrong expression": {"guided_regex": "[a-z"},
+    "a wrong pattern": schema({"type": "string", "pattern": "("}),
+    "a look ahead": {"guided_regex": "(?=a)b"},
+    "a wrong grammar": {"guided_grammar": "start: nothing"},
+    "another grammar": {"guided_grammar": 'start: "a" @form'},
+    "a reference to nothing": schema({"$ref": "#/$defs/none"}),
+    "a reference elsewhere": schema({"$ref": "http://169.254.169.254/schema"}),
+    "a multiple of nearly nothing": schema({"type": "number", "multipleOf": 1e-300}),
+    "a negative count": schema({"type": "array", "minItems": -1}),
+    "deep template arguments": {"chat_template_kwargs": {"x": nested(300)}},
+    "a template": {"chat_template": "{{ 'x' * 1000000000 }}"},
+    "a template as an argument": {"chat_template_kwargs": {"chat_template": "{{ 'x' * 1000000000 }}"}},
+    "range as an argument": {"chat_template_kwargs": {"range": 5}},
+}
+
+TAKEN: dict[str, Json] = {
+    "5,000 properties": schema(properties(5000)),
+    "1,000 optional properties": schema(properties(1000, required=False)),
+    "10 levels": schema(objects(10)),
+    "30 levels": schema(objects(30)),
+    "a list of 6 tools": {
+        "tools": [{"type": "function", "function": {"name": f"f{i}", "parameters": objects(2)}} for i in range(6)],
+        "tool_choice": "required",
+    },
+    "a tree": schema({"type": "object", "properties": {"x": {"type": "array", "items": {"$ref": "#"}}}}),
+    "a chain of 150 rules": {"guided_grammar": rules(150)},
+    "1,000 values": schema({"enum": [f"value {i}" for i in range(1000)]}),
+    "4,096 choices": {"guided_choice": [f"choice {i}" for i in range(4096)]},
+    "a long repetition": {"guided_regex": "[a-z ]{5000}"},
+    "a date": {"guided_regex": r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}(:\d{2}(\.\d{1,9})?)?Z"},
+    "any length": schema({"type": "string", "maxLength": 2147483647}),
+    "a completion": {"prompt": "x", "guided_choice": ["a", "b"]},
+}
+
+
+def answers(folder: Path, cases: dict[str, Json], repository: Path) -> dict[str, Json]:
+    """What a gateway in another process answers to each case. Fails if the process ends before it has answered all."""
+    program = [sys.executable, str(repository / "tests/reliability/form_cases.py"), str(folder)]
+    done = subprocess.run(program, input=json.dumps(cases), capture_output=True, text=True, timeout=500, cwd=repository)
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    reached = list(cases)[len(said)] if len(said) < len(cases) else None
+    assert (done.returncode, reached) == (0, None), done.stderr[-2000:]
+    return {one["name"]: one for one in said}
+
+
+def test_c1_forms_end_in_an_answer_or_a_400(tiny_model: Path, repository: Path) -> None:
+    said = answers(tiny_model, {**REFUSED, **TAKEN}, repository)
+    wrong = {name: said[name]["text"][:300] for name in REFUSED if said[name]["status"] != 400}
+    assert wrong == {}
+    for name in REFUSED:
+        error = json.loads(said[name]["text"])["error"]
+        assert error["type"] == "invalid_request_error", name
+        assert error["param"] or name == "a number beyond floats", name
+        assert "<state>" not in error["message"] and "backtrace" not in error["message"], name
+        assert len(error["message"]) < 600, name
+    assert {name: said[name]["text"][:300] for name in TAKEN if said[name]["status"] != 200} == {}
+    assert {name: one["loop"] for name, one in said.items() if one["loop"] > 1.0} == {}
+    assert {name: one["grown"] for name, one in said.items() if one["grown"] > 100} == {}
