@@ -10,12 +10,15 @@
 #                make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #                make test TORCH_INDEX=https://download.pytorch.org/whl/cu130
 #              Empty: whatever pip finds first (on Linux, PyPI's CUDA build).
+# LOCK         requirements.lock: install what it lists by hash before anything else, as the hosted CI does. Empty: take
+#              the versions of constraints.txt from any index.
 # WORKERS      how many processes run tests (2); 0 runs them in pytest's own, as a debugger wants it
 # PYTEST_ARGS  further arguments for pytest
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+LOCK ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -26,7 +29,7 @@ SOURCES := $(NATIVE) CMakeLists.txt pyproject.toml constraints.txt
 CODE := agentspec cache backends reasoning benchmarks tests examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-tests check-long mutants lint types contracts format wheel docs docs-check constraints clean
+.PHONY: help demo test check check-tests check-long mutants lint types contracts format wheel docs docs-check constraints lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -35,15 +38,17 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch and the build tools come first: the package is then built with exactly these, not with fresh downloads.
-$(VENV)/.base: constraints.txt | $(BIN)/python
+$(VENV)/.base: constraints.txt $(LOCK) | $(BIN)/python
 	@echo "installing torch and the build tools (this can take minutes)"
+	$(if $(LOCK),$(BIN)/python -m pip --disable-pip-version-check install --quiet --require-hashes --no-deps -r $(LOCK))
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(PIP) scikit-build-core nanobind cmake ninja
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.base $(SOURCES)
 	@echo "building and installing agentspec[$*]"
-	$(PIP) --no-build-isolation --editable '.[$*]'
+	$(PIP) $(if $(LOCK),--no-deps) --no-build-isolation --editable '.[$*]'
+	$(if $(LOCK),$(BIN)/python -m pip check)
 	@touch $@
 
 demo: $(VENV)/.installed-all
@@ -102,6 +107,15 @@ constraints: $(VENV)/.installed-test
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/^torch==\([^+]*\).*/torch==\1/' > constraints.new
 	(head -1 constraints.txt; cat constraints.new) > constraints.both && mv constraints.both constraints.txt
 	rm constraints.new
+	$(MAKE) lock
+
+# torch is not in it: its builds differ by index, and each index serves its own.
+lock: $(VENV)/.installed-test
+	grep -v '^torch==' constraints.txt | $(BIN)/uv pip compile - --python $(BIN)/python --python-version 3.11 --quiet \
+	    --no-config --universal --no-deps --generate-hashes --no-annotate --no-header --output-file lock.new
+	(echo "# The packages of constraints.txt but torch, with the hashes of their files. Regenerate with: make lock"; \
+	    cat lock.new) > requirements.lock
+	rm lock.new
 
 clean:
 	rm -rf $(VENV) build dist

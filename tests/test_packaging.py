@@ -113,6 +113,18 @@ def test_every_dependency_is_pinned():
     assert "torch==2.13.0" in lines
 
 
+def test_the_lock_has_a_hash_for_every_pinned_package_but_torch():
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    entries = re.split(r"\n(?=[\w.-]+==)", (ROOT / "requirements.lock").read_text())[1:]
+    locked = {entry.split(" ")[0]: re.findall(r"--hash=sha256:([0-9a-f]+)", entry) for entry in entries}
+    normal = {
+        re.sub(r"[-_.]+", "-", name).lower(): version for name, _, version in (pin.partition("==") for pin in pins)
+    }
+    assert {f"{name}=={version}" for name, version in normal.items() if name != "torch"} == set(locked)
+    assert all(hashes and {len(one) for one in hashes} == {64} for hashes in locked.values())
+    assert "index" not in (ROOT / "requirements.lock").read_text() and "://" not in "".join(entries)
+
+
 def test_the_programs_entry_point_is_installed():
     result = subprocess.run(
         [Path(sys.executable).with_name("agentspec"), "--version"], capture_output=True, text=True, check=True

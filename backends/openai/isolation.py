@@ -6,7 +6,6 @@ sent before. Requests with different salts share nothing there.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import re
@@ -49,7 +48,7 @@ class TenantIsolation:
 
     def _digest(self, *parts: str | None) -> str:
         message = json.dumps(parts).encode()
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
+        return hmac.digest(self._secret, message, "sha256").hex()
 
 
 def chosen_salt(given: Mapping[str, Any], name: str) -> str | None:

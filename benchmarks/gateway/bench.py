@@ -61,6 +61,7 @@ BY_CONNECTIONS = {
     "call_processor": Goal("processor time per call", "ms", 0.9, 0.5),
     "call_client": Goal("the client's own per call", "ms"),
     "call_upstream": Goal("the upstream's own per call", "ms"),
+    "call_failures": Goal("failed calls", "", 0, 0),
 }
 
 

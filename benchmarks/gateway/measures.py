@@ -84,6 +84,7 @@ def throughput(bench: Bench, plan: GatewayPlan) -> Figures:
         figures[f"call_processor_{connections}"] = 1000 * usage.gateway / plan.calls
         figures[f"call_client_{connections}"] = 1000 * result["processor"] / plan.calls
         figures[f"call_upstream_{connections}"] = 1000 * usage.upstream / plan.calls
+        figures[f"call_failures_{connections}"] = plan.calls - result["statuses"].get("200", 0)
     return figures
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -94,7 +94,7 @@ def read_caller(headers: Headers, tenant: str) -> Caller:
 def request_id(headers: Headers) -> str:
     """The client's `x-request-id` if it is short and of harmless characters, else a new id."""
     given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{os.urandom(16).hex()}"
 
 
 def _identity(key: ApiKey) -> Identity:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
+from types import TracebackType
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
-import anyio
 from starlette.types import Receive
 
 from agentspec.errors import AgentSpecError, RequestTimeoutError
@@ -38,32 +38,21 @@ class Deadline:
     """The time limit of one request, which starts when the object is created, by the clock of the running loop."""
 
     def __init__(self, seconds: float) -> None:
-        self._at = asyncio.get_running_loop().time() + seconds
-        self._active: asyncio.Timeout | None = None
-        self._error: AgentSpecError = RequestTimeoutError(
+        self.at = asyncio.get_running_loop().time() + seconds
+        self.active: TimeLimit | None = None
+        self.error: AgentSpecError = RequestTimeoutError(
             f"no complete answer within {seconds:g} seconds (server.request_timeout)"
         )
 
     def interrupt(self, error: AgentSpecError) -> None:
         """End the time now; what is limited raises `error`."""
-        self._at, self._error = asyncio.get_running_loop().time(), error
-        if self._active is not None and not self._active.expired():
-            self._active.reschedule(self._at)
+        self.at, self.error = asyncio.get_running_loop().time(), error
+        if self.active is not None:
+            self.active.end_now()
 
-    @asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        """Raise `RequestTimeoutError`, or what `interrupt` was given, inside the block once the time is over."""
-        limit = asyncio.timeout_at(self._at)
-        try:
-            async with limit:
-                self._active = limit
-                yield
-        except TimeoutError:
-            if limit.expired():
-                raise self._error from None
-            raise
-        finally:
-            self._active = None
+    def limit(self) -> TimeLimit:
+        """A context that raises `RequestTimeoutError`, or what `interrupt` was given, once the time is over."""
+        return TimeLimit(self)
 
     async def within(self, items: AsyncIterator[T]) -> AsyncGenerator[T]:
         """Yield `items`; raises `RequestTimeoutError` once the time is over. Closes `items` on the way out."""
@@ -77,21 +66,80 @@ class Deadline:
                 yield item
 
 
-@asynccontextmanager
-async def until_disconnect(receive: Receive) -> AsyncIterator[anyio.CancelScope]:
-    """Cancel the block when the client disconnects; `cancelled_caught` of the scope is then true.
+class TimeLimit:
+    """Cancels its block at the deadline and turns that into the deadline's error.
+
+    It does what `asyncio.timeout` does. A request enters several, so they are kept cheap: a generator and a state
+    machine for each cost more than the rest of it.
+    """
+
+    __slots__ = ("_cancelling", "_deadline", "_expired", "_task", "_timer")
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._expired = False
+
+    async def __aenter__(self) -> None:
+        self._task = _current_task()
+        self._cancelling = self._task.cancelling()
+        self._timer = asyncio.get_running_loop().call_at(self._deadline.at, self._expire)
+        self._deadline.active = self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        self._deadline.active = None
+        if self._expired and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
+            raise self._deadline.error from None
+
+    def end_now(self) -> None:
+        if not self._expired:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(self._deadline.at, self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._task.cancel()
+
+
+def until_disconnect(receive: Receive) -> DisconnectWatch:
+    """A context that is cancelled when the client disconnects; `cancelled_caught` of its value is then true.
 
     The body must have been read, so that `receive` can only report the disconnect.
     """
-    with anyio.CancelScope() as scope:
-        watcher = asyncio.create_task(_cancel_on_disconnect(receive, scope))
-        try:
-            yield scope
-        finally:
-            watcher.cancel()
+    return DisconnectWatch(receive)
 
 
-async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
+class DisconnectWatch:
+    """Cancels its block when the client disconnects. `cancelled_caught` tells that it did."""
+
+    __slots__ = ("_cancelling", "_left", "_receive", "_task", "_watcher", "cancelled_caught")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = self.cancelled_caught = False
+
+    async def __aenter__(self) -> DisconnectWatch:
+        self._task = _current_task()
+        self._cancelling = self._task.cancelling()
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._watcher.cancel()
+        if self._left and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
+            self.cancelled_caught = True
+        return self.cancelled_caught
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        self._task.cancel()
+
+
+def _current_task() -> asyncio.Task[Any]:
+    return cast("asyncio.Task[Any]", asyncio.current_task())

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentspec.errors import RequestTimeoutError
+from agentspec.errors import RequestTimeoutError, ShuttingDownError
 from agentspec.proxy.admission.limits import Deadline, until_disconnect
 
 pytestmark = pytest.mark.anyio
@@ -39,6 +39,49 @@ async def test_a_time_out_of_someone_elses_is_not_ours() -> None:
         async with Deadline(5).limit():
             raise TimeoutError
     assert not isinstance(caught.value, RequestTimeoutError)
+
+
+async def test_an_interrupt_ends_the_time_at_once_and_only_in_the_limit() -> None:
+    deadline = Deadline(60)
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.01, deadline.interrupt, ShuttingDownError("draining"))
+    with pytest.raises(ShuttingDownError):
+        async with deadline.limit():
+            await asyncio.sleep(60)
+    deadline.interrupt(ShuttingDownError("again"))
+    with pytest.raises(ShuttingDownError, match="again"):
+        async with deadline.limit():
+            await asyncio.sleep(60)
+    await asyncio.sleep(0)
+    assert not _cancellations()
+
+
+async def test_a_cancellation_from_outside_passes_a_limit_and_a_watch() -> None:
+    async def work() -> None:
+        async with until_disconnect(asyncio.Queue().get), Deadline(60).limit():
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_client_that_leaves_when_the_time_is_over_counts_as_left() -> None:
+    messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    deadline = Deadline(60)
+    async with until_disconnect(messages.get) as client, deadline.limit():  # type: ignore[arg-type]
+        await messages.put({"type": "http.disconnect"})
+        deadline.interrupt(ShuttingDownError("draining"))
+        await asyncio.sleep(60)
+    assert client.cancelled_caught and not _cancellations()
+
+
+def _cancellations() -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
 
 
 async def test_a_disconnect_cancels_the_block() -> None:

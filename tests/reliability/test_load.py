@@ -1,0 +1,128 @@
+"""The gateway as a process of its own under load: C2, C7, C8 and U9 at full length are marked `long`.
+
+What depends on time is asserted there alone; `agentspec bench gateway` measures the same and more. SOAK_SECONDS makes
+C8 shorter or longer than two hours.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.benchmarks.gateway import measures
+from agentspec.benchmarks.gateway.measures import GatewayPlan
+from agentspec.benchmarks.gateway.processes import (
+    Bench,
+    BenchmarkFailedError,
+    ClientProcess,
+    LineProcess,
+    running,
+)
+from agentspec.benchmarks.gateway.wire import Script, Target
+
+pytest.importorskip("uvicorn")
+pytestmark = [
+    pytest.mark.reliability,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads what a process uses from /proc"),
+]
+PLACES = 16
+SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "7200"))
+
+
+@contextmanager
+def started(folder: Path, streams: int = 0) -> Iterator[Bench]:
+    with running(folder, streams=streams, places=PLACES) as bench:
+        measures.warm_up(bench)
+        yield bench
+
+
+def until(condition: Callable[[], object]) -> None:
+    limit = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.1)
+
+
+def calls(bench: Bench, client: ClientProcess, tenant: int, script: Script, **sizes: Any) -> dict[str, Any]:
+    target = Target(bench.gateway.target.port, bench.gateway.target.keys[tenant : tenant + 1])
+    return client.do("arrivals", target=target, script=script, **{"patience": 60.0, "connections": 1000, **sizes})
+
+
+def stream(folder: Path, plan: GatewayPlan) -> dict[str, float]:
+    """The figures of many streams, after which the gateway has closed what it opened."""
+    with started(folder, plan.streams) as bench:
+        before = bench.gateway.files()
+        figures = measures.streams(bench, plan)
+        until(lambda: bench.gateway.files() <= before + 8)  # connections that wait for their next call
+    return figures
+
+
+def test_c2_streams_at_once_all_end_and_leave_nothing_open(tmp_path: Path) -> None:
+    plan = GatewayPlan(streams=50, every=0.1, ramp=0.2, stream_seconds=0.3)
+    assert stream(tmp_path, plan)["stream_failures"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_c2_a_thousand_streams_for_five_minutes(tmp_path: Path) -> None:
+    figures = stream(tmp_path, GatewayPlan(streams=1000, stream_seconds=300.0))
+    assert figures["stream_failures"] == 0
+    assert figures["stream_memory"] <= 150
+    assert figures["delivery_p99"] <= 100
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_c7_five_times_the_capacity_for_a_minute(tmp_path: Path) -> None:
+    """The capacity is the upstream's: 16 places of 160 ms. `test_overload.py` has the same by a clock that jumps."""
+    with started(tmp_path) as bench:
+        figures = measures.overload(bench, replace(GatewayPlan(), overload=5.0, overload_seconds=60.0))
+    assert figures["goodput"] >= 80
+    assert figures["failed"] == 0 and figures["shed"] > 0
+    assert figures["recovery"] <= 5
+
+
+@pytest.mark.long
+@pytest.mark.timeout(int(SOAK_SECONDS) + 600)
+def test_c8_two_hours_of_ten_times_the_usual_load(tmp_path: Path) -> None:
+    with started(tmp_path) as bench:
+        figures = measures.soak(bench, GatewayPlan(), SOAK_SECONDS, progress=lambda message: None).figures()
+    assert figures["soak_failures"] == 0
+    assert figures["soak_growth"] < 1
+    assert figures["soak_drift"] < 10
+
+
+def beside_slow_answers(folder: Path, slow: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One tenant's calls alone, and beside as many answers of another tenant's that come by a byte a second."""
+    usual = Script("whole", 0, 0.02)
+    with started(folder) as bench, LineProcess.start("client") as process, ThreadPoolExecutor() as threads:
+        alone = calls(bench, bench.client, 1, usual, rate=50.0, seconds=seconds)
+        sizes: dict[str, Any] = {"rate": 100.0, "seconds": slow / 100, "patience": 600.0}
+        trickle = Script("trickle", 600, 1.0)
+        trickling = threads.submit(calls, bench, ClientProcess(process), 0, trickle, **sizes)
+        until(lambda: bench.gateway.files() > 2 * slow)
+        beside = calls(bench, bench.client, 1, usual, rate=50.0, seconds=seconds)
+        assert bench.gateway.files() > 2 * slow and not trickling.done()
+        process.popen.kill()
+        assert isinstance(trickling.exception(60), BenchmarkFailedError)
+    return alone, beside
+
+
+def test_u9_slow_answers_fail_no_call_of_another_tenant(tmp_path: Path) -> None:
+    alone, beside = beside_slow_answers(tmp_path, 20, 1.0)
+    assert alone["statuses"] == beside["statuses"] == {"200": 50}
+
+
+@pytest.mark.long
+def test_u9_two_hundred_slow_answers_cost_other_tenants_no_time(tmp_path: Path) -> None:
+    alone, beside = beside_slow_answers(tmp_path, 200, 30.0)
+    assert alone["statuses"] == beside["statuses"] == {"200": 1500}
+    assert beside["p99"] <= 1.5 * alone["p99"]
