@@ -96,9 +96,13 @@ class PostgresDatabase(Database):
 
     def _release_lease(self) -> None:
         lease, self._lease = self._lease, None
-        if lease is not None:
-            with contextlib.suppress(exc.DBAPIError):  # it may be broken
-                lease.close()
+        if lease is None:
+            return
+        with contextlib.suppress(exc.DBAPIError):  # it may be broken
+            # Closing alone would keep the lock until the server has noticed.
+            lease.exec_driver_sql(f"SELECT pg_advisory_unlock({_WRITER}, {_KEY})")
+        with contextlib.suppress(exc.DBAPIError):
+            lease.close()
 
     def _holder(self, connection: sa.Connection) -> str:
         query = (

@@ -125,6 +125,25 @@ def test_the_writer_is_named_and_does_not_block_when_killed(postgres: str) -> No
     wait(writer)
 
 
+def test_the_next_writer_need_not_wait_until_the_server_notices_the_end(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = PostgresDatabase(postgres), PostgresDatabase(postgres)
+    first.acquire_writer()
+    lease = first._lease
+    assert lease is not None
+    close = lease.close
+
+    def acquire_and_close() -> None:
+        second.acquire_writer()
+        close()
+
+    monkeypatch.setattr(lease, "close", acquire_and_close)
+    first.close()
+    assert second.is_writer
+    second.close()
+
+
 def test_schemas_of_one_database_are_separate_caches(server: Server) -> None:
     one, two = server.address(), server.address()
     with SuffixCache.open(one, mode="writer") as first, SuffixCache.open(two, mode="writer") as second:
