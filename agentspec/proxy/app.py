@@ -48,10 +48,10 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     limiter = ConcurrencyLimiter(settings.server)
     budget = BodyBudget(settings.server.max_body_memory, settings.server.parsing_threads)
     pages = Pages(runtime, limiter)
-    routes = [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
     endpoints = [GenerationEndpoint(path, runtime, settings.server, limiter, budget, deadlines) for path in paths]
-    routes += [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
+    routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
+    routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())

@@ -22,7 +22,7 @@ PARSED_BYTES = 64 << 10
 """A whole answer up to this size is parsed; in a longer one the counts are looked for."""
 # A field of these names that is not null. The text of an answer is JSON too: its quotes are escaped and match nothing.
 _NAMES = rb'"(?:finish_reason|usage|speculation|error)"\s*:\s*[^n\s]'
-_TELLING = re.compile(rb"\[DONE\]|" + _NAMES)
+_TELLING = re.compile(_NAMES)
 _TELLING_TEXT = re.compile(_NAMES.decode())
 _COUNTS = ("usage", "speculation")
 
@@ -60,7 +60,7 @@ class StreamInspector:
 
     def read(self, events: bytes) -> None:
         """Look at the next whole events."""
-        if _TELLING.search(events) is None:
+        if b"[DONE]" not in events and _TELLING.search(events) is None:  # one pattern for both takes twice as long
             return
         with suppress(UpstreamError):
             for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
