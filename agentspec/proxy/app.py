@@ -44,7 +44,8 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     """
     settings = settings or runtime.settings
     limiter = ConcurrencyLimiter(settings.server.max_concurrent)
-    budget = BodyBudget(settings.server.max_body_memory, settings.server.parsing_threads)
+    server = settings.server
+    budget = BodyBudget(server.max_body_memory, server.parsing_threads, shared=bool(server.api_keys))
     pages = Pages(runtime, limiter)
     routes = [_route(path, handler, "GET") for path, handler in pages.routes().items()]
     for path in (CHAT, COMPLETIONS, EMBEDDINGS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, RequestTooLargeError
 from agentspec.proxy import logs
+from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.server import is_unprotected
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query
 from agentspec.reasoning.retrieval.knowledge.dense import DenseMetric, Encoder
@@ -67,8 +68,8 @@ async def _read_search(request: Request) -> tuple[list[Query], int, str | None]:
         if len(body) > MAX_BODY_BYTES:
             raise RequestTooLargeError(f"a search may have {MAX_BODY_BYTES} bytes")
     try:
-        return parse_search(json.loads(body))
-    except (ValueError, RecursionError) as error:
+        return parse_search(await asyncio.to_thread(parse_object, bytes(body)))
+    except (ValueError, InvalidRequestError) as error:
         raise InvalidRequestError(f"not a search: {error}") from None
 
 
