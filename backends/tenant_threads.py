@@ -7,10 +7,29 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_Job = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Job:
+    future: Future[Any]
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def run(self) -> None:
+        future, function, arguments = self.future, self.function, self.arguments
+        # The traceback of an error keeps the frames that hold this job: without these lines it would keep itself.
+        del self.future, self.function, self.arguments
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            del future, function, arguments
 
 
 class TenantThreads:
@@ -30,19 +49,13 @@ class TenantThreads:
     async def run(self, tenant: str, function: Callable[..., T], *arguments: Any) -> T:
         """The result of `function(*arguments)`. A cancelled caller leaves the queue; what runs is finished."""
         future: Future[T] = Future()
-
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-
         with self._lock:
-            self._waiting.setdefault(tenant, deque()).append(job)
+            self._waiting.setdefault(tenant, deque()).append(_Job(future, function, arguments))
         self._start()
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # for the same reason
 
     def close(self) -> None:
         """Take no more work; what runs ends by itself."""
@@ -63,7 +76,7 @@ class TenantThreads:
 
     def _work(self, tenant: str, job: _Job) -> None:
         try:
-            job()
+            job.run()
         finally:
             with self._lock:
                 self._free += 1

@@ -56,7 +56,7 @@ def agent(retriever: SpeculativeRetriever) -> Any:
 
 async def main(corpus: Path, question: str) -> None:
     base = in_memory(list(read_corpus(corpus)), "bm25")
-    retriever = SpeculativeRetriever(retriever=KnowledgeRetriever(base=base, k=4), k=1)
+    retriever = SpeculativeRetriever(retriever=KnowledgeRetriever(base=base, k=2), k=1)
     with retriever.request():
         async for update in agent(retriever).astream({"question": question}, stream_mode="updates"):
             for node, state in update.items():

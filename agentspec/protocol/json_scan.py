@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-WINDOW = 1 << 16
+WINDOW = 1 << 18
 _TRIES = 4
 
 # For text from `mask_escapes`.
@@ -39,7 +39,7 @@ def member_span(body: bytes, key: str) -> tuple[int, int]:
 
 
 def top_level_value(body: bytes, key: str) -> Any:
-    """The value of the top-level member `key` of a JSON object; None if it is not in the first or last 64 KiB.
+    """The value of the top-level member `key` of a JSON object; None if it is not in the first or last 256 KiB.
 
     Meant for a small member of a large answer, such as `usage`. The rest is not checked to be JSON.
     """

@@ -46,7 +46,8 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     """
     settings = settings or runtime.settings
     limiter = ConcurrencyLimiter(settings.server)
-    budget = BodyBudget(settings.server.max_body_memory, settings.server.parsing_threads)
+    server = settings.server
+    budget = BodyBudget(server.max_body_memory, server.parsing_threads, shared=bool(server.api_keys))
     pages = Pages(runtime, limiter)
     paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
     endpoints = [GenerationEndpoint(path, runtime, settings.server, limiter, budget, deadlines) for path in paths]

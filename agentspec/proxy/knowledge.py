@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentspec.errors import AgentSpecError, InvalidRequestError, RequestTooLargeError
 from agentspec.proxy import logs
+from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.hosts import HostCheck, is_unprotected
 from agentspec.proxy.serving.http_server import HttpServer
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query
@@ -86,8 +87,8 @@ async def _read_search(request: Request) -> tuple[list[Query], int, str | None]:
         if len(body) > MAX_BODY_BYTES:
             raise RequestTooLargeError(f"a search may have {MAX_BODY_BYTES} bytes")
     try:
-        return parse_search(json.loads(body))
-    except (ValueError, RecursionError) as error:
+        return parse_search(await asyncio.to_thread(parse_object, bytes(body)))
+    except (ValueError, InvalidRequestError) as error:
         raise InvalidRequestError(f"not a search: {error}") from None
 
 

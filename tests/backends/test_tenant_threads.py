@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
+from contextlib import suppress
 
 import pytest
 
@@ -33,6 +36,28 @@ async def test_work_that_is_cancelled_while_it_waits_never_runs() -> None:
     await first
     assert await threads.run("a", done.append, 3) is None
     assert done == [3]
+    threads.close()
+
+
+class Fails:
+    def __call__(self) -> None:
+        raise ValueError("no")
+
+
+@pytest.mark.anyio
+async def test_what_failed_is_not_kept_in_a_cycle() -> None:
+    """Large bodies would stay in memory until the garbage collector runs."""
+    threads, fails = TenantThreads(1, "test"), Fails()
+    gone = weakref.ref(fails)
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            await threads.run("a", fails)
+        del fails
+        await threads.run("a", int)
+        assert gone() is None
+    finally:
+        gc.enable()
     threads.close()
 
 

@@ -16,13 +16,15 @@ INLINE_BYTES = 1 << 16  # reading a body up to this size takes less time than it
 
 
 class BodyBudget:
-    """Bounds the bytes of all bodies in memory, of which one tenant may hold half, and reads large ones off the loop.
+    """Bounds the bytes of all bodies in memory, and reads large ones off the loop.
 
-    Large bodies are read in `threads` threads, of which one tenant never takes the last.
+    With several tenants (`shared`), one of them may hold half of the bytes. Large bodies are read in `threads` threads,
+    of which one tenant never takes the last.
     """
 
-    def __init__(self, limit: int, threads: int) -> None:
+    def __init__(self, limit: int, threads: int, *, shared: bool = True) -> None:
         self._limit = limit
+        self._share = limit // 2 if shared else limit
         self._held: Counter[str] = Counter()
         self._threads = TenantThreads(threads, "agentspec-body")
 
@@ -41,7 +43,7 @@ class BodyBudget:
 
         def take(size: int) -> None:
             nonlocal taken
-            if self.held + size > self._limit or self._held[tenant] + size > self._limit // 2:
+            if self.held + size > self._limit or self._held[tenant] + size > self._share:
                 raise OverloadedError("too many large requests are being answered already (server.max_body_memory)")
             self._held[tenant] += size
             taken += size

@@ -21,6 +21,11 @@ def test_one_tenant_may_hold_half_and_all_the_whole() -> None:
             c(1)
         assert budget.held == 100
     assert budget.held == 0
+    alone = BodyBudget(100, 2, shared=False)
+    with alone.account("a") as a:
+        a(100)
+        with pytest.raises(OverloadedError):
+            a(1)
 
 
 @pytest.mark.anyio

@@ -103,6 +103,8 @@ async def test_a_service_with_another_model_encodes_the_text_itself(make_index):
         b'{"queries": [{"text": "a"}], "count": 1, "encoder": 1}',
         json.dumps({"queries": [{"text": "a"}] * (MAX_QUERIES + 1), "count": 1}).encode(),
         b"[" * 100_000,
+        b'{"queries": [{"text": "\\ud800"}], "count": 1}',
+        b'{"queries": [{"text": "a"}], "count": 1, "count": 2}',
     ],
 )
 async def test_a_service_refuses_what_is_no_search(make_index, body):
