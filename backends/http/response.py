@@ -10,6 +10,7 @@ from agentspec.backends.http.failures import mapped_errors
 from agentspec.errors import UpstreamError
 
 MAX_ANSWER_BYTES = 64 << 20
+MAX_LIST_BYTES = 4 << 20  # of what describes a server: its models, its metrics
 
 # Headers that may be forwarded with a request or an answer. Hop-by-hop headers, cookies and hosts are not among them.
 REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempotency-key", "user-agent"})
