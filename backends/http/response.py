@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
-from agentspec.backends.http.connections import Answer
+from agentspec.backends.http.connections import RawAnswer
 from agentspec.backends.http.failures import mapped_errors
 from agentspec.errors import UpstreamError
 
@@ -28,7 +28,7 @@ class UpstreamResponse:
     `own_key`: the request carried the operator's key, not the client's, so that headers about the account are left out.
     """
 
-    def __init__(self, answer: Answer, name: str, *, own_key: bool = False) -> None:
+    def __init__(self, answer: RawAnswer, name: str, *, own_key: bool = False) -> None:
         self.status = answer.status
         self.own_key = own_key
         self.name = name
