@@ -110,7 +110,7 @@ class LibraryAnswer:
 
 
 class ConnectionPool:
-    """ServerConnections to the server of one URL, each used by one call at a time; the one used last is used next.
+    """Connections to the server of one URL, each used by one call at a time; the one used last is used next.
 
     What a call costs does not depend on how many there are: httpx's own pool looks at all of them for each call.
     A server may close an idle connection at the moment when a request is sent on it. So if a connection that was used

@@ -31,7 +31,7 @@ class Endpoint:
     """One upstream's address, key and connections. It never follows redirects, and keeps no cookies.
 
     Errors call it `name`, since they reach clients, who are not to know the address; without a name, the address.
-    ServerConnections belong to an event loop, so each running loop has its own pool; the pool of a deleted loop is dropped.
+    Connections belong to an event loop, so each running loop has its own pool; the pool of a deleted loop is dropped.
     """
 
     def __init__(
