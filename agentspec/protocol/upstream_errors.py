@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 MAX_MESSAGE = 2000
+MAX_ERROR_BYTES = 1 << 20
 # Fragments of keys, which OpenAI fills with asterisks, and names of organisations and projects.
 _ACCOUNT = re.compile(rb"\b(?:sk|org|proj)[-_][\w*.-]{8,}")
 
@@ -17,7 +18,7 @@ def error_object(content: bytes, status: int, message: str) -> bytes:
     What is not JSON is not quoted: pages of servers in between name hosts and versions.
     """
     try:
-        given = json.loads(content)
+        given = json.loads(content) if len(content) <= MAX_ERROR_BYTES else None
     except (ValueError, RecursionError):
         given = None
     if isinstance(given, dict) and isinstance(given.get("error"), dict):

@@ -4,6 +4,16 @@ from agentspec.backends.http.connections import Transport
 from agentspec.backends.http.endpoint import Endpoint
 from agentspec.backends.http.failures import decode_json, mapped_errors, status_error
 from agentspec.backends.http.library import httpx
-from agentspec.backends.http.response import UpstreamResponse
+from agentspec.backends.http.response import MAX_ANSWER_BYTES, MAX_LIST_BYTES, UpstreamResponse
 
-__all__ = ["Endpoint", "Transport", "UpstreamResponse", "decode_json", "httpx", "mapped_errors", "status_error"]
+__all__ = [
+    "MAX_ANSWER_BYTES",
+    "MAX_LIST_BYTES",
+    "Endpoint",
+    "Transport",
+    "UpstreamResponse",
+    "decode_json",
+    "httpx",
+    "mapped_errors",
+    "status_error",
+]

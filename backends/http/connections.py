@@ -28,7 +28,7 @@ class OutgoingRequest:
     read_timeout: float | None
 
 
-class Answer(Protocol):
+class RawAnswer(Protocol):
     """An answer whose head has arrived. Iterating yields the body as it arrives; `aclose` ends what is under way."""
 
     status: int
@@ -39,15 +39,15 @@ class Answer(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Connections(Protocol):
+class ServerConnections(Protocol):
     """The way to one server. Methods raise httpx's or httpcore's errors."""
 
-    async def send(self, request: OutgoingRequest) -> Answer: ...
+    async def send(self, request: OutgoingRequest) -> RawAnswer: ...
 
     async def aclose(self) -> None: ...
 
 
-def open_connections(url: httpx.URL, keepalive_expiry: float, transport: Transport | None) -> Connections:
+def open_connections(url: httpx.URL, keepalive_expiry: float, transport: Transport | None) -> ServerConnections:
     """The connections to the server of `url`: through `transport`, or the proxy that the environment names, if any.
 
     One that was idle for `keepalive_expiry` seconds is not used again.
@@ -76,7 +76,7 @@ class LibraryConnections:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    async def send(self, request: OutgoingRequest) -> Answer:
+    async def send(self, request: OutgoingRequest) -> RawAnswer:
         timeout = httpx.Timeout(request.read_timeout, connect=request.connect_timeout)
         response = await self._transport.handle_async_request(
             httpx.Request(
@@ -125,7 +125,7 @@ class ConnectionPool:
         self._idle: deque[HttpConnection] = deque()
         self._reaper: asyncio.TimerHandle | None = None
 
-    async def send(self, request: OutgoingRequest) -> Answer:
+    async def send(self, request: OutgoingRequest) -> RawAnswer:
         """Send the request; the answer's body is yet to be read. Raises httpcore's errors."""
         data = _request_bytes(request)
         used = self._take()
@@ -143,7 +143,7 @@ class ConnectionPool:
         self._expiry = 0.0
         self._close_idle()
 
-    async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> Answer:
+    async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> RawAnswer:
         try:
             connection.send(data, timeout)
             await connection.read_head()

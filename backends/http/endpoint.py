@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from agentspec.backends.http.connections import Connections, OutgoingRequest, Transport, open_connections
+from agentspec.backends.http.connections import OutgoingRequest, ServerConnections, Transport, open_connections
 from agentspec.backends.http.failures import mapped_errors, status_error
 from agentspec.backends.http.library import httpx
 from agentspec.backends.http.response import (
@@ -42,7 +42,7 @@ class Endpoint:
         self._timeouts = (settings.connect_timeout, settings.read_timeout)
         self._keepalive_expiry = settings.keepalive_expiry
         self._transport = transport
-        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Connections]
+        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ServerConnections]
         self._pools = weakref.WeakKeyDictionary()
         self._addresses: dict[tuple[str, bool], httpx.URL] = {}
         self._shown = str(self._url.copy_with(username=None, password=None, query=None))
@@ -129,7 +129,7 @@ class Endpoint:
             logger.info("%s: %s", self._shown, error.message)
             raise
 
-    def _connections(self) -> Connections:
+    def _connections(self) -> ServerConnections:
         loop = asyncio.get_running_loop()
         pool = self._pools.get(loop)
         if pool is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentspec.backends.http.library import httpcore, httpx
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.protocol.upstream_errors import MAX_ERROR_BYTES
 
 _LATE = (httpx.TimeoutException, httpcore.TimeoutException)
 _BROKEN = (
@@ -38,7 +39,7 @@ def mapped_errors(name: str) -> Iterator[None]:
 def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:
     """The exception for an upstream's error answer: it keeps the whole answer and quotes its message, if any."""
     try:
-        message = json.loads(body)["error"]["message"]
+        message = json.loads(body)["error"]["message"] if len(body) <= MAX_ERROR_BYTES else None
     except (ValueError, LookupError, TypeError, RecursionError):
         message = None
     text = f"upstream {name} answered {status}" + (f": {message[:2000]}" if isinstance(message, str) else "")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
-from agentspec.backends.http.connections import Answer
+from agentspec.backends.http.connections import RawAnswer
 from agentspec.backends.http.failures import mapped_errors
 from agentspec.errors import UpstreamError
 
 MAX_ANSWER_BYTES = 64 << 20
+MAX_LIST_BYTES = 4 << 20  # of what describes a server: its models, its metrics
 
 # Headers that may be forwarded with a request or an answer. Hop-by-hop headers, cookies and hosts are not among them.
 REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempotency-key", "user-agent"})
@@ -27,7 +28,7 @@ class UpstreamResponse:
     `own_key`: the request carried the operator's key, not the client's, so that headers about the account are left out.
     """
 
-    def __init__(self, answer: Answer, name: str, *, own_key: bool = False) -> None:
+    def __init__(self, answer: RawAnswer, name: str, *, own_key: bool = False) -> None:
         self.status = answer.status
         self.own_key = own_key
         self.name = name

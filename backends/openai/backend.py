@@ -9,7 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
-from agentspec.backends.http import Endpoint, Transport, UpstreamResponse, decode_json, status_error
+from agentspec.backends.http import (
+    MAX_ANSWER_BYTES,
+    MAX_LIST_BYTES,
+    Endpoint,
+    Transport,
+    UpstreamResponse,
+    decode_json,
+    status_error,
+)
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
@@ -155,7 +163,7 @@ class OpenAIBackend:
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """The upstream's own model list; `headers` may carry a client's key. Raises as `generate` does."""
         async with self._endpoint.send("GET", "/models", headers=headers or {}) as response:
-            answer = decode_json(await self._checked(response), self._endpoint.name)
+            answer = decode_json(await self._checked(response, MAX_LIST_BYTES), self._endpoint.name)
         listed = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(listed, list):
             raise UpstreamError(f"upstream {self._endpoint.name} answered /models without a list")
@@ -236,8 +244,8 @@ class OpenAIBackend:
                         return
                     yield decode_json(data.encode(), self._endpoint.name)
 
-    async def _checked(self, response: UpstreamResponse) -> bytes:
-        body = await response.aread()
+    async def _checked(self, response: UpstreamResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+        body = await response.aread(limit)
         if response.status >= 400:
             error = status_error(self._endpoint.name, response.status, body, response.headers)
             error.own_key = response.own_key

@@ -7,8 +7,7 @@ import math
 import time
 from typing import Any, Literal
 
-from agentspec.backends.http import Endpoint, decode_json
-from agentspec.backends.openai.vllm_metrics import MAX_METRICS_BYTES
+from agentspec.backends.http import MAX_LIST_BYTES, Endpoint, decode_json
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError
 
@@ -70,14 +69,15 @@ async def look(endpoint: Endpoint) -> ServerKind:
     try:
         return owner_of(await list_models(endpoint, LOOK_SECONDS))
     except UpstreamStatusError:
-        content = await endpoint.fetch("GET", "/metrics", above=True, timeout=LOOK_SECONDS, limit=MAX_METRICS_BYTES)
+        content = await endpoint.fetch("GET", "/metrics", above=True, timeout=LOOK_SECONDS, limit=MAX_LIST_BYTES)
         names = [line.partition(b":")[0] for line in content.split(b"\n")]
         return next((kind for kind in _OWNERS if kind.encode() in names), "other")
 
 
 async def list_models(endpoint: Endpoint, timeout: float) -> list[dict[str, Any]]:
     """The entries of `/models` that are objects. Raises `UpstreamError`."""
-    answer = decode_json(await endpoint.fetch("GET", "/models", timeout=timeout), endpoint.name)
+    content = await endpoint.fetch("GET", "/models", timeout=timeout, limit=MAX_LIST_BYTES)
+    answer = decode_json(content, endpoint.name)
     listed = answer.get("data") if isinstance(answer, dict) else None
     return [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
 

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agentspec.backends.http import Endpoint
+from agentspec.backends.http import MAX_LIST_BYTES, Endpoint
 
-MAX_METRICS_BYTES = 4 << 20
 DRAFTER_METRIC = "agentspec_vllm_drafter_info"  # published by our plug-in in the server
 _COUNTERS = {
     "vllm:spec_decode_num_drafts_total": "drafts",
@@ -51,7 +50,7 @@ class ServerMetrics:
 
 async def fetch_metrics(endpoint: Endpoint, timeout: float) -> ServerMetrics:
     """Request the server's metrics; `timeout` bounds each phase in seconds. Raises `UpstreamError`."""
-    content = await endpoint.fetch("GET", "/metrics", above=True, timeout=timeout, limit=MAX_METRICS_BYTES)
+    content = await endpoint.fetch("GET", "/metrics", above=True, timeout=timeout, limit=MAX_LIST_BYTES)
     return parse_metrics(content.decode("utf-8", "replace"))
 
 

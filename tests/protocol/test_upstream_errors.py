@@ -21,6 +21,7 @@ def test_an_error_object_passes_byte_for_byte() -> None:
         (b'{"error": null}', "it failed"),
         (b"[" * 100_000, "it failed"),
         (b"\xff\xfe", "it failed"),
+        (b'{"error": {"message": "' + b"x" * (1 << 20) + b'"}}', "it failed"),
         (b'{"error": "model not found"}', "it failed: model not found"),
         (b'{"detail": "Not Found"}', "it failed: Not Found"),
         (b'{"object": "error", "message": "too long", "code": 400}', "it failed: too long"),

@@ -507,4 +507,19 @@ def test_other_answers_to_the_operators_key_name_no_account(gateway: Any, upstre
     response = post(gateway({}, settings(server.url, api_key=KEY)))
     assert response.status_code == status and response.headers["openai-processing-ms"] == "5"
     assert not {"openai-organization", "openai-project"} & set(response.headers)
-    assert status == 200 or ("sk-oper" not in response.text and "Canary" not in response.text)
+    assert "sk-oper" not in response.text and "Canary" not in response.text
+
+
+def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, upstream: Any) -> None:
+    def script(request: Any) -> None:
+        request.head()
+        request.send(TOKENS[0] + b"data: " + TELLS + b"\n\n")
+
+    response = post(gateway({}, settings(upstream(script).url, api_key=KEY, vllm="off")))
+    assert (
+        response.content
+        == TOKENS[0]
+        + b"data: "
+        + TELLS.replace(b"sk-oper****6789", b"***").replace(b"org-Canary0123456789", b"***")
+        + b"\n\n"
+    )

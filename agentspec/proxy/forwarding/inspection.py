@@ -21,7 +21,7 @@ from agentspec.types import Delta, Speculation, Usage
 PARSED_BYTES = 64 << 10
 """A whole answer up to this size is parsed; in a longer one the counts are looked for."""
 # A field of these names that is not null. The text of an answer is JSON too: its quotes are escaped and match nothing.
-_NAMES = rb'"(?:finish_reason|usage|speculation|error)"\s*:\s*[^n\s]'
+_NAMES = rb'"(?:finish_reason|usage|speculation|error)"\s*:\s*[^n\s]|"object"\s*:\s*"error"'
 _TELLING = re.compile(_NAMES)
 _TELLING_TEXT = re.compile(_NAMES.decode())
 _COUNTS = ("usage", "speculation")
@@ -64,14 +64,14 @@ class StreamInspector:
             return
         with suppress(UpstreamError):
             for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
-                if data == "[DONE]":
+                if data.strip() == "[DONE]":
                     self.done = True
                 elif _TELLING_TEXT.search(data) is not None:
                     self._read_chunk(data)
 
     def _read_chunk(self, data: str) -> None:
         chunk = _object(data)
-        self.error = self.error or chunk.get("error")
+        self.error = self.error or _reported(chunk)
         self._counts |= {name: chunk[name] for name in _COUNTS if chunk.get(name)}
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
@@ -84,8 +84,13 @@ def read_answer(content: bytes) -> tuple[Delta, Any]:
     """The counts of a whole answer, and the error that it reports, if any. What cannot be read is left out."""
     if len(content) <= PARSED_BYTES:
         answer = _object(content)
-        return _delta(answer), answer.get("error")
+        return _delta(answer), _reported(answer)
     return _delta({name: top_level_value(content, name) for name in _COUNTS}), None
+
+
+def _reported(value: Mapping[str, Any]) -> Any:
+    """The error that a chunk or an answer reports: as OpenAI's, or in the form that vLLM once had."""
+    return value if value.get("object") == "error" else value.get("error")
 
 
 def _object(data: str | bytes) -> dict[str, Any]:

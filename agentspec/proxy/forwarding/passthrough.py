@@ -89,6 +89,7 @@ async def _send_whole(response: UpstreamResponse, content: bytes, record: Reques
         counts, error = read_answer(content)
         record.read(counts)
         _note_error(record, error)
+        content = without_account(content) if error and response.own_key else content
     length = (b"content-length", str(len(content)).encode())
     await send({"type": "http.response.start", "status": response.status, "headers": [*_headers(response), length]})
     for start in range(0, len(content), SENT_BYTES) if len(content) > SENT_BYTES else ():
@@ -108,6 +109,8 @@ async def _send_stream(
             async for piece in pieces:
                 if events := splitter.feed(piece):
                     inspector.read(events[splitter.whole_from :])
+                    if inspector.error and response.own_key:
+                        events = without_account(events)
                     record.token_arrived()
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         rest = splitter.rest()

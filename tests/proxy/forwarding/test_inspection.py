@@ -79,6 +79,8 @@ def test_counts_and_errors_are_read() -> None:
     assert inspector.counts.usage == Usage(3, 2) and inspector.counts.speculation == Speculation(5, 4, 3, 0.25)
     failed = read(b'event: error\ndata: {"error": {"message": "out of memory", "code": 500}}\n\n')
     assert failed.finished and not failed.done and failed.error["code"] == 500
+    old = read(b'data: {"object": "error", "message": "no", "code": 400}\n\n' + DONE)
+    assert old.done and old.error["code"] == 400 and read(b"data: [DONE] \n\n").done
 
 
 @pytest.mark.parametrize(
