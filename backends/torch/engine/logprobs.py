@@ -68,8 +68,8 @@ class PromptScorer:
     @torch.inference_mode()
     def step(self, cache: KVCache) -> None:
         """Score the next tokens, whose slots follow those of the tokens scored before in `cache`. Slots missing there
-        are computed first, in steps of their own. The tokens are read as a chain of draft nodes, since a forward returns
-        logits for nodes.
+        are computed first, in steps of their own. The tokens are read as a chain of draft nodes, since a forward
+        returns logits for nodes.
         """
         at = len(self.entries)
         if isinstance(cache, SequenceCache) and cache.length > at:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from agentspec.backends.torch.drafters import Drafter
-from agentspec.backends.torch.drafters.forwards import Drafting, run_alone, timed
+from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone, timed
 from agentspec.backends.torch.engine.stats import Counters, count
 from agentspec.speculation.governor import Governor
 from agentspec.types import Draft, Speculation
@@ -68,7 +68,7 @@ class Speculator:
 
     def propose(self, context: Sequence[int], budget: int) -> Proposal:
         """Propose at most `budget` draft nodes after `context`, from which the governor chooses."""
-        return run_alone(self.proposing(context, budget))
+        return draft_alone(self.proposing(context, budget))
 
     def proposing(self, context: Sequence[int], budget: int) -> Drafting[Proposal]:
         """`propose` as a generator that yields the forwards of a draft model."""
