@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
-from agentspec.backends.torch.drafters.forwards import Drafting, run_alone
+from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone
 from agentspec.backends.torch.drafters.merged import merge
 from agentspec.backends.torch.grammars.matcher import GrammarMatcher
 from agentspec.types import Draft, Source
@@ -21,7 +21,7 @@ class ConstrainedDrafter(Drafter):
         self._constraint = constraint
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return run_alone(self.drafting(context, budget))
+        return draft_alone(self.drafting(context, budget))
 
     def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         forced = self._constraint.forced()[:budget]

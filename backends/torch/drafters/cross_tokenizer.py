@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from agentspec.backends.torch.drafters.base import Drafter, make_draft
 from agentspec.backends.torch.drafters.draft_model import ModelDrafter
-from agentspec.backends.torch.drafters.forwards import Drafting, run_alone
+from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import Draft, Source
 
@@ -60,7 +60,7 @@ class CrossTokenizerDrafter(Drafter):
         self._transcript = TokenTranslation(own, other)
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return run_alone(self.drafting(context, budget))
+        return draft_alone(self.drafting(context, budget))
 
     def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         ids = self._transcript.follow(context)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, make_draft
-from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, DraftLogits, run_alone
+from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, DraftLogits, draft_alone
 from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.kv_cache import SequenceCache
@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
         self._settled = 0
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return run_alone(self.drafting(context, budget))
+        return draft_alone(self.drafting(context, budget))
 
     def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         if budget <= 0 or len(context) + budget > self._model.context_length:

@@ -37,7 +37,7 @@ Reply = DraftLogits | Exception
 Drafting = Generator[DraftForward, DraftLogits, T]
 
 
-def run_together(draftings: Sequence[Drafting[T]]) -> list[T | Exception]:
+def draft_together(draftings: Sequence[Drafting[T]]) -> list[T | Exception]:
     """Run all generators to their ends and return their results or errors. In every round the forwards that they ask
     of one model are computed as one. Raises errors of the device.
     """
@@ -59,9 +59,9 @@ def run_together(draftings: Sequence[Drafting[T]]) -> list[T | Exception]:
     return [results[index] for index in range(len(draftings))]
 
 
-def run_alone(drafting: Drafting[T]) -> T:
+def draft_alone(drafting: Drafting[T]) -> T:
     """Run one generator to its end; raises what it raises."""
-    (result,) = run_together([drafting])
+    (result,) = draft_together([drafting])
     if isinstance(result, Exception):
         raise result
     return result

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from agentspec.backends.torch.drafters.base import Drafter
-from agentspec.backends.torch.drafters.forwards import Drafting, run_alone, timed
+from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone, timed
 from agentspec.backends.torch.drafters.merged import merge
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.telemetry.safe_errors import safe_message
@@ -36,7 +36,7 @@ class GatedDrafter(Drafter):
         self._tried: tuple[int, Draft, float] | None = None  # context length, draft, drafting cost in tokens
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return run_alone(self.drafting(context, budget))
+        return draft_alone(self.drafting(context, budget))
 
     def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         self.seconds_weighed = 0.0

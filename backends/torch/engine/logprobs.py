@@ -13,6 +13,7 @@ from agentspec.backends.torch.model.kv_cache import KVCache, SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.types import TokenLogprob
 
+MISSING = 256  # tokens read again in one step
 CHUNK = 64  # prompt tokens scored in one forward: all their logits are kept, and other requests wait for it
 
 
@@ -66,14 +67,17 @@ class PromptScorer:
 
     @torch.inference_mode()
     def step(self, cache: KVCache) -> None:
-        """Score the next tokens, whose slots follow those of the tokens scored before in `cache`; slots missing there
-        are computed first. The tokens are read as a chain of draft nodes, since a forward returns logits for nodes.
+        """Score the next tokens, whose slots follow those of the tokens scored before in `cache`. Slots missing there
+        are computed first, in steps of their own. The tokens are read as a chain of draft nodes, since a forward
+        returns logits for nodes.
         """
         at = len(self.entries)
         if isinstance(cache, SequenceCache) and cache.length > at:
             cache.truncate(at)
         if cache.length < at:
-            self._target.prefill(cache, self._prompt[cache.length : at])
+            end = min(at, cache.length + MISSING) if self._target.rewindable else at
+            self._target.prefill(cache, self._prompt[cache.length : end])
+            return
         first, *rest = self._prompt[at : min(at + self._chunk, len(self._prompt) - 1)]
         logits = self._target.forward(cache, [first], rest, range(-1, len(rest) - 1))
         cache.commit(1, range(len(rest)))

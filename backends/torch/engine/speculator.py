@@ -9,7 +9,7 @@ from time import perf_counter
 from traceback import clear_frames
 
 from agentspec.backends.torch.drafters import Drafter
-from agentspec.backends.torch.drafters.forwards import Drafting, run_alone, timed
+from agentspec.backends.torch.drafters.forwards import Drafting, draft_alone, timed
 from agentspec.backends.torch.engine.stats import Counters, count
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.speculation.governor import Governor
@@ -85,7 +85,7 @@ class Speculator:
         A drafter that fails is not asked again for this answer, which goes on without drafts. Raises errors of the
         device only: after one nothing more can be computed.
         """
-        return run_alone(self.proposing(context, budget))
+        return draft_alone(self.proposing(context, budget))
 
     def proposing(self, context: Sequence[int], budget: int) -> Drafting[Proposal]:
         """`propose` as a generator that yields the forwards of a draft model."""

@@ -12,7 +12,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.drafters import DrafterFactory
 from agentspec.backends.torch.drafters.draft_model import CHUNK, ModelDrafter
 from agentspec.backends.torch.drafters.factory import DraftModel
-from agentspec.backends.torch.drafters.forwards import DraftForward, run_alone, run_together, timed
+from agentspec.backends.torch.drafters.forwards import DraftForward, draft_alone, draft_together, timed
 from agentspec.backends.torch.drafters.shared_noise import SharedNoiseSampler
 from agentspec.backends.torch.engine.kv_budget import KVBudget
 from agentspec.backends.torch.engine.scheduler import Scheduler
@@ -49,7 +49,7 @@ def test_drafts_are_the_same_together_and_share_every_forward(lab: Any, forwards
     assert len(forwards) == sum(rounds)
     forwards.clear()
     both = zip(drafters(lab), PROMPTS, strict=True)
-    together = run_together([drafter.drafting(prompt, 9) for drafter, prompt in both])
+    together = draft_together([drafter.drafting(prompt, 9) for drafter, prompt in both])
     assert len(forwards) == max(rounds) and forwards[0] == len(PROMPTS)
     for one, other in zip(alone, together, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist() and one.parents.tolist() == other.parents.tolist()
@@ -57,7 +57,7 @@ def test_drafts_are_the_same_together_and_share_every_forward(lab: Any, forwards
 
 def test_one_reads_its_prompt_beside_others_that_draft(lab: Any, forwards: list[int]) -> None:
     first, second = drafters(lab)[:2]
-    long = run_together([first.drafting([7] * (CHUNK + 100), 4), second.drafting(PROMPTS[1], 4)])
+    long = draft_together([first.drafting([7] * (CHUNK + 100), 4), second.drafting(PROMPTS[1], 4)])
     assert long[0] is None and long[1] is not None and forwards[0] == 2
     assert first._cache.length == CHUNK
 
@@ -74,7 +74,7 @@ def test_an_error_in_a_shared_forward_is_that_answers_alone(lab: Any, monkeypatc
 
     monkeypatch.setattr(TargetModel, "forward_batch", failing)
     both = zip(subjects, PROMPTS, strict=True)
-    got = run_together([drafter.drafting(prompt, 9) for drafter, prompt in both])
+    got = draft_together([drafter.drafting(prompt, 9) for drafter, prompt in both])
     assert isinstance(got[2], MemoryError)
     for number in (0, 1, 3, 4, 5):
         assert got[number].tokens.tolist() == wants[number].tokens.tolist()
@@ -86,7 +86,7 @@ def test_an_error_of_the_device_is_everybodys(lab: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TargetModel, "forward_batch", failing)
     with pytest.raises(torch.AcceleratorError):
-        run_alone(drafters(lab)[0].drafting(PROMPTS[0], 4))
+        draft_alone(drafters(lab)[0].drafting(PROMPTS[0], 4))
 
 
 def test_an_answer_is_charged_its_share_of_the_time(lab: Any) -> None:
@@ -94,7 +94,7 @@ def test_an_answer_is_charged_its_share_of_the_time(lab: Any) -> None:
         reply = yield DraftForward(lab.target, BatchItem(lab.target.new_cache(1), [1]))
         return reply.seconds
 
-    results = run_together([timed(asks()) for _ in range(4)])
+    results = draft_together([timed(asks()) for _ in range(4)])
     shares = [result[0] for result in results]
     assert len(set(shares)) == 1 and all(result[1] >= result[0] > 0 for result in results)
 

@@ -209,6 +209,18 @@ def test_a_broken_guard_is_caught(lab: Any, ask_of: Any, tree_of: Any, name: str
         battery(lab, ask_of, tree_of)
 
 
+@pytest.mark.usefixtures("split_sums")
+@pytest.mark.parametrize("mistake", [None, "tokens as they were recorded", "attention of the recording"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_drops_no_recording_and_a_mistake_does(
+    tiny_model: Any, byte_tokens: Any, mutate: Any, dtype: torch.dtype, mistake: str | None
+) -> None:
+    target = prepare(tiny_model("llama").to(dtype), byte_tokens, name="m", fingerprint="f").target
+    if mistake is not None:
+        mutate(*MUTATIONS[mistake])
+    assert record_graphs(target, TapeRecorder(), SIZES) is (mistake is None)
+
+
 class Odd(torch.nn.Module):
     """The head of a model, with something odd in front of it."""
 

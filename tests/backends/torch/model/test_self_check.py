@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch.nn import functional
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.loader import load, prepare
@@ -114,20 +113,6 @@ def test_copies_of_large_models_stay_small(name: str) -> None:
     assert sum(weight.numel() for weight in structure._small.parameters()) < 60_000_000
 
 
-plain = functional.linear
-
-
-def split_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Sums in parts, whose number depends on the rows, as a GPU's kernels make them; every part is rounded."""
-    if x.dtype != torch.bfloat16:
-        return plain(x, weight, bias)
-    rows = x.numel() // x.shape[-1]
-    step = -(-x.shape[-1] // (8 if rows <= 5 else 1 if rows <= 6 else 3))
-    parts = [plain(x[..., at : at + step], weight[:, at : at + step]) for at in range(0, x.shape[-1], step)]
-    total: torch.Tensor = torch.stack(parts).sum(0)
-    return total if bias is None else total + bias
-
-
 def refusals(module: Any, seeds: range) -> int:
     own, count = module.config._attn_implementation, 0
     for seed in seeds:
@@ -138,19 +123,19 @@ def refusals(module: Any, seeds: range) -> int:
     return count
 
 
-def test_rounding_in_another_order_is_not_refused(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("split_sums")
+def test_rounding_in_another_order_is_not_refused(tiny_model: Any) -> None:
     module = tiny_model("llama").to(torch.bfloat16)
-    monkeypatch.setattr(functional, "linear", split_sums)
     assert refusals(module, range(24)) == 0
 
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_a_real_model_in_bfloat16_is_never_refused(default_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("default_model", "split_sums")
+def test_a_real_model_in_bfloat16_is_never_refused() -> None:
     """By the old rule, no logit off by more than 0.5, 23 of 24 seeds were refused with such sums."""
     loaded = load(TorchSettings(model="smollm2-135m", device="cpu", dtype="bfloat16"))
     assert loaded.target.batched
-    monkeypatch.setattr(functional, "linear", split_sums)
     assert refusals(loaded.target.module, range(6)) == 0
 
 
