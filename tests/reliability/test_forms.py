@@ -152,20 +152,30 @@ TAKEN: dict[str, Json] = {
 HEAVY = frozenset(["5,000 properties", "1,000 optional properties", "many optional parts", "a long repetition"])
 
 
-def answers(folder: Path, cases: dict[str, Json], repository: Path) -> dict[str, Json]:
-    """What a gateway in another process answers to each case. Fails if the process ends before it has answered all."""
-    program = [sys.executable, str(repository / "tests/reliability/form_cases.py"), str(folder)]
-    done = subprocess.run(program, input=json.dumps(cases), capture_output=True, text=True, timeout=500, cwd=repository)
+def answers(folder: Path, cases: dict[str, Json], repository: Path, grown: int = 0) -> dict[str, Json]:
+    """What a gateway in another process answers to each case, after it was tried on `grown` forms.
+
+    Fails if the process ends before it has answered all.
+    """
+    program = [sys.executable, str(repository / "tests/reliability/form_cases.py"), str(folder), str(grown)]
+    done = subprocess.run(
+        program, input=json.dumps(cases), capture_output=True, text=True, timeout=3000, cwd=repository
+    )
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    counted = said.pop(0)["grown"] if said else {}
+    for outcome in ("accepted", "refused"):
+        assert any(count for kind, count in counted.items() if kind.endswith(outcome)), done.stderr[-3000:]
     reached = list(cases)[len(said)] if len(said) < len(cases) else None
     assert (done.returncode, reached) == (0, None), done.stderr[-2000:]
     return {one["name"]: one for one in said}
 
 
 @pytest.mark.parametrize("left_out", [HEAVY, pytest.param(frozenset[str](), marks=pytest.mark.slow)])
-def test_c1_forms_end_in_an_answer_or_a_400(tiny_model: Path, repository: Path, left_out: frozenset[str]) -> None:
+def test_c1_given_and_grown_forms_end_in_an_answer_or_a_400(
+    tiny_model: Path, repository: Path, left_out: frozenset[str]
+) -> None:
     refused, taken = REFUSED.keys() - left_out, TAKEN.keys() - left_out
-    said = answers(tiny_model, {name: {**REFUSED, **TAKEN}[name] for name in sorted(refused | taken)}, repository)
+    said = answers(tiny_model, {name: {**REFUSED, **TAKEN}[name] for name in sorted(refused | taken)}, repository, 40)
     assert {name: said[name]["text"][:300] for name in refused if said[name]["status"] != 400} == {}
     for name in refused:
         error = json.loads(said[name]["text"])["error"]
@@ -178,14 +188,9 @@ def test_c1_forms_end_in_an_answer_or_a_400(tiny_model: Path, repository: Path, 
     assert {name: one["grown"] for name, one in said.items() if one["grown"] > 100} == {}
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(5000, marks=pytest.mark.long)])
-def test_c1_grown_forms_are_accepted_or_refused(repository: Path, examples: int) -> None:
-    program = [sys.executable, str(repository / "tests/reliability/form_fuzz.py"), str(examples)]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=repository, timeout=60 + examples)
-    assert done.returncode == 0, done.stderr[-3000:]
-    counted = json.loads(done.stdout.splitlines()[-1])
-    assert any(count for kind, count in counted.items() if kind.endswith("accepted"))
-    assert any(count for kind, count in counted.items() if kind.endswith("refused"))
+@pytest.mark.long
+def test_c1_grown_forms_are_accepted_or_refused(tiny_model: Path, repository: Path) -> None:
+    answers(tiny_model, {}, repository, grown=5000)
 
 
 DOUBLED = "{% set n = namespace(x='x' * 64) %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"

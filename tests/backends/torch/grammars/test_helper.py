@@ -40,7 +40,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     ("source", "says"),
     [
         (chain(12_000), "stack"),
-        (chain(12_000, "R"), "stack"),
+        (chain(40_000, "R"), "stack"),
         ("start: /(a|aa){5000}/", "too many ways"),
     ],
 )
