@@ -1,5 +1,6 @@
 """A gateway over a tiny model in a process of its own, which is sent forms one after another: if one ends the process,
-the test that started it fails and lives on. Usage: form_cases.py MODEL_FOLDER < CASES, a JSON object of bodies by name.
+the test that started it fails and lives on. Usage: form_cases.py MODEL_FOLDER EXAMPLES < CASES, a JSON object of bodies
+by name. First, EXAMPLES forms are grown and tried without a gateway.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+import form_fuzz  # beside this program
 import httpx
 
 from agentspec.backends.settings import TorchSettings
@@ -58,4 +60,5 @@ async def tried(client: httpx.AsyncClient, name: str, fields: dict[str, Any]) ->
 
 if __name__ == "__main__":
     read = json.loads(sys.stdin.read())
+    form_fuzz.main(int(sys.argv[2]))
     asyncio.run(main(sys.argv[1], read))

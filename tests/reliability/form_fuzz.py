@@ -1,6 +1,6 @@
 """Grows schemas, regular expressions and grammars, and follows those that are accepted for some tokens.
 
-A program of its own, since a grammar that ends its compiler would end the tests as well. Usage: form_fuzz.py EXAMPLES.
+For a process of its own, since a grammar that ends its compiler would end the tests as well: form_fuzz.py EXAMPLES.
 Prints how many were accepted and refused; anything but an `InvalidRequestError` ends it with a traceback.
 """
 
@@ -172,7 +172,7 @@ def main(examples: int) -> None:
 
     grow()
     build.close()
-    print(json.dumps(counted))
+    print(json.dumps({"grown": counted}))
 
 
 if __name__ == "__main__":

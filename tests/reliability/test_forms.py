@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -147,27 +149,83 @@ TAKEN: dict[str, Json] = {
     "a completion": {"prompt": "x", "guided_choice": ["a", "b"]},
 }
 
+HEAVY = frozenset(["5,000 properties", "1,000 optional properties", "many optional parts", "a long repetition"])
 
-def answers(folder: Path, cases: dict[str, Json], repository: Path) -> dict[str, Json]:
-    """What a gateway in another process answers to each case. Fails if the process ends before it has answered all."""
-    program = [sys.executable, str(repository / "tests/reliability/form_cases.py"), str(folder)]
-    done = subprocess.run(program, input=json.dumps(cases), capture_output=True, text=True, timeout=500, cwd=repository)
+
+def answers(folder: Path, cases: dict[str, Json], repository: Path, grown: int = 0) -> dict[str, Json]:
+    """What a gateway in another process answers to each case, after it was tried on `grown` forms.
+
+    Fails if the process ends before it has answered all.
+    """
+    program = [sys.executable, str(repository / "tests/reliability/form_cases.py"), str(folder), str(grown)]
+    done = subprocess.run(
+        program, input=json.dumps(cases), capture_output=True, text=True, timeout=3000, cwd=repository
+    )
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    counted = said.pop(0)["grown"] if said else {}
+    for outcome in ("accepted", "refused"):
+        assert any(count for kind, count in counted.items() if kind.endswith(outcome)), done.stderr[-3000:]
     reached = list(cases)[len(said)] if len(said) < len(cases) else None
     assert (done.returncode, reached) == (0, None), done.stderr[-2000:]
     return {one["name"]: one for one in said}
 
 
-def test_c1_forms_end_in_an_answer_or_a_400(tiny_model: Path, repository: Path) -> None:
-    said = answers(tiny_model, {**REFUSED, **TAKEN}, repository)
-    wrong = {name: said[name]["text"][:300] for name in REFUSED if said[name]["status"] != 400}
-    assert wrong == {}
-    for name in REFUSED:
+@pytest.mark.parametrize("left_out", [HEAVY, pytest.param(frozenset[str](), marks=pytest.mark.slow)])
+def test_c1_given_and_grown_forms_end_in_an_answer_or_a_400(
+    tiny_model: Path, repository: Path, left_out: frozenset[str]
+) -> None:
+    refused, taken = REFUSED.keys() - left_out, TAKEN.keys() - left_out
+    said = answers(tiny_model, {name: {**REFUSED, **TAKEN}[name] for name in sorted(refused | taken)}, repository, 40)
+    assert {name: said[name]["text"][:300] for name in refused if said[name]["status"] != 400} == {}
+    for name in refused:
         error = json.loads(said[name]["text"])["error"]
         assert error["type"] == "invalid_request_error", name
         assert error["param"] or name == "a number beyond floats", name
         assert "<state>" not in error["message"] and "backtrace" not in error["message"], name
         assert len(error["message"]) < 600, name
-    assert {name: said[name]["text"][:300] for name in TAKEN if said[name]["status"] != 200} == {}
+    assert {name: said[name]["text"][:300] for name in taken if said[name]["status"] != 200} == {}
     assert {name: one["loop"] for name, one in said.items() if one["loop"] > 1.0} == {}
     assert {name: one["grown"] for name, one in said.items() if one["grown"] > 100} == {}
+
+
+@pytest.mark.long
+def test_c1_grown_forms_are_accepted_or_refused(tiny_model: Path, repository: Path) -> None:
+    answers(tiny_model, {}, repository, grown=5000)
+
+
+DOUBLED = "{% set n = namespace(x='x' * 64) %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+TEMPLATES = {
+    "a loop": "{% for i in range(1000000000) %}x{% endfor %}",
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a long text": "{{ 'x' * 1000000000 }}",
+    "a text that doubles": DOUBLED,
+    "a list that contains itself twice": DOUBLED.replace("'x' * 64", "[1]").replace("n.x ~ n.x", "[n.x, n.x]"),
+    "a wide format": "{{ '{:1000000000}'.format(1) }}",
+    "a wide column": "{{ 'x'.center(1000000000) }}",
+    "a long answer": "{% for i in range(99999) %}{{ messages }}{{ 'y' * 9999 }}{% endfor %}",
+    "an argument": "{{ 'x' * width }}",
+    "an argument in a loop": "{% for i in range(width) %}{% endfor %}",
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__.os.system('touch FILE') }}",
+    "attributes by a filter": "{{ (namespace|attr('__init__')|attr('__globals__')).os.system('touch FILE') }}",
+    "attributes by a format": "{{ '{0.__init__.__globals__}'.format(namespace) }}",
+    "a file": "{% include 'FILE' %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_i6_templates_are_refused_in_a_second_and_50_mb(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, read_tokenizer
+    from agentspec.errors import InvalidRequestError
+
+    made = tmp_path / "made"
+    tokenizer = read_tokenizer(tiny_model)
+    tokenizer.chat_template = TEMPLATES[name].replace("FILE", str(made))
+    said = [{"role": "user", "content": "hi"}]
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
+    with pytest.raises(InvalidRequestError) as caught:
+        TokenizerAdapter(tokenizer).render(said, template_arguments={"width": 10**9})
+    assert caught.value.param == "messages" and len(caught.value.message) < 500
+    assert time.thread_time() - started < 1.5  # a second of budget, besides compiling and the operation it ends in
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 50
+    assert not made.exists()

@@ -21,7 +21,7 @@ from agentspec.backends.torch.grammars.worker import STACK, compiled, on_stack
 from agentspec.errors import InvalidRequestError
 
 T = TypeVar("T")
-RENEWAL_SECONDS: Final = 0.25  # a grammar that takes longer to compile is not compiled again between two steps
+RENEWAL_SECONDS: Final = 0.05  # a grammar that takes longer to compile is not compiled again between two steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ class GrammarMatcher:
         self._bits = np.zeros((max(table.vocab_size, table.tokenizer.vocab_size) + 31) // 32, dtype=np.int32)
         self._forced: list[int] = []
         self._tokens: list[int] = []
+        self._alone = False  # whether only this answer can have broken the lexer
+        self._drafts = True
 
     def allows(self, token: int) -> bool:
         """Whether `token` may come next; far cheaper than `mask`."""
@@ -115,7 +117,10 @@ class GrammarMatcher:
             children.setdefault(parent, []).append(node)
         admitted: list[int] = []
         matcher = self._matcher.deep_copy()
-        self._visit(matcher, -1, children, tokens, admitted)
+        if self._drafts:
+            self._visit(matcher, -1, children, tokens, admitted)
+        if matcher.is_error():  # the draft broke the lexer, which is the answer's too: that may cost drafts only
+            self._drafts = self._alone = False
         return sorted(admitted)
 
     def _visit(
@@ -144,15 +149,16 @@ class GrammarMatcher:
         return [self._table.end_ids[-1]] if matcher.is_stopped() else list(matcher.compute_ff_tokens())
 
     def _try(self, step: Callable[[llguidance.LLMatcher], T]) -> T:
-        """Take a step; if it fails, take it again with a lexer that no other answer or draft can have broken."""
+        """Take a step; if it fails, take it again, once an answer, with a lexer that no other answer has broken."""
         result = step(self._matcher)
         if not self._matcher.is_error():
             return result
-        self._grammar.stale = True
-        self._matcher = self._grammar.renewed()
-        for token in self._tokens:
-            self._matcher.consume_token(token)
-        result = step(self._matcher)
+        if not self._alone:
+            self._alone = self._grammar.stale = True
+            self._matcher = self._grammar.renewed()
+            for token in self._tokens:
+                self._matcher.consume_token(token)
+            result = step(self._matcher)
         if self._matcher.is_error():
             raise self._failure(reason(self._matcher.get_error()))
         return result

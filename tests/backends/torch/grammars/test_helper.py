@@ -1,0 +1,153 @@
+"""Large grammars, the process that tries them out, and what is kept of its verdicts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from agentspec.backends.torch.grammars import compiler, helper, worker
+from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.grammars.complexity import Complexity
+from agentspec.backends.torch.grammars.helper import CompileHelper
+from agentspec.errors import EngineError, InvalidRequestError
+
+END = 256
+LARGE = Complexity(repeats=1000)
+EXPLODES = 'start: "x" ("b" "c" | "(" X)\nX: /(a|aa){3000}/'
+
+
+def chain(count: int, kind: str = "r") -> str:
+    first = f"start: {kind}0\n" + "\n".join(f'{kind}{i}: "a" {kind}{i + 1}' for i in range(count))
+    return first + f'\n{kind}{count}: "z"'
+
+
+@pytest.fixture(scope="module")
+def grammars(byte_tokens: Any) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(byte_tokens, 259, [END])
+    yield compiler
+    compiler.close()
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (chain(12_000), "stack"),
+        (chain(40_000, "R"), "stack"),
+        ("start: /(a|aa){5000}/", "too many ways"),
+    ],
+)
+def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_taken(
+    grammars: GrammarCompiler, source: str, says: str
+) -> None:
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(InvalidRequestError, match=says) as caught:
+            grammars.compile(source, param="p", complexity=LARGE)
+        assert caught.value.param == "p"
+    assert not grammars.waits(source, param="p", complexity=LARGE)
+    assert grammars.compile(chain(300), param="p", complexity=LARGE).start().allows(ids(grammars._tokenizer, "a")[0])
+
+
+def test_the_process_starts_again_after_it_ended(grammars: GrammarCompiler) -> None:
+    grammars.compile(chain(301), param="p", complexity=LARGE)
+    process = grammars._helper._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    grammars.compile(chain(302), param="p", complexity=LARGE)
+    assert grammars._helper._process is not process
+    grammars.close()
+    grammars.compile(chain(303), param="p", complexity=LARGE)
+
+
+def test_without_a_process_small_grammars_are_compiled(byte_tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper.sys, "executable", "/nothing")
+    grammars = GrammarCompiler(byte_tokens, 259, [END])
+    grammars.compile('start: "a"', param="p")
+    with pytest.raises(EngineError, match="no process can be started"):
+        grammars.compile('start: "a"', param="p2", complexity=LARGE)
+    monkeypatch.undo()
+    monkeypatch.setattr(helper.sys, "executable", "/bin/false")
+    with pytest.raises(EngineError, match="does not start"):
+        grammars.compile('start: "a"', param="p2", complexity=LARGE)
+
+
+def test_a_grammar_that_takes_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"nbytes": helper.MAX_GRAMMAR_BYTES + 1}
+    monkeypatch.setattr(CompileHelper, "_ask", lambda self, source: said)
+    with pytest.raises(ValueError, match="128 MiB"):
+        CompileHelper(dict).try_out("start: /a/")
+
+
+def test_what_is_kept_is_bounded(byte_tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = GrammarCompiler(byte_tokens, 259, [END])
+    monkeypatch.setattr(compiler, "KEPT_BYTES", 100)
+    monkeypatch.setattr(compiler, "REFUSED", 3)
+    first = grammars.compile(f'start: "{"a" * 40}"', param="p")
+    assert grammars.compile(f'start: "{"a" * 40}"', param="p") is first
+    for letter in "bc":
+        grammars.compile(f'start: "{letter * 40}"', param="p")
+    assert grammars.compile(f'start: "{"a" * 40}"', param="p") is not first
+    for count in range(9):
+        with pytest.raises(InvalidRequestError):
+            grammars.compile(f"start: nothing{count}", param="p")
+    assert len(grammars._refused) == 3
+
+
+def test_an_answer_that_breaks_the_lexer_ends_alone(grammars: GrammarCompiler, byte_tokens: Any) -> None:
+    grammar = compiler.CompiledGrammar(grammars.table, EXPLODES, "p")
+    bad, good = grammar.start(), grammar.start()
+    for token in ids(byte_tokens, "x"):
+        bad.advance(token)
+        good.advance(token)
+    with pytest.raises(InvalidRequestError, match="too many ways") as caught:
+        for token in ids(byte_tokens, "(" + "a" * 400):
+            bad.mask()
+            bad.advance(token)
+    assert caught.value.param == "p" and "state" not in caught.value.message
+    assert grammar.stale
+    for token in ids(byte_tokens, "bc"):
+        assert bool(good.mask()[token]) and good.allows(token)
+        good.advance(token)
+    assert good.forced() == [END]
+    again = grammar.start()
+    assert not grammar.stale and again.allows(ids(byte_tokens, "x")[0])
+
+
+def test_a_draft_beyond_the_limits_does_not_end_the_answer(grammars: GrammarCompiler, byte_tokens: Any) -> None:
+    grammar = compiler.CompiledGrammar(grammars.table, EXPLODES, "p")
+    state = grammar.start()
+    drafted = ids(byte_tokens, "x(aaaaaaaa")
+    admitted = state.admitted(drafted, list(range(-1, len(drafted) - 1)))
+    assert admitted[:2] == [0, 1]
+    for token in ids(byte_tokens, "xbc"):
+        assert bool(state.mask()[token])
+        state.advance(token)
+    assert state.allows(END)
+
+
+def test_an_answer_is_followed_on_a_small_stack(grammars: GrammarCompiler) -> None:
+    grammar = grammars.compile(chain(190), param="p")
+
+    def follow() -> int:
+        state = grammar.start()
+        for _ in range(30):
+            state.advance(int(state.mask().nonzero()[0]))
+        return len(state.forced())
+
+    assert worker.on_stack(256 << 10, follow) > 0
+
+
+def test_errors_cross_a_thread() -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        worker.on_stack(1 << 20, fail)

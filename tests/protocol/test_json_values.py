@@ -1,0 +1,68 @@
+"""Which values pass as JSON, however they were made."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.json_values import MAX_JSON_DEPTH, MAX_JSON_VALUES, check_json
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | FLOATS | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_what_json_writes_as_utf_8_passes(value: Any) -> None:
+    check_json(value, "x")
+    assert json.loads(json.dumps(value).encode()) == value
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def circle() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (["a\ud800"], "surrogate"),
+        ({"\udfff": 1}, "surrogate"),
+        ([{"a": float("inf")}], "64-bit"),
+        ([float("nan")], "64-bit"),
+        ([10**400], "64-bit"),
+        ({1: 2}, "not a string"),
+        ([b"x"], "Python bytes"),
+        ([object()], "Python object"),
+        (nested(MAX_JSON_DEPTH + 1), "nested more than"),
+        (nested(100_000), "nested more than"),
+        (circle(), "nested more than"),
+        ([0] * (MAX_JSON_VALUES + 1), "more than 100,000"),
+    ],
+)
+def test_what_is_refused_names_the_field(value: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        check_json(value, "field")
+    assert caught.value.param == "field" and caught.value.message.startswith("field ")
+
+
+def test_values_at_the_bounds_pass() -> None:
+    check_json(nested(MAX_JSON_DEPTH), "x")
+    check_json([0] * MAX_JSON_VALUES, "x")
+    check_json((1, "é", {"a": (None,)}), "x")
