@@ -382,6 +382,8 @@ def test_c5_connections_over_the_limits_are_refused_and_others_served(gateway: A
             assert rest(other).startswith(b"HTTP/1.1 200 ")
         held[0].close()
         until(lambda: running.server.connections.open < 20)
+        ended = httpx.get(f"{running.url}/metrics").text
+        assert 'agentspec_connections_ended_total{reason="refused"} 1.0' in ended
         assert httpx.get(f"{running.url}/health").status_code == 200
 
 

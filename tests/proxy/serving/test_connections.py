@@ -70,6 +70,17 @@ def test_the_next_head_has_its_own_time() -> None:
     assert watch(connections, connection, 50, 30) == 61
 
 
+def test_where_it_is_crowded_those_without_a_request_wait_less() -> None:
+    connections = bounds(4)
+    for number in range(4):
+        connections.admit(f"10.0.0.{number}")
+    head, idle, busy = FakeConnection(), FakeConnection(Phase.IDLE), FakeConnection(Phase.ANSWER)
+    for second in range(4):
+        connections.sweep([head, idle, busy], second)  # type: ignore[list-item]
+    assert (head.ended, idle.ended, busy.ended) == ("closed", "closed", None)
+    assert connections.ended == {"header_timeout": 1, "crowded": 1}
+
+
 def test_a_body_must_bring_its_rate() -> None:
     connection, connections = FakeConnection(Phase.BODY), bounds()
     for second in range(40):
