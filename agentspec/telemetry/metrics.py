@@ -6,7 +6,7 @@ Queries compute ratios (acceptance, tokens per step) from the counters.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -81,6 +81,10 @@ class Metrics:
         registry.register(_OnScrape(lambda: _upstreams(backends())))
         registry.register(_OnScrape(lambda: _tenants(tenants())))
 
+    def connections(self, counts: Callable[[], tuple[int, Mapping[str, int]]]) -> None:
+        """Report at each scrape what `counts` returns: open connections, and those ended by a limit, by reason."""
+        self.registry.register(_OnScrape(lambda: _connections(*counts())))
+
     def request(self, route: str, model: str | None, outcome: str, seconds: float) -> None:
         """Count one finished request. `route` and `outcome` must come from a fixed set."""
         label = self._label(model)
@@ -141,6 +145,14 @@ def _index(size: tuple[int, int] | None) -> Iterator[Metric]:
     if size is not None:
         yield GaugeMetricFamily("agentspec_index_bytes", "Memory of the token index", value=size[0])
         yield GaugeMetricFamily("agentspec_index_sequences", "Sequences in the token index", value=size[1])
+
+
+def _connections(count: int, ended: Mapping[str, int]) -> Iterator[Metric]:
+    yield GaugeMetricFamily("agentspec_connections", "Open connections of clients", value=count)
+    family = CounterMetricFamily("agentspec_connections_ended", "Connections ended by a limit", labels=("reason",))
+    for reason, number in ended.items():
+        family.add_metric([reason], number)
+    yield family
 
 
 def _engines(samples: Iterable[BackendSample]) -> Iterator[Metric]:

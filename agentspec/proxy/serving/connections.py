@@ -13,6 +13,9 @@ from agentspec.proxy.logs import logger
 from agentspec.proxy.serving.protocol import BoundedConnection, Phase
 from agentspec.settings.server import ServerSettings
 
+CROWDED = 0.75  # of the connections that may be open
+HURRY = 0.1  # of `header_timeout` is left to connections without a request while it is crowded
+
 
 @dataclass(slots=True)
 class Observed:
@@ -40,13 +43,14 @@ class Connections:
         self.open = 0
         self._by_network: Counter[str] = Counter()
         self._observed: dict[BoundedConnection, Observed] = {}
-        self._ended: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self._logged: Counter[str] = Counter()
 
     def admit(self, address: str) -> str | None:
         """Count a connection from `address`; returns what `release` takes, None if there are too many."""
         network = _network(address)
         if self.open >= self._capacity or self._by_network[network] >= self.settings.max_connections_per_address:
-            self._ended["refused"] += 1
+            self.ended["refused"] += 1
             return None
         self._by_network[network] += 1
         self.open += 1
@@ -70,21 +74,33 @@ class Connections:
         for connection, observed in self._observed.items():
             _observe(connection, observed, now)
             self._check(connection, observed, now)
-        if self._ended:
-            logger.warning("connections ended", open=self.open, **self._ended)
-            self._ended.clear()
+        if ended := self.ended - self._logged:
+            logger.warning("connections ended", open=self.open, **ended)
+            self._logged = self.ended.copy()
 
     def _check(self, connection: BoundedConnection, observed: Observed, now: float) -> None:
         if now - observed.sent > self.settings.write_timeout or self._answers_too_long(connection, observed, now):
-            self._ended["write_timeout"] += 1
+            self.ended["write_timeout"] += 1
             connection.transport.abort()
         elif connection.transport.is_closing():
             return
-        elif observed.phase is Phase.HEAD and now - observed.since > self.settings.header_timeout:
-            self._ended["header_timeout"] += 1
+        elif observed.phase is Phase.HEAD and now - observed.since > self._patience:
+            self.ended["header_timeout"] += 1
             self._end_head(connection, observed)
+        elif observed.phase is Phase.IDLE and self._is_crowded and now - observed.since > self._patience:
+            self.ended["crowded"] += 1
+            connection.transport.close()
         elif observed.phase is Phase.BODY and now - observed.window > self.settings.body_rate_window:
             self._check_rate(connection, observed, now)
+
+    @property
+    def _is_crowded(self) -> bool:
+        return self.open > self._capacity * CROWDED
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that a connection may wait for a head: fewer where waiting ones leave no room for others."""
+        return self.settings.header_timeout * (HURRY if self._is_crowded else 1)
 
     def _answers_too_long(self, connection: BoundedConnection, observed: Observed, now: float) -> bool:
         """Whether the client still has not taken an answer whose time is over: nobody can tell it so."""
@@ -95,14 +111,14 @@ class Connections:
         if connection.received == observed.received:  # a client that connected ahead of need expects no answer
             connection.transport.close()
         else:
-            seconds = self.settings.header_timeout
+            seconds = self._patience
             connection.refuse(SlowClientError(f"no complete head within {seconds:g} seconds (server.header_timeout)"))
 
     def _check_rate(self, connection: BoundedConnection, observed: Observed, now: float) -> None:
         rate = (connection.received - observed.received) / (now - observed.window)
         observed.window, observed.received = now, connection.received
         if rate < self.settings.min_body_rate and not connection.flow.read_paused:
-            self._ended["body_rate"] += 1
+            self.ended["body_rate"] += 1
             least = f"{self.settings.min_body_rate} bytes a second (server.min_body_rate)"
             connection.refuse(SlowClientError(f"the body arrives too slowly: send at least {least}"))
 

@@ -32,7 +32,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         for opened in sockets:
             opened.close()
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: it is taken or not this machine's; change server.host or server.port"
+            f"cannot listen on {host}:{port}: it is taken or not this machine's; choose another host or port"
         ) from None
     return sockets
 

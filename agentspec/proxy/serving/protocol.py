@@ -71,7 +71,8 @@ class BoundedConnection(asyncio.Protocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             return Phase.HEAD if self.timeout_keep_alive_task is None else Phase.IDLE
-        return Phase.BODY if cycle.more_body else Phase.ANSWER
+        # A client that waits for "100 Continue" sends nothing before the application wants its body.
+        return Phase.BODY if cycle.more_body and not cycle.waiting_for_100_continue else Phase.ANSWER
 
     @property
     def unsent(self) -> int:

@@ -64,6 +64,7 @@ class GatewayServer(HttpServer):
     ) -> None:
         super().__init__(app, settings.server)
         self._app = app
+        app.metrics.connections(lambda: (self.connections.open, self.connections.ended.copy()))
         self._reloader = Reloader(self, app, settings, reload)
         self._draining_since: float | None = None
 

@@ -1,0 +1,62 @@
+"""What a connection waits for, as both of uvicorn's protocols tell it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentspec.proxy.serving import http_server
+from agentspec.proxy.serving.httptools_protocol import HttpToolsConnection
+from agentspec.proxy.serving.protocol import H11Connection, Phase
+from agentspec.testing import Answer, FakeBackend
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+BODY = b'{"model": "fake", "messages": [{"role": "user", "content": "hi"}]}'
+
+
+@pytest.fixture(params=[HttpToolsConnection, H11Connection])
+def running(request: pytest.FixtureRequest, gateway: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(http_server, "connection_class", lambda: request.param)
+    return gateway({"fake": FakeBackend(Answer("fine", latency=0.5))})
+
+
+def test_the_phases_of_a_connection(running: Any, until: Callable[..., None]) -> None:
+    def phase() -> Phase | None:
+        return next((one.phase for one in tuple(running.server.server_state.connections)), None)
+
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        until(lambda: phase() is Phase.HEAD)
+        for _ in range(2):
+            connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY[:5])
+            until(lambda: phase() is Phase.BODY)
+            connection.sendall(BODY[5:])
+            until(lambda: phase() is Phase.ANSWER)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+            until(lambda: phase() is Phase.IDLE)
+        connection.sendall(b"GET /health")
+        until(lambda: phase() is Phase.HEAD)
+    until(lambda: phase() is None)
+
+
+def test_who_waits_for_us_does_not_send_too_slowly(running: Any, until: Callable[..., None]) -> None:
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY))
+        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(BODY)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_what_is_not_http_gets_an_error_of_the_usual_shape(running: Any) -> None:
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        received = b""
+        while more := connection.recv(1000):
+            received += more
+    assert received.startswith(b"HTTP/1.1 400 ") and b"connection: close" in received
+    assert received.endswith(b'"type":"invalid_request_error","param":null,"code":null}}')

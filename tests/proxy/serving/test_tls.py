@@ -1,0 +1,113 @@
+"""HTTPS: what is served, what is refused, and a certificate that changes while the gateway runs."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+
+from agentspec.errors import ConfigurationError
+from agentspec.proxy.serving.tls import load_certificate, tls_context
+from agentspec.settings.server import ServerSettings
+from agentspec.testing import FakeBackend
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `a.pem` and `b.pem`, certificates for localhost, and their keys."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for name in "ab":
+        command = f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name}"
+        command += f" -addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout {name}.key -out {name}.pem"
+        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+    (folder / "both.pem").write_text((folder / "a.pem").read_text() + (folder / "a.key").read_text())
+    (folder / "nonsense.pem").write_text("nonsense")
+    encrypt = ["openssl", "ec", "-aes256", "-passout", "pass:x", "-in", "a.key", "-out", "encrypted.key"]
+    subprocess.run(encrypt, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def served(folder: Path, name: str = "a") -> ServerSettings:
+    return ServerSettings(tls_cert_file=folder / f"{name}.pem", tls_key_file=folder / f"{name}.key")
+
+
+def subject(url: str) -> Any:
+    """The subject's name in the certificate that the server shows."""
+    host, port = url.split("//")[1].split(":")
+    pem = ssl.get_server_certificate((host, int(port)))
+    text = subprocess.run(["openssl", "x509", "-noout", "-subject"], input=pem, text=True, capture_output=True).stdout
+    return text.strip()[-1]
+
+
+def test_https_is_served_and_the_certificate_may_change(
+    gateway: Any, certificates: Path, until: Callable[..., None]
+) -> None:
+    settings = served(certificates)
+    running = gateway({"fake": FakeBackend("fine")}, **settings.model_dump(include={"tls_cert_file", "tls_key_file"}))
+    url = running.url.replace("http:", "https:")
+    trusted = ssl.create_default_context(cafile=str(certificates / "a.pem"))
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, verify=trusted)
+    assert answer.status_code == 200 and "[DONE]" in answer.text
+    assert subject(url) == "a"
+    load_certificate(running.server.tls, served(certificates, "b"))
+    assert subject(url) == "b"
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+    with pytest.warns(DeprecationWarning):
+        old.maximum_version = ssl.TLSVersion.TLSv1_1
+    host, port = url.split("//")[1].split(":")
+    with pytest.raises(ssl.SSLError), socket.create_connection((host, int(port)), timeout=60) as connection:
+        old.wrap_socket(connection).close()
+    until(lambda: not running.server.connections.open)
+
+
+def test_a_handshake_that_never_ends_is_closed(gateway: Any, certificates: Path, until: Callable[..., None]) -> None:
+    options = served(certificates).model_dump(include={"tls_cert_file", "tls_key_file"})
+    running = gateway({"fake": FakeBackend()}, header_timeout=0.3, **options)
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=60) as connection:
+        until(lambda: running.server.connections.open == 1)
+        assert connection.recv(1) == b""
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        while connection.recv(1000):
+            pass
+    until(lambda: not running.server.connections.open)
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "said"),
+    [
+        ("a.pem", "b.key", "cannot be used together"),
+        ("nonsense.pem", "a.key", "cannot be used together"),
+        ("a.pem", "nonsense.pem", "cannot be used together"),
+        ("a.pem", None, "cannot be used together"),
+        ("a.pem", "encrypted.key", "must be unencrypted"),
+        ("none.pem", "a.key", "server.tls_cert_file = .*none.pem.*: No such file"),
+        ("a.pem", "none.key", "server.tls_key_file = .*none.key.*: No such file"),
+    ],
+)
+def test_unusable_files_are_reported(certificates: Path, certificate: str, key: str | None, said: str) -> None:
+    file = None if key is None else certificates / key
+    with pytest.raises(ConfigurationError, match=said):
+        tls_context(ServerSettings(tls_cert_file=certificates / certificate, tls_key_file=file))
+
+
+def test_one_file_may_hold_both(certificates: Path) -> None:
+    assert tls_context(ServerSettings(tls_cert_file=certificates / "both.pem")) is not None
+    assert tls_context(ServerSettings()) is None
+
+
+def test_a_key_needs_its_certificate() -> None:
+    with pytest.raises(pydantic.ValidationError, match="tls_cert_file"):
+        ServerSettings(tls_key_file=Path("a.key"))
