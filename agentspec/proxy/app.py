@@ -22,6 +22,7 @@ from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.loading import Loading
+from agentspec.proxy.logs import logger
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.passthrough import request_headers
 from agentspec.proxy.request_record import RequestRecord
@@ -42,6 +43,9 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     """
     settings = settings or runtime.settings
     limiter = ConcurrencyLimiter(settings.server)
+    upstreams = [name for name, backend in settings.backends.items() if not backend.local]
+    if settings.server.stream_pacing and upstreams:
+        logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
     pages = Pages(runtime, limiter)
     routes = [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     for path in (CHAT, COMPLETIONS, EMBEDDINGS):
