@@ -27,6 +27,7 @@ from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
+from agentspec.proxy.logs import logger
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
@@ -48,6 +49,9 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     limiter = ConcurrencyLimiter(settings.server)
     server = settings.server
     budget = BodyBudget(server.max_body_memory, server.parsing_threads, shared=bool(server.api_keys))
+    upstreams = [name for name, backend in settings.backends.items() if not backend.local]
+    if settings.server.stream_pacing and upstreams:
+        logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
     pages = Pages(runtime, limiter)
     paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
     endpoints = [GenerationEndpoint(path, runtime, settings.server, limiter, budget, deadlines) for path in paths]
