@@ -40,7 +40,7 @@ for name, examples in PROFILES.items():
 hypothesis.settings.load_profile("dev")
 
 
-# One worker runs a file, and files are handed out in this order: the longest come first, so that none is left at the end.
+# One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.
 LONGEST = """
     tests/test_examples.py tests/reasoning/retrieval/knn/test_decoder.py tests/test_readme.py tests/test_packaging.py
     tests/reasoning/retrieval/test_models.py tests/backends/torch/test_real_model.py tests/proxy/test_soak.py
