@@ -129,7 +129,8 @@ class OpenAIBackend:
         if self._apart and await self._detector.kind() == "other":
             raise ConfigurationError(
                 f"upstream {self._endpoint.name} is neither vLLM nor SGLang, so it cannot keep the caches of several"
-                " tenants apart: set shared_upstream = true for it if they may share them"
+                ' tenants apart: set shared_upstream = true for it if they may share them, or vllm or sglang = "on" if'
+                " it is one that hides it"
             )
 
     async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
