@@ -14,9 +14,9 @@ import torch
 from agentspec.backends.torch.engine import step
 from agentspec.backends.torch.engine.scheduler import Schedule
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
+from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
-from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.types import SamplingParams
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from agentspec.backends.torch.sampling.constraints import Constraints
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.sampling.constraints import Constraints
 
 END = 256
 

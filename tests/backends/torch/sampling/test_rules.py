@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import regex
 
-from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.types import Draft, SamplingParams
 
 Script = Callable[[list[int], int], Draft | None]
