@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -84,7 +84,9 @@ class CompileHelper:
             process.stdin.flush()
         except OSError:
             return None
-        answered = select.select([process.stdout], [], [], seconds)[0]
+        with selectors.DefaultSelector() as selector:  # `select` would fail for a descriptor above 1023
+            selector.register(process.stdout, selectors.EVENT_READ)
+            answered = selector.select(seconds)
         return worker.read_frame(process.stdout.fileno()) if answered else None
 
     def _start(self) -> subprocess.Popen[bytes]:
