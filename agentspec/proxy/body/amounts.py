@@ -16,6 +16,7 @@ _TOKENS = "max_tokens max_completion_tokens min_tokens max_new_tokens min_new_to
 _ALTERNATIVES = "top_logprobs prompt_logprobs logprobs n_probs".split()
 _CHOICES = ("n", "best_of", "n_choices", "beam_width", "num_beams")
 _LISTS = ("stop", "stop_token_ids", "bad_words", "stop_regex")
+COUNTED_FIELDS = (*_TOKENS, *_ALTERNATIVES, *_CHOICES, *_LISTS, "messages", "tools", "functions", "logit_bias")
 
 
 def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) -> None:
