@@ -19,7 +19,7 @@ import torch
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.backend import end_ids
+from agentspec.backends.torch.backend import LONG_PROMPT, end_ids
 from agentspec.backends.torch.grammars.helper import CompileHelper
 from agentspec.backends.torch.grammars.matcher import GrammarMatcher
 from agentspec.cache import SuffixCache
@@ -285,6 +285,24 @@ async def test_a_large_grammar_waits_beside_other_requests(backend_of: Any, monk
     assert not any(task.done() for task in several)
     go_on.set()
     assert len({text for _, text, _ in await asyncio.gather(*several)}) == 1
+
+
+async def test_long_prompts_of_one_tenant_hold_up_no_other(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and however long reading one takes."""
+    backend, go, prepare = backend_of(), threading.Event(), TorchBackend.prepare_all
+
+    def slow(self: TorchBackend, request: GenerateRequest, **how: Any) -> Any:
+        assert request.tenant != "hog" or go.wait(60)
+        return prepare(self, request, **how)
+
+    monkeypatch.setattr(TorchBackend, "prepare_all", slow)
+    hogs = [asyncio.create_task(answer(backend, ask(text="x" * (LONG_PROMPT + 1), tenant="hog"))) for _ in range(64)]
+    await asyncio.sleep(0)
+    await answer(backend, ask(tenant="other"))
+    with pytest.raises(ContextLengthError):
+        await answer(backend, ask(text="x" * (LONG_PROMPT + 1), tenant="other"))
+    go.set()
+    assert {type(one) for one in await asyncio.gather(*hogs, return_exceptions=True)} == {ContextLengthError}
 
 
 async def test_closing_fails_what_runs(lab: Any) -> None:
