@@ -40,6 +40,12 @@ from .errors import (
     EngineError as EngineError,
 )
 from .errors import (
+    HeadersTooLargeError as HeadersTooLargeError,
+)
+from .errors import (
+    HostNotAllowedError as HostNotAllowedError,
+)
+from .errors import (
     InvalidRequestError as InvalidRequestError,
 )
 from .errors import (
@@ -55,6 +61,9 @@ from .errors import (
     NotReadyError as NotReadyError,
 )
 from .errors import (
+    OriginNotAllowedError as OriginNotAllowedError,
+)
+from .errors import (
     OverloadedError as OverloadedError,
 )
 from .errors import (
@@ -65,6 +74,9 @@ from .errors import (
 )
 from .errors import (
     ShuttingDownError as ShuttingDownError,
+)
+from .errors import (
+    SlowClientError as SlowClientError,
 )
 from .errors import (
     UpstreamError as UpstreamError,
