@@ -64,10 +64,13 @@ class Deadline:
         )
 
     def interrupt(self, error: AgentSpecError) -> None:
-        """End the time now; what is limited raises `error`."""
-        self._at, self._error = asyncio.get_running_loop().time(), error
-        if self._active is not None and not self._active.expired():
-            self._active.reschedule(self._at)
+        """End the time now, if it is not over; what is limited raises `error`."""
+        now = asyncio.get_running_loop().time()
+        if self._at <= now or (self._active is not None and self._active.expired()):
+            return
+        self._at, self._error = now, error
+        if self._active is not None:
+            self._active.reschedule(now)
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:

@@ -71,3 +71,35 @@ def test_the_concurrency_limit() -> None:
         with pytest.raises(ShuttingDownError), limiter.enter():
             pass
     assert limiter.running == 0
+
+
+async def test_running_requests_can_be_interrupted() -> None:
+    limiter, closed = ConcurrencyLimiter(2), []
+    ending, seen = ShuttingDownError("over"), []
+    deadline = limiter.deadline(600)
+    with pytest.raises(ShuttingDownError, match="over"):
+        async for item in deadline.within(slowly(9, 0, closed)):
+            seen.append(item)
+            limiter.interrupt(ending)
+            limiter.interrupt(RequestTimeoutError("too late"))
+    assert seen == [0] and closed
+
+
+async def test_an_interrupt_ends_what_waits() -> None:
+    limiter = ConcurrencyLimiter(2)
+    deadline = limiter.deadline(600)
+    asyncio.get_running_loop().call_later(0.01, limiter.interrupt, ShuttingDownError("over"))
+    with pytest.raises(ShuttingDownError, match="over"):
+        async with deadline.limit():
+            await asyncio.sleep(600)
+
+
+async def test_a_time_that_is_over_is_not_interrupted_again() -> None:
+    limiter = ConcurrencyLimiter(2)
+    deadline = limiter.deadline(0)
+    with pytest.raises(RequestTimeoutError):
+        async with deadline.limit():
+            try:
+                await asyncio.sleep(600)
+            finally:
+                deadline.interrupt(ShuttingDownError("over"))

@@ -445,6 +445,26 @@ def test_c6_the_end_of_the_drain_is_told(count: int) -> None:
         assert running.wait(100) == 0 and running.output().endswith("flushed False\n")
 
 
+def test_c6_a_forwarded_stream_that_is_cut_short_ends_with_an_error(gateway: Any, upstream: Any) -> None:
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"word"}}]}\n\n'
+
+    def script(request: Any) -> None:
+        request.head()
+        request.send(event + event[:20])  # and the rest of it never comes
+        request.client_left(60)
+
+    server = upstream(script)
+    running = gateway({}, upstream_settings(server, drain_timeout=0.1))
+    with ask(running.url, STREAMED) as connection:
+        received = connection.recv(65536)
+        while event not in received:
+            received += connection.recv(65536)
+        running.server.drain()
+        received += rest(connection)
+    body = received.partition(b"\r\n\r\n")[2]
+    assert body.count(event) == 1 and b'"code":"shutting_down"' in body and body.endswith(b"0\r\n\r\n")
+
+
 # ---- C9: smuggling -----------------------------------------------------------------------------------------------
 
 CONTENT = json.dumps(BODY).encode()
