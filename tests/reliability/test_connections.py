@@ -110,7 +110,7 @@ class Words:
     capabilities = FakeBackend().capabilities
 
     async def generate(self, request):
-        for _ in range(words):
+        for _ in range(request.sampling.max_tokens or words):
             await anyio.sleep(latency)
             yield Delta(text="word ")
         yield Delta(finish_reason="stop")
@@ -419,6 +419,8 @@ def test_c6_sigterm_under_load(count: int, until: Callable[..., None]) -> None:
             streams = [asyncio.create_task(stream_to_end(running.url, begun.release)) for _ in range(count)]
             for _ in streams:
                 await begun.acquire()
+            held = ask(running.url, {**STREAMED, "max_tokens": 100_000})  # so that the drain lasts
+            held.recv(1)
             running.send_signal(signal.SIGTERM)
             refused = []
             async with httpx.AsyncClient(timeout=60) as client:
@@ -426,6 +428,7 @@ def test_c6_sigterm_under_load(count: int, until: Callable[..., None]) -> None:
                     await asyncio.sleep(0.01)
                 for _ in range(5):
                     refused.append(await client.post(running.url + CHAT, json=BODY))
+            held.close()
             return await asyncio.gather(*streams), refused
 
         answers, refused = asyncio.run(load())
