@@ -40,6 +40,15 @@ from .errors import (
     EngineError as EngineError,
 )
 from .errors import (
+    EngineStoppedError as EngineStoppedError,
+)
+from .errors import (
+    HeadersTooLargeError as HeadersTooLargeError,
+)
+from .errors import (
+    HostNotAllowedError as HostNotAllowedError,
+)
+from .errors import (
     InvalidRequestError as InvalidRequestError,
 )
 from .errors import (
@@ -55,6 +64,9 @@ from .errors import (
     NotReadyError as NotReadyError,
 )
 from .errors import (
+    OriginNotAllowedError as OriginNotAllowedError,
+)
+from .errors import (
     OverloadedError as OverloadedError,
 )
 from .errors import (
@@ -68,6 +80,9 @@ from .errors import (
 )
 from .errors import (
     ShuttingDownError as ShuttingDownError,
+)
+from .errors import (
+    SlowClientError as SlowClientError,
 )
 from .errors import (
     UpstreamAuthenticationError as UpstreamAuthenticationError,

@@ -40,6 +40,18 @@ for name, examples in PROFILES.items():
 hypothesis.settings.load_profile("dev")
 
 
+# One worker runs a file, and they are handed out in this order: the longest first, or one is left at the end.
+LONGEST = """
+    tests/test_examples.py tests/reasoning/retrieval/knn/test_decoder.py tests/test_readme.py tests/test_packaging.py
+    tests/reasoning/retrieval/test_models.py tests/backends/torch/test_real_model.py tests/proxy/test_soak.py
+""".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {path: number for number, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment() -> Iterator[None]:
     """Without `AGENTSPEC_...` variables, save where the models lie."""

@@ -40,6 +40,8 @@ def check(config: ConfigOption = None, json: JsonOption = False) -> None:
     _read_secrets(settings)
     file = config_file(config)
     notes = [f"no model name leads to backends.{name}: {advice}" for name, advice in unreachable(settings).items()]
+    if settings.server.api_keys and not any(key.role == "operator" for key in settings.server.api_keys):
+        notes.append('nobody can read /metrics: give one of server.api_keys the role "operator"')
     if json:
         found = {"file": None if file is None else str(file), "backends": list(settings.backends), "notes": notes}
         print_json({"ok": True, **found})

@@ -14,6 +14,7 @@ from agentspec.errors import InvalidRequestError
 T = TypeVar("T")
 
 MAX_STOPS = 64
+MAX_PHRASE = 1024
 MAX_TOKEN_ID = 2**31 - 1
 
 # Accepted without effect on a local answer: these fields serve a hosted service's billing, storage or abuse handling.
@@ -107,7 +108,9 @@ Text = Annotated[str, must(is_text, NOT_TEXT)]
 Content = Annotated[Text, BeforeValidator(text_of)]
 Number = Annotated[float, BeforeValidator(_finite)]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-Texts = Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(tuple)]
+# Stop strings and bad words are compared with the answer at every token.
+Phrase = Annotated[Text, must(lambda text: len(text) <= MAX_PHRASE, f" must have at most {MAX_PHRASE} characters")]
+Texts = Annotated[list[Phrase], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(tuple)]
 TokenIds = Annotated[list[Count], Field(fail_fast=True), AfterValidator(tuple)]
 FewTokenIds = Annotated[list[Count], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(tuple)]
 

@@ -114,7 +114,7 @@ class Pages:
         name = request.path_params["model"]
         found = next((model for model in await self._objects(request) if model["id"] == name), None)
         if found is None:
-            raise ModelNotFoundError(f"no model {name!r} here", param="model")
+            raise ModelNotFoundError(f"no model {name[:256]!r} here", param="model")
         return _json(found)
 
     async def _objects(self, request: Request) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
@@ -32,6 +33,7 @@ from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
+logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
 _LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
 
@@ -126,10 +128,16 @@ class OpenAIBackend:
 
         One that does not answer now is asked again by each request.
         """
-        if self._apart and await self._detector.kind() == "other":
+        kind = await self._detector.kind() if self._apart else "vllm"
+        if kind is None:
+            logger.warning(
+                "upstream %s does not answer: until it does, requests to it are refused", self._endpoint.name
+            )
+        if kind == "other":
             raise ConfigurationError(
                 f"upstream {self._endpoint.name} is neither vLLM nor SGLang, so it cannot keep the caches of several"
-                " tenants apart: set shared_upstream = true for it if they may share them"
+                ' tenants apart: set shared_upstream = true for it if they may share them, or vllm or sglang = "on" if'
+                " it is one that hides it"
             )
 
     async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ SECONDS: Final = 1.0  # processor time of the rendering thread
 _BYTES: Final = 32 << 20
 _PER_INPUT: Final = 32  # bytes that a template may make of each byte that it is given
 _MAX_BITS: Final = 20_000
+_STEPS: Final = 32  # between two looks at the clock
 _PLAIN: Final = (int, float, bool, type(None), Undefined)
 
 
@@ -34,6 +35,7 @@ class Budget:
 
     bytes_left: int
     ends: float
+    _steps: int = 0
     _weights: dict[int, tuple[Any, int]] = field(default_factory=dict)  # of containers, which it keeps alive
 
     @classmethod
@@ -43,14 +45,22 @@ class Budget:
         size = budget.weigh(given, sys.maxsize)
         return cls(_BYTES + _PER_INPUT * size, time.thread_time() + SECONDS)
 
-    def tick(self) -> None:
-        """Raise `TemplateLimitError` if the time is over."""
+    def tick(self, size: int = 0) -> None:
+        """Raise `TemplateLimitError` if the time is over. Looks at the clock every few small steps, and at large ones.
+
+        `size` is that of the texts that the next step goes through.
+        """
+        self._steps -= 1 + (size >> 14)
+        if self._steps > 0:
+            return
+        self._steps = _STEPS
         if time.thread_time() > self.ends:
             raise TemplateLimitError(f"the chat template takes more than {SECONDS:.0f} second of processor time")
 
     def spend(self, size: int) -> None:
         """Count `size` bytes about to be made. Raises `TemplateLimitError`."""
         self.bytes_left -= size
+        self._steps -= size >> 14
         if self.bytes_left < 0 or size > 4 * MAX_RENDERED:
             raise TemplateLimitError("the chat template makes texts or lists that are too large")
 

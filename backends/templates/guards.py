@@ -38,7 +38,8 @@ def check_format(budget: Budget, text: Any, values: Any) -> None:
 
 def check_replace(budget: Budget, text: Any, args: Sequence[Any]) -> None:
     """Before `text.replace(old, new)`."""
-    if len(args) < 2 or not isinstance(text, (str, bytes)) or not all(isinstance(arg, type(text)) for arg in args[:2]):
+    kind = str if isinstance(text, str) else bytes
+    if len(args) < 2 or not all(isinstance(one, kind) for one in (text, *args[:2])):
         return
     old, new = args[:2]
     times = text.count(old) if old else len(text) + 1

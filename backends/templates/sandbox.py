@@ -81,7 +81,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def timed(self, value: Any) -> Any:
         """What the template is about to compare."""
-        current().tick()
+        current().tick(_size(value))
         return value
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,9 +89,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if owner is __self:
             return __obj(*args)  # without the variables of the loop, which are for templates' own functions
         budget = current()
-        budget.tick()
-        if isinstance(__obj, types.BuiltinMethodType) and isinstance(owner, (str, bytes, int)):
-            check = METHODS.get(__obj.__name__)
+        budget.tick(_size(owner))
+        if isinstance(owner, (str, bytes, int)):
+            check = METHODS.get(getattr(__obj, "__name__", ""))
             if check is not None:
                 check(budget, owner, args := tuple(map(_made, args)))
         return budget.charge(super().call(__context, __obj, *args, **kwargs))
@@ -141,9 +141,8 @@ def _ticks(items: Iterable[Any], budget: Budget) -> Iterator[Any]:
 
 
 def _ticking(iterator: Iterator[Any], budget: Budget) -> Iterator[Any]:
-    for number, item in enumerate(iterator):
-        if not number % 16:
-            budget.tick()
+    for item in iterator:
+        budget.tick()
         yield item
 
 
@@ -155,6 +154,11 @@ def _written(value: Any) -> Any:
     elif not isinstance(value, (int, float, bool, type(None))):
         budget.spend(budget.weigh(value))
     return value
+
+
+def _size(value: Any) -> int:
+    """How much there is to go through in a text or collection, about in bytes."""
+    return len(value) if isinstance(value, str) else 16 * len(value) if isinstance(value, (list, tuple, dict)) else 0
 
 
 def _made(value: Any) -> Any:
@@ -172,7 +176,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         budget = current()
-        budget.tick()
+        budget.tick(_size(args[leading]) if len(args) > leading else 0)
         if len(args) > leading:
             given = args[leading]
             if check is not None or name in ("sum", "list"):

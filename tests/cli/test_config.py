@@ -84,3 +84,31 @@ def test_salts_are_those_that_the_gateway_sends(program, monkeypatch):
     found = json.loads(program("config", "salts").output)
     isolation = TenantIsolation(b"s" * 32, required=True)
     assert found == {isolation.salt(tenant, None): tenant for tenant in "ab"}
+
+
+def test_check_tells_that_nobody_can_read_the_metrics(program, monkeypatch):
+    monkeypatch.setenv("KEY", "sk-secret")
+    monkeypatch.setenv("WATCH", "sk-watch")
+    tenant, operator = (
+        '[[server.api_keys]]\nkey_env = "KEY"\n',
+        '[[server.api_keys]]\nrole = "operator"\nkey_env = "WATCH"\n',
+    )
+    Path("agentspec.toml").write_text(tenant)
+    assert "nobody can read /metrics" in program("config", "check").output
+    Path("agentspec.toml").write_text(tenant + operator)
+    assert program("config", "check").output == "ok: agentspec.toml\n"
+
+
+def test_check_finds_shares_that_cannot_be(program, monkeypatch):
+    monkeypatch.setenv("KEY", "sk-secret")
+    key = '[[server.api_keys]]\ntenant = "a"\nkey_env = "KEY"\n'
+    for text, message in [
+        ("[server.tenants.b]\nweight = 2\n", "server.tenants.b is the tenant of no API key; known: a, default"),
+        ("[server.tenants.a]\nreserved = 300\n", "more than max_concurrent = 256"),
+        ("[server.tenants.a]\nreserved = 3\nmax_concurrent = 2\n", "more than max_concurrent = 2"),
+        ("[server.tenants.a]\nweight = 0\n", "weight"),
+        ("[server.tenants.a]\nwieght = 1\n", "did you mean 'weight'?"),
+    ]:
+        Path("agentspec.toml").write_text(text + key)
+        result = program("config", "check")
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr

@@ -55,6 +55,7 @@ class Sample(Body):
         ("stop", {}, "stop must be an array, not an object"),
         ("stop", ["a", 1], "stop must be a string, not a number"),
         ("stop", ["a"] * 65, "stop has 65 entries; 64 are allowed"),
+        ("stop", ["a" * 1025], "stop must have at most 1024 characters"),
         ("stop_token_ids", [-1], "stop_token_ids must lie between 0 and 2147483647"),
         ("table", [], "table must be an object, not an array"),
         ("inner", [{"name": "a"}, 5], "inner[1] must be an object, not a number"),

@@ -6,8 +6,10 @@ import gzip
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ import httpx
 import pytest
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.proxy import endpoint
+from agentspec.proxy.body import json_object
+from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import FakeBackend
@@ -262,6 +267,54 @@ def test_c1_compressed_bodies_are_not_unpacked(client: httpx.Client, layers: int
         response = client.post(CHAT, content=bomb, headers={"content-encoding": encoding})
         assert response.status_code == 400 and "Content-Encoding" in response.json()["error"]["message"]
     assert client.post(CHAT, content=bomb).status_code == 400
+
+
+def test_c1_large_bodies_at_once_are_bounded_in_memory(gateway: Any, upstream: Any) -> None:
+    """The fifth of five bodies of a mebibyte gets 429 while the four others wait for their answers."""
+    come, go = threading.Semaphore(0), threading.Event()
+
+    def script(request: Any) -> None:
+        come.release()
+        go.wait(60)
+        request.answer(b"{}")
+
+    running = gateway(*configured(upstream(script).url, max_body_memory=(4 << 20) + 400))
+    body = b'{"model": "up", "messages": [], "user": "' + b"x" * (1 << 20) + b'"}'
+
+    def post() -> int:
+        return httpx.post(running.url + CHAT, content=body, headers=JSON, timeout=60).status_code
+
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(post) for _ in range(4)]
+        for _ in waiting:
+            assert come.acquire(timeout=60)
+        assert post() == 429
+        go.set()
+        assert [one.result() for one in waiting] == [200] * 4
+    assert post() == 200
+
+
+def test_c1_large_bodies_leave_the_loop_free(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reading of one takes, other requests are answered meanwhile."""
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(body: bytes) -> Any:
+        if len(body) > INLINE_BYTES:
+            begun.set()
+            assert go.wait(60)
+        return json_object.parse_object(body)
+
+    monkeypatch.setattr(endpoint, "parse_object", slow)
+    url = gateway({"local": FakeBackend("fine")}).url
+    small = {"model": "local", "messages": [{"role": "user", "content": "hi"}]}
+    large = {"model": "local", "messages": [{"role": "user", "content": "x" * INLINE_BYTES}]}
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(httpx.post, url + CHAT, json=large, timeout=60)
+        assert begun.wait(60)
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.post(url + CHAT, json=small).status_code == 200
+        go.set()
+        assert waiting.result().status_code == 200
 
 
 def _connected(running: Any) -> socket.socket:

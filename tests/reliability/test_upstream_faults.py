@@ -141,6 +141,20 @@ def test_u4_no_first_byte(gateway: Any, upstream: Any, limit: dict[str, Any]) ->
     assert left.wait(60) and outcomes(running, "server_error") == 1
 
 
+@pytest.mark.long
+def test_u3_and_u4_in_time(gateway: Any, upstream: Any) -> None:
+    def seconds(running: Any, status: int) -> float:
+        began = time.perf_counter()
+        assert post(running).status_code == status
+        return time.perf_counter() - began
+
+    assert seconds(gateway({}, settings("http://127.0.0.1:9/v1", vllm="off")), 502) <= 1.0
+    server = upstream(lambda request: request.client_left(60) and None)
+    limits: list[dict[str, Any]] = [{"read_timeout": 3.0}, {"server": {"request_timeout": 3.0}}]
+    for limit in limits:
+        assert 2.7 <= seconds(gateway({}, settings(server.url, vllm="off", **limit)), 504) <= 3.3
+
+
 @pytest.mark.parametrize("limit", [{"read_timeout": 0.3}, {"server": {"request_timeout": 0.5}}])
 @pytest.mark.parametrize("begun", [b"", TOKENS[0], TOKENS[0] + TOKENS[1][:20]])
 def test_u5_a_stream_that_stalls(gateway: Any, upstream: Any, limit: dict[str, Any], begun: bytes) -> None:
@@ -429,28 +443,6 @@ def test_u9_slow_upstreams_keep_nobody_else_waiting(gateway: Any, upstream: Any)
             for _ in range(50):
                 assert post(running).content == WHOLE
             assert running.app.limiter.running == 200
-    finally:
-        stop.set()
-
-
-@pytest.mark.long
-def test_u9_slow_upstreams_cost_others_little_time(gateway: Any, upstream: Any) -> None:
-    def p99(running: Any) -> float:
-        seconds = []
-        for _ in range(400):
-            began = time.perf_counter()
-            post(running)
-            seconds.append(time.perf_counter() - began)
-        return sorted(seconds)[395]
-
-    stop, begun = threading.Event(), threading.Semaphore(0)
-    server = upstream(drip(stop, 1.0, begun))
-    running = gateway({}, settings(server.url, vllm="off", sglang="off"))
-    try:
-        baseline = min(p99(running) for _ in range(3))
-        with slow_streams(running, 200):
-            assert all(begun.acquire(timeout=60) for _ in range(200))
-            assert min(p99(running) for _ in range(3)) <= 1.5 * baseline
     finally:
         stop.set()
 

@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.proxy.admission.early_messages import EarlyMessages
-from agentspec.proxy.admission.tenant_places import TenantPlaces
+from agentspec.proxy.admission.tenant_places import HoldingTime, TenantPlaces
 from agentspec.settings.server import ServerSettings, TenantLimits
 from agentspec.telemetry.samples import TenantSample
 
@@ -35,6 +35,7 @@ class ConcurrencyLimiter:
         self._settings = settings
         self._tenants: dict[str, TenantPlaces] = {}
         self._virtual_time = 0.0
+        self._held = HoldingTime()  # of all tenants: what is assumed of a new one
         self._withheld = 0  # reserved places that their tenants do not use now
         self._waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,12 +108,14 @@ class ConcurrencyLimiter:
     def release(self, tenant: TenantPlaces, seconds: float) -> None:
         """Give back a place that a request held for `seconds`."""
         tenant.held.observe(seconds)
+        self._held.observe(seconds)
         self._give_back(tenant)
 
     def _tenant(self, name: str) -> TenantPlaces:
         found = self._tenants.get(name)
         if found is None:
-            found = self._tenants[name] = TenantPlaces(name, self._settings.tenants.get(name) or TenantLimits())
+            limits = self._settings.tenants.get(name) or TenantLimits()
+            found = self._tenants[name] = TenantPlaces(name, limits, held=HoldingTime(self._held.seconds))
             self._withheld += found.unused_reserve
         return found
 
@@ -173,7 +176,9 @@ class ConcurrencyLimiter:
         """Raise `OverloadedError` for a request that would wait too long: it had better be refused at once."""
         timeout = self._settings.queue_timeout
         if timeout <= 0:
-            raise self._refusal(tenant, "found no free place (server.max_concurrent)")
+            own = tenant.at_limit and self.running < self._settings.max_concurrent
+            setting = "the tenant's max_concurrent" if own else "server.max_concurrent"
+            raise self._refusal(tenant, f"found no free place ({setting})")
         if len(tenant.waiting) >= self._settings.max_queued:
             raise self._refusal(tenant, "found too many others waiting (server.max_queued)")
         if tenant.held.measured and self._expected_wait(tenant) > timeout:

@@ -45,8 +45,11 @@ class Deadline:
         )
 
     def interrupt(self, error: AgentSpecError) -> None:
-        """End the time now; what is limited raises `error`."""
-        self.at, self.error = asyncio.get_running_loop().time(), error
+        """End the time now, if it is not over; what is limited raises `error`."""
+        now = asyncio.get_running_loop().time()
+        if self.at <= now:
+            return
+        self.at, self.error = now, error
         if self.active is not None:
             self.active.end_now()
 

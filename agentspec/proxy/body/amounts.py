@@ -7,15 +7,16 @@ from typing import Any
 
 from agentspec.backends.base import COMPLETIONS, EMBEDDINGS
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.requests import MAX_BIASES
+from agentspec.protocol.validation import MAX_PHRASE, MAX_STOPS
 from agentspec.settings.server import ServerSettings
 
-MAX_STOPS = 64
-MAX_BIASES = 1024
 # OpenAI's names, and those of SGLang, TGI, llama.cpp and Ollama for the same amount.
 _TOKENS = "max_tokens max_completion_tokens min_tokens max_new_tokens min_new_tokens n_predict num_predict".split()
 _ALTERNATIVES = "top_logprobs prompt_logprobs logprobs n_probs".split()
 _CHOICES = ("n", "best_of", "n_choices", "beam_width", "num_beams")
 _LISTS = ("stop", "stop_token_ids", "bad_words", "stop_regex")
+COUNTED_FIELDS = (*_TOKENS, *_ALTERNATIVES, *_CHOICES, *_LISTS, "messages", "tools", "functions", "logit_bias")
 
 
 def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) -> None:
@@ -35,6 +36,7 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
     _length(fields, "logit_bias", MAX_BIASES)
     for name in _LISTS:
         _length(fields, name, MAX_STOPS)
+        _phrases(name, fields.get(name))
     if path == COMPLETIONS and _texts(fields.get("prompt")) * choices > max(limits.max_prompts, limits.max_choices):
         raise InvalidRequestError(
             f"the request asks for more than {limits.max_prompts} answers (server.max_prompts)", param="prompt"
@@ -59,6 +61,11 @@ def _length(fields: Mapping[str, Any], name: str, most: int, setting: str = "") 
     if isinstance(value, (list, dict)) and len(value) > most:
         source = f" ({setting})" if setting else ""
         raise InvalidRequestError(f"{name} has {len(value)} entries; {most} are allowed{source}", param=name)
+
+
+def _phrases(name: str, value: Any) -> None:
+    if any(isinstance(one, str) and len(one) > MAX_PHRASE for one in (value if isinstance(value, list) else [value])):
+        raise InvalidRequestError(f"{name} may have at most {MAX_PHRASE} characters", param=name)
 
 
 def _texts(value: Any) -> int:

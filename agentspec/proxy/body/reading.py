@@ -12,6 +12,7 @@ from starlette.types import Receive
 from agentspec.errors import InvalidRequestError, RequestTooLargeError
 
 BODY_SECONDS = 60.0
+_CHARSETS = frozenset({"charset=utf-8", "charset=utf8", "charset=us-ascii"})
 
 
 def _unlimited(size: int) -> None:
@@ -58,13 +59,17 @@ async def _receive_all(receive: Receive, limit: int, account: Callable[[int], No
 def _check_headers(headers: Headers) -> None:
     if "transfer-encoding" in headers and "content-length" in headers:
         raise InvalidRequestError("Transfer-Encoding and Content-Length contradict each other; send one")
-    encoding = headers.get("content-encoding", "identity").lower()
+    encoding = ", ".join(headers.getlist("content-encoding")).lower() or "identity"
     if encoding != "identity":
         raise InvalidRequestError(f"Content-Encoding {encoding[:40]!r} is not taken; send the body uncompressed")
-    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    given = headers.getlist("content-type")
+    media_type, _, parameters = given[0].lower().partition(";") if given else ("", "", "")
+    if media_type.strip() != "application/json" or len(given) > 1:
         # Any web page may send other types without a preflight request (CORS "simple requests").
-        raise InvalidRequestError(f"set Content-Type to application/json, not {media_type[:80]!r}")
+        shown = ", ".join(given)[:80]
+        raise InvalidRequestError(f"set Content-Type to application/json, not {shown!r}")
+    if "charset" in parameters and parameters.replace(" ", "").replace('"', "") not in _CHARSETS:
+        raise InvalidRequestError("the charset of JSON is UTF-8")  # an upstream might read another one
 
 
 def _too_large(limit: int) -> RequestTooLargeError:

@@ -13,6 +13,7 @@ from typing import Any
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 from agentspec.proxy.body.addresses import is_address, is_base64, is_inline, is_on
+from agentspec.proxy.body.amounts import COUNTED_FIELDS
 from agentspec.proxy.body.field_names import is_denied, is_denied_in_message, is_denied_in_metadata, plain_name
 
 
@@ -31,6 +32,15 @@ _TEXT_FIELDS = frozenset(
     " guided_choice guided_grammar guided_whitespace_pattern structured_outputs structural_tag regex ebnf json_schema"
     " grammar stop_regex documents logit_bias instructions".split()
 )
+# Servers written in Go read names in any case: "N" must not pass where "n" is bounded.
+_SPELLINGS = {
+    plain_name(name): name
+    for name in (
+        *_TEXT_FIELDS,
+        *COUNTED_FIELDS,
+        *"prompt input prediction metadata chat_template_kwargs stream stream_options vllm_xargs cache_salt".split(),
+    )
+}
 _CALLS = frozenset({"tool_calls", "function_call", "arguments", "parameters", "input_schema"})
 _MESSAGE_TEXT = frozenset(
     "role name content text prompt input prediction thinking refusal reasoning reasoning_content summary title context"
@@ -100,6 +110,8 @@ class UpstreamFields:
             raise InvalidRequestError("metadata must be an object", param="metadata")
         self._check_template_arguments(fields.get("chat_template_kwargs"))
         for name, value in fields.items():
+            if (known := _SPELLINGS.get(plain_name(name[:128]), name)) != name:
+                raise InvalidRequestError(f"{_shown(name)} must be spelled {known}", param=_shown(name))
             if name not in _TEXT_FIELDS:
                 self._walk(name, value, _REGIONS.get(name, _OTHER))
 

@@ -16,7 +16,7 @@ from agentspec.backends.torch.grammars.notation import lark_string
 from agentspec.backends.torch.grammars.worker import STACK, built_tokenizer, on_stack
 from agentspec.errors import InvalidRequestError
 
-KEPT: Final = 64  # compiled grammars kept, since agents send the same schema again and again
+KEPT: Final = 48  # compiled grammars kept, since agents send the same schema again and again
 KEPT_BYTES: Final = 256 << 20
 REFUSED: Final = 256  # reasons of refusals kept
 
@@ -55,11 +55,13 @@ class GrammarCompiler:
         with self._lock:
             if key in self._refused:
                 raise InvalidRequestError(self._refused[key], param=param)
-            if key in self._kept and not self._kept[key][0].stale:
+            kept, size = self._kept.get(key, (None, 0))
+            if kept is not None and not kept.worn:
                 self._kept.move_to_end(key)
-                return self._kept[key][0]
+                return kept
         try:
-            size = len(source) if self._quick(source, param, complexity) else self._helper.try_out(source)
+            if kept is None:
+                size = len(source) if self._quick(source, param, complexity) else self._helper.try_out(source)
             grammar = on_stack(STACK, lambda: self._compiled(source, param))
         except ValueError as error:
             message = f"the grammar of this request is refused: {reason(str(error))}"
@@ -102,6 +104,7 @@ class GrammarCompiler:
     def _keep(self, key: bytes, grammar: CompiledGrammar, size: int) -> None:
         with self._lock:
             self._kept[key] = (grammar, size)
+            self._kept.move_to_end(key)
             while len(self._kept) > KEPT or sum(size for _, size in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
 

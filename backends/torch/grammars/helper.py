@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentspec.backends.torch.grammars import worker
-from agentspec.errors import EngineError
+from agentspec.errors import EngineError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ _DEATHS: Final = {
     signal.SIGBUS: "compiling it needs too much stack: nest less, and let fewer rules lead to one another",
     signal.SIGABRT: "compiling it needs too much memory: make it smaller",
     signal.SIGXCPU: f"compiling it takes more than {worker.CPU_SECONDS} seconds: make it smaller",
-    signal.SIGKILL: "compiling it takes too long: make it smaller",
 }
 
 
@@ -43,8 +42,8 @@ class CompileHelper:
     def try_out(self, source: str) -> int:
         """How many bytes the compiled grammar takes. Blocks until the process has compiled it.
 
-        Raises `ValueError` with the reason why it cannot be compiled within the limits, and `EngineError` if no
-        process can be started.
+        Raises `ValueError` with the reason why it cannot be compiled within the limits, `OverloadedError` if that
+        cannot be told now, and `EngineError` if no process can be started.
         """
         with self._lock:
             said = self._ask(source) or self._ask(source)  # it may have just ended because nobody asked for long
@@ -55,6 +54,8 @@ class CompileHelper:
         if "died" in said:
             number = said["died"]
             logger.warning("a grammar of %d characters ended its compiler by signal %d", len(source), number)
+            if number == signal.SIGKILL:  # the machine is too busy, or short of memory
+                raise OverloadedError("this machine has no time or memory to compile a large grammar now")
             raise ValueError(_DEATHS.get(number, _DEATHS[signal.SIGABRT]))
         if said["nbytes"] > MAX_GRAMMAR_BYTES:
             raise ValueError(f"it takes more than {MAX_GRAMMAR_BYTES >> 20} MiB: make it smaller")
@@ -83,7 +84,9 @@ class CompileHelper:
             process.stdin.flush()
         except OSError:
             return None
-        answered = select.select([process.stdout], [], [], seconds)[0]
+        with selectors.DefaultSelector() as selector:  # `select` would fail for a descriptor above 1023
+            selector.register(process.stdout, selectors.EVENT_READ)
+            answered = selector.select(seconds)
         return worker.read_frame(process.stdout.fileno()) if answered else None
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -24,6 +24,7 @@ _TOKEN = re.compile(
     |(?P<mark>::|->|\.\.|.)""",
     re.VERBOSE | re.DOTALL,
 )
+MAX_TOKENS = 200_000
 _AFTER_HEAD = frozenset({":", "::", ".", "{", "["})
 _WITH_JSON = frozenset({"%json", "%regex", "%llguidance"})
 Token = tuple[str, str]  # a group of `_TOKEN`, or "json" with a JSON text, and its text
@@ -76,7 +77,7 @@ def _bodies(text: str, param: str) -> dict[str, list[Token]]:
 
 def _lines(text: str, param: str) -> Iterator[list[Token]]:
     line: list[Token] = []
-    position = 0
+    position = count = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
         assert match is not None and match.lastgroup is not None, "the last alternative takes any character"
@@ -90,6 +91,9 @@ def _lines(text: str, param: str) -> Iterator[list[Token]]:
             raise InvalidRequestError(message, param=param)
         elif kind != "skip":
             line.append((kind, token))
+            count += 1
+            if count > MAX_TOKENS:
+                raise InvalidRequestError(f"the grammar has more than {MAX_TOKENS:,} names and marks", param=param)
         if token in _WITH_JSON:
             end = _json_end(text, position, param)
             line.append(("json" if token == "%json" else "special", text[position:end]))

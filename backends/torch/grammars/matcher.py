@@ -21,6 +21,7 @@ from agentspec.backends.torch.grammars.worker import STACK, compiled, on_stack
 from agentspec.errors import InvalidRequestError
 
 T = TypeVar("T")
+MAX_STARTS: Final = 256  # answers after which a grammar is compiled again, since what its lexer keeps only grows
 RENEWAL_SECONDS: Final = 0.05  # a grammar that takes longer to compile is not compiled again between two steps
 
 
@@ -48,9 +49,16 @@ class CompiledGrammar:
         self._source = source
         self._matcher = compiled(table.tokenizer, source)
         self._seconds = time.thread_time() - started
+        self._starts = 0
+
+    @property
+    def worn(self) -> bool:
+        """Whether it should be compiled again before the next answer."""
+        return self.stale or self._starts > MAX_STARTS
 
     def start(self) -> GrammarMatcher:
         """The state at the start of an answer, which has no tokens yet."""
+        self._starts += 1
         if self.stale:
             self._matcher, self.stale = self.renewed(), False
         return GrammarMatcher(self, self._matcher.deep_copy())

@@ -135,12 +135,15 @@ async def test_an_upstream_that_takes_no_salt_is_refused(settings: dict[str, Any
     assert await fields(backend(server, shared_upstream=True, **settings)) == {}
 
 
-async def test_an_upstream_that_does_not_answer_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upstream_that_does_not_answer_gets_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     server, now = Server("vllm"), [1000.0]
     monkeypatch.setattr(server_kind.time, "monotonic", lambda: now[0])
     server.down = True
     upstream = backend(server)
     await upstream.check_isolation()
+    assert "'up' does not answer" in caplog.text
     for call in (fields(upstream), upstream.embed(["x"], "m", "a"), collect(upstream)):
         with pytest.raises(UpstreamIsolationError):
             await call

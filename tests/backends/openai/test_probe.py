@@ -133,6 +133,7 @@ async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
     assert tokenization_of(without_ids) is None
 
 
+@pytest.mark.reliability
 async def test_u12_a_tokenizer_that_is_not_the_models_is_found_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     same = backend(Upstream("ids", "tokenizer", "prompt ids"))
     report = await same.probe()

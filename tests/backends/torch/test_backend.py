@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import torch
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.backend import end_ids
+from agentspec.backends.torch.backend import LONG_PROMPT, end_ids
+from agentspec.backends.torch.grammars.helper import CompileHelper
+from agentspec.backends.torch.grammars.matcher import GrammarMatcher
 from agentspec.cache import SuffixCache
 from agentspec.errors import (
     AgentSpecError,
@@ -27,7 +31,7 @@ from agentspec.errors import (
     OverloadedError,
     ShuttingDownError,
 )
-from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams
+from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.anyio
 
@@ -241,6 +245,64 @@ async def test_the_event_loop_is_never_blocked(backend_of: Any) -> None:
         turns += 1
     assert turns > 100
     await task
+
+
+async def test_a_form_that_fails_on_the_way_ends_its_answer_alone(
+    backend_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, advance = backend_of(), GrammarMatcher.advance
+
+    def failing(state: GrammarMatcher, token: int) -> None:
+        if state._grammar.param == "structured_outputs" and len(state._tokens) == 3:
+            raise InvalidRequestError("the answer cannot go on in the required form", param="structured_outputs")
+        advance(state, token)
+
+    monkeypatch.setattr(GrammarMatcher, "advance", failing)
+    formed = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputs(regex="[a-z]{12}"))
+    plain, failed = await asyncio.gather(answer(backend, ask()), answer(backend, ask(formed)), return_exceptions=True)
+    assert isinstance(failed, InvalidRequestError) and failed.param == "structured_outputs"
+    monkeypatch.undo()
+    assert not isinstance(plain, BaseException) and (await answer(backend, ask()))[:2] == plain[:2]
+    assert re.fullmatch("[a-z]{12}", (await answer(backend, ask(formed)))[1])
+
+
+async def test_a_large_grammar_waits_beside_other_requests(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, tried, go_on = backend_of(), threading.Event(), threading.Event()
+
+    def slow(helper: CompileHelper, source: str) -> int:
+        tried.set()
+        assert go_on.wait(60)
+        return len(source)
+
+    monkeypatch.setattr(CompileHelper, "try_out", slow)
+    formed = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputs(regex="[a-z]{500}"))
+    several = [asyncio.create_task(answer(backend, ask(formed))) for _ in range(20)]
+    await asyncio.to_thread(tried.wait, 60)
+    for _ in range(3):
+        assert (await answer(backend, ask()))[1]
+        small = replace(formed, structured_outputs=StructuredOutputs(regex="[a-z]{9}"))
+        assert re.fullmatch("[a-z]{9}", (await answer(backend, ask(small)))[1])
+    assert not any(task.done() for task in several)
+    go_on.set()
+    assert len({text for _, text, _ in await asyncio.gather(*several)}) == 1
+
+
+async def test_long_prompts_of_one_tenant_hold_up_no_other(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and however long reading one takes."""
+    backend, go, prepare = backend_of(), threading.Event(), TorchBackend.prepare_all
+
+    def slow(self: TorchBackend, request: GenerateRequest, **how: Any) -> Any:
+        assert request.tenant != "hog" or go.wait(60)
+        return prepare(self, request, **how)
+
+    monkeypatch.setattr(TorchBackend, "prepare_all", slow)
+    hogs = [asyncio.create_task(answer(backend, ask(text="x" * (LONG_PROMPT + 1), tenant="hog"))) for _ in range(64)]
+    await asyncio.sleep(0)
+    await answer(backend, ask(tenant="other"))
+    with pytest.raises(ContextLengthError):
+        await answer(backend, ask(text="x" * (LONG_PROMPT + 1), tenant="other"))
+    go.set()
+    assert {type(one) for one in await asyncio.gather(*hogs, return_exceptions=True)} == {ContextLengthError}
 
 
 async def test_closing_fails_what_runs(lab: Any) -> None:

@@ -172,6 +172,15 @@ async def test_reserved_places_are_kept_and_the_rest_is_lent() -> None:
     await crowd.close()
 
 
+async def test_a_refusal_names_the_limit_that_was_reached() -> None:
+    settings = limits({"a": TenantLimits(max_concurrent=1)}, max_concurrent=4, queue_timeout=0)
+    limiter = ConcurrencyLimiter(settings)
+    async with limiter.enter("a", silent):
+        with pytest.raises(OverloadedError, match="the tenant's max_concurrent"):
+            async with limiter.enter("a", silent):
+                pass
+
+
 async def test_a_tenants_own_limit() -> None:
     crowd = Crowd(limits({"a": TenantLimits(max_concurrent=2), "b": TenantLimits()}, max_concurrent=4))
     await crowd.send("a", 5)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentspec.errors import RequestTimeoutError, ShuttingDownError
-from agentspec.proxy.admission.limits import Deadline, until_disconnect
+from agentspec.proxy.admission.limits import Deadline, Deadlines, until_disconnect
 
 pytestmark = pytest.mark.anyio
 
@@ -102,3 +102,35 @@ async def test_an_undisturbed_block_leaves_no_task() -> None:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not client.cancelled_caught and len(asyncio.all_tasks()) == before
+
+
+async def test_running_requests_can_be_interrupted() -> None:
+    deadlines, closed = Deadlines(), []
+    ending, seen = ShuttingDownError("over"), []
+    deadline = deadlines.start(600)
+    with pytest.raises(ShuttingDownError, match="over"):
+        async for item in deadline.within(slowly(9, 0, closed)):
+            seen.append(item)
+            deadlines.interrupt(ending)
+            deadlines.interrupt(RequestTimeoutError("too late"))
+    assert seen == [0] and closed
+
+
+async def test_an_interrupt_ends_what_waits() -> None:
+    deadlines = Deadlines()
+    deadline = deadlines.start(600)
+    asyncio.get_running_loop().call_later(0.01, deadlines.interrupt, ShuttingDownError("over"))
+    with pytest.raises(ShuttingDownError, match="over"):
+        async with deadline.limit():
+            await asyncio.sleep(600)
+
+
+async def test_a_time_that_is_over_is_not_interrupted_again() -> None:
+    deadlines = Deadlines()
+    deadline = deadlines.start(0)
+    with pytest.raises(RequestTimeoutError):
+        async with deadline.limit():
+            try:
+                await asyncio.sleep(600)
+            finally:
+                deadline.interrupt(ShuttingDownError("over"))

@@ -68,6 +68,25 @@ async def test_other_types_and_encodings_are_refused(headers: dict[str, str]) ->
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("charset", ["utf-7", "utf-16", "utf-8; charset=utf-16", "'utf-8'"])
+async def test_other_charsets_are_refused(charset: str) -> None:
+    headers = Headers({"content-type": f"application/json; charset={charset}"})
+    with pytest.raises(InvalidRequestError, match="UTF-8"):
+        await read_body(headers, receiver(part(b"{}")), 3)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "second",
+    [(b"content-type", b"text/plain"), (b"content-type", b"application/json"), (b"content-encoding", b"gzip")],
+)
+async def test_a_second_header_is_no_way_around(second: tuple[bytes, bytes]) -> None:
+    first = [(b"content-type", b"application/json"), (b"content-encoding", b"identity")]
+    with pytest.raises(InvalidRequestError, match=r"Content-(Type|Encoding)"):
+        await read_body(Headers(raw=[*first, second]), receiver(part(b"{}")), 3)
+
+
+@pytest.mark.anyio
 async def test_charset_is_allowed() -> None:
     assert (
         await read_body(Headers({"content-type": "Application/JSON; charset=utf-8"}), receiver(part(b"{}")), 3) == b"{}"

@@ -65,6 +65,15 @@ def test_they_are_refused_at_any_depth(fields: dict[str, Any], path: str) -> Non
     assert caught.value.param == path
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["N", "Max_Tokens", "maxTokens", "MODEL", "Messages", "best-of", "\uff2d\uff2f\uff24\uff25\uff2c", "Cache_Salt"],
+)
+def test_a_field_has_one_spelling(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="must be spelled"):
+        check({"model": "m", name: 1})
+
+
 INLINE = "data:image/png;base64,iVBORw0KGgo="
 ELSEWHERE = ["http://x/a.png", "https://x", "file:///etc/passwd", "/etc/passwd", "//x", "\\\\x\\y", "gs://b/x", "x.png"]
 

@@ -6,10 +6,12 @@ import shutil
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pydantic
 import pytest
@@ -18,6 +20,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.proxy.serving.tls import load_certificate, tls_context
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import FakeBackend
+from agentspec.types import Delta, GenerateRequest
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
 
@@ -82,6 +85,40 @@ def test_a_handshake_that_never_ends_is_closed(gateway: Any, certificates: Path,
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         while connection.recv(1000):
             pass
+    until(lambda: not running.server.connections.open)
+
+
+class EndlessAnswers:
+    """Produces a kilobyte at a time for as long as somebody takes it."""
+
+    capabilities = FakeBackend().capabilities
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        while True:
+            await anyio.sleep(0)
+            yield Delta(text="x" * 1000)
+
+    async def aclose(self) -> None: ...
+
+
+def test_a_client_that_does_not_read_is_cut_off(gateway: Any, certificates: Path, until: Callable[..., None]) -> None:
+    options = served(certificates).model_dump(include={"tls_cert_file", "tls_key_file"})
+    running = gateway({"fake": EndlessAnswers()}, write_timeout=1.0, **options)
+    client = ssl.create_default_context(cafile=str(certificates / "a.pem"))
+    content = b'{"model": "fake", "stream": true, "messages": [{"role": "user", "content": "hi"}]}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
+    with (
+        socket.create_connection(address, timeout=60) as connection,
+        client.wrap_socket(connection, server_hostname="localhost") as reader,
+    ):
+        reader.sendall(head + b"content-length: %d\r\n\r\n" % len(content) + content)
+        assert reader.recv(1000)
+        highest = 0
+        while running.app.limiter.running:
+            highest = max([highest, *(one.unsent for one in tuple(running.server.server_state.connections))])
+            time.sleep(0.01)
+    assert 0 < highest <= 64 << 10
     until(lambda: not running.server.connections.open)
 
 

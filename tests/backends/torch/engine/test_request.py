@@ -1,4 +1,4 @@
-"""An answer's text: whole characters up to the first stop string, and why it ends."""
+"""An answer's text: whole characters up to the first stop string, and why it ends; the totals of several choices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.request import AnswerText, EngineRequest
-from agentspec.types import GenerateRequest, SamplingParams
+from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, Usage
 
 END = 0
 
@@ -55,3 +56,27 @@ def test_what_was_held_back_is_told_at_the_end() -> None:
     assert streamed([*b"go ST", END], stop=("STOP",))[0] == "go ST"
     assert streamed([0x61, 0xE2], max_tokens=2)[0] == "a\ufffd"
     assert streamed([0x61, 0xE2], max_tokens=2, stop=("\ufffd",))[0] == "a"
+
+
+# Choices.
+
+
+def end(usage: Usage, speculation: Speculation | None = None) -> Delta:
+    return Delta(finish_reason="stop", usage=usage, speculation=speculation)
+
+
+def test_the_totals_stand_on_the_last_end_and_count_the_prompt_once() -> None:
+    choices = Choices(2)
+    assert choices.add(Delta(text="a"), 0) == Delta(text="a") and choices.begun
+    choices.running += 1
+    assert choices.add(Delta(text="b"), 1) == Delta(text="b", index=1)
+    first = choices.add(end(Usage(9, 2, 0, 1, 3), Speculation(5, 2, 3, 0.5)), 1)
+    assert first == Delta(finish_reason="stop", index=1) and not choices.done and choices.running == 1
+    last = choices.add(end(Usage(9, 4, 8, 2, 2), Speculation(1, 1, 1, 0.25)), 0)
+    assert choices.done and last.usage == Usage(9, 6, 0, 3, 5)
+    assert last.speculation == Speculation(6, 3, 4, 0.75)
+
+
+def test_one_choice_passes_as_it_is() -> None:
+    delta = end(Usage(3, 1))
+    assert Choices(1).add(delta, 0) == delta

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.torch.grammars import compiler, helper, worker
+from agentspec.backends.torch.grammars import compiler, helper, matcher, worker
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.grammars.complexity import Complexity
 from agentspec.backends.torch.grammars.helper import CompileHelper
-from agentspec.errors import EngineError, InvalidRequestError
+from agentspec.errors import EngineError, InvalidRequestError, OverloadedError
 
 END = 256
 LARGE = Complexity(repeats=1000)
@@ -86,6 +86,14 @@ def test_a_grammar_that_takes_much_memory_is_refused(monkeypatch: pytest.MonkeyP
         CompileHelper(dict).try_out("start: /a/")
 
 
+def test_a_machine_without_time_is_no_verdict(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(CompileHelper, "_ask", lambda self, source: {"died": signal.SIGKILL})
+        with pytest.raises(OverloadedError):
+            grammars.compile(chain(305), param="p", complexity=LARGE)
+    grammars.compile(chain(305), param="p", complexity=LARGE)
+
+
 def test_what_is_kept_is_bounded(byte_tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler(byte_tokens, 259, [END])
     monkeypatch.setattr(compiler, "KEPT_BYTES", 100)
@@ -99,6 +107,18 @@ def test_what_is_kept_is_bounded(byte_tokens: Any, monkeypatch: pytest.MonkeyPat
         with pytest.raises(InvalidRequestError):
             grammars.compile(f"start: nothing{count}", param="p")
     assert len(grammars._refused) == 3
+
+
+def test_a_worn_grammar_is_compiled_again_without_being_tried_out(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = grammars.compile(chain(304), param="p", complexity=LARGE)
+    monkeypatch.setattr(CompileHelper, "try_out", lambda self, source: pytest.fail("tried out again"))
+    for _ in range(matcher.MAX_STARTS):
+        assert grammars.compile(chain(304), param="p", complexity=LARGE) is first
+        first.start()
+    assert not grammars.waits(chain(304), param="p", complexity=LARGE)
+    assert grammars.compile(chain(304), param="p", complexity=LARGE) is not first
 
 
 def test_an_answer_that_breaks_the_lexer_ends_alone(grammars: GrammarCompiler, byte_tokens: Any) -> None:

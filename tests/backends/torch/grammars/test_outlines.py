@@ -95,6 +95,11 @@ def test_counts_in_grammars() -> None:
     assert not measure_lark('start: %lark { start: "a" \n }', "p").simple
 
 
+def test_a_grammar_of_nothing_but_names_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="more than 200,000"):
+        measure_lark("start: " + "a " * 200_001, "p")
+
+
 LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
 
 
