@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import anyio
@@ -18,6 +18,7 @@ class Loading:
 
     Loading cannot be interrupted. If the process ends with the application, call `abort()` before: the lifespan then
     does not wait for a model that is still loading, and sets `left_behind`, since the loading thread still runs.
+    `when_ready` is called on the loop once everything is loaded.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -25,6 +26,7 @@ class Loading:
         self._aborted = False
         self.error: Exception | None = None
         self.left_behind = False
+        self.when_ready: Callable[[], None] = lambda: None
 
     @property
     def failure(self) -> Exception | None:
@@ -53,6 +55,7 @@ class Loading:
     async def _load(self) -> None:
         try:
             await anyio.to_thread.run_sync(self._runtime.start, abandon_on_cancel=True)
+            self.when_ready()
             logger.info("ready", models=self._runtime.models())
         except ShuttingDownError:
             logger.info("stopped while loading")

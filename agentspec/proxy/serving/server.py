@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -22,6 +23,7 @@ from agentspec.proxy.serving.reload import Reloader
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 
+COLLECT_AFTER = (5000, 20, 20)  # new objects, and collections of the younger generation; Python's are 700, 10, 10
 END_SECONDS = 2.0  # for the last events of answers that the end of the drain interrupts
 
 
@@ -36,6 +38,7 @@ def serve(settings: Settings, *, log_level: str = "INFO", reload: Callable[[], S
     logs.configure(log_level, background=True)
     runtime = Runtime.from_settings(settings)
     app = create_app(runtime, settings)
+    app.loading.when_ready = spare_what_is_loaded
     if is_unprotected(settings.server):
         logs.logger.warning(
             "everybody who reaches this address is served: set server.api_keys", host=settings.server.host
@@ -45,6 +48,16 @@ def serve(settings: Settings, *, log_level: str = "INFO", reload: Callable[[], S
         _end_process()
     if app.loading.failure is not None:
         raise app.loading.failure
+
+
+def spare_what_is_loaded() -> None:
+    """Keep the garbage collector from what lives as long as the process, and let it run less often.
+
+    A full collection stops every request: for 50 ms and more over what is loaded even without a model.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
 
 
 def _end_process() -> NoReturn:

@@ -180,3 +180,26 @@ def test_an_address_that_is_taken_is_said_in_one_line() -> None:
 def test_only_another_address_without_keys_is_unprotected(host: str, open_to_all: bool) -> None:
     assert is_unprotected(ServerSettings(host=host)) is open_to_all
     assert not is_unprotected(ServerSettings(host=host, api_keys=(ApiKey(key_env="KEY"),)))
+
+
+def test_the_collector_passes_over_what_was_loaded_before_the_gateway_is_ready() -> None:
+    program = """
+import asyncio, gc
+from agentspec.proxy.loading import Loading
+from agentspec.proxy.serving.server import COLLECT_AFTER, spare_what_is_loaded
+from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
+from agentspec.testing import FakeBackend
+
+async def main():
+    loading = Loading(Runtime(Settings(backends={}), backends={"fake": FakeBackend("x")}))
+    loaded = asyncio.Event()
+    loading.when_ready = lambda: (spare_what_is_loaded(), loaded.set())
+    async with loading.lifespan():
+        await loaded.wait()
+        print(gc.get_freeze_count() > 10 * len(gc.get_objects()), gc.get_threshold() == COLLECT_AFTER)
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "True True\n"
