@@ -27,8 +27,8 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     """Run the gateway until SIGTERM or SIGINT, then drain: new requests get 503, running ones `drain_timeout` seconds.
 
     Returns once everything is flushed and closed. A signal while a model loads ends the process at once with status 0,
-    since no request was served yet. Raises what building the backends raises, and drains and raises `EngineStoppedError`
-    when a local engine's device fails, since only a new process can use the device again.
+    since no request was served yet. Raises what building the backends raises. When a local engine's device fails,
+    drains and raises `EngineStoppedError`, since only a new process can use the device again.
     """
     logs.configure(log_level)
     runtime = Runtime.from_settings(settings)
