@@ -40,6 +40,9 @@ from .errors import (
     EngineError as EngineError,
 )
 from .errors import (
+    EngineStoppedError as EngineStoppedError,
+)
+from .errors import (
     InvalidRequestError as InvalidRequestError,
 )
 from .errors import (
