@@ -66,6 +66,8 @@ HOSTILE = {
     "joining a map": "{{ ''.join(range(100000)|map('center', 90000)) }}",
     "listing a map": "{{ range(100000)|map('center', 90000)|list|length }}",
     "a wide %": "{{ '%1000000000d' % 1 }}",
+    "a wide % by name": "{{ '%(x)1000000000d' % {'x': 1} }}",
+    "a long %": "{{ '%.1000000000f' % 1.0 }}",
     "a wide % by argument": "{{ '%*d' % (1000000000, 1) }}",
     "the filter format": "{{ '%1000000000d'|format(1) }}",
     "format": "{{ '{:1000000000}'.format(1) }}",
@@ -121,6 +123,7 @@ TEMPLATES = [
     "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join(', ') }}{{ [1, 2] + [3] }}",
     "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{% for a in 'xyz' %}{{ a * 2 }}{% endfor %}",
     "{{ '%s-%05d' % ('a', 3) }}{{ '{}{x:>4}'.format('a', x=1) }}{{ 7 // 2 }}{{ 2 ** 10 }}{{ 'a,b'.split(',') }}",
+    "{{ '{}% of 20240101, {x} {{12345}}'.format(3, x=messages[0].role) }}{{ '%d{12345} %s %%12345' % (3, 'a') }}",
     "{{ messages[-1].content|replace('é', 'e')|indent(2)|center(9) }}{{ missing is defined }}{{ missing }}{{ none }}",
     "{% for group in messages|groupby('role') %}{{ group.grouper }}{{ group.list|length }}{% endfor %}"
     "{% for b in range(5)|batch(2, 'x') %}{{ b }}{% endfor %}{{ range(5)|sum }}{{ [3, 1]|sort }}{{ 1.25|round(1) }}",
