@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from jinja2.utils import Namespace
+
 from agentspec.backends.templates.budget import MAX_RENDERED, Budget, TemplateLimitError
 
 _WIDE = re.compile(r"\{[^{}]*\d{5}")  # a width or precision of five digits, in `format`
@@ -24,14 +26,28 @@ def _count(value: Any) -> None:
     _require(not isinstance(value, (int, float)) or abs(value) <= _MOST_PARTS)
 
 
+def _count_all(values: Any) -> None:
+    """All numbers in `values`, at any depth, since a format may pick any of them as a width."""
+    stack = [values]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Mapping):
+            stack += value.values()
+        elif isinstance(value, (list, tuple)):
+            stack += value
+        elif isinstance(value, Namespace):
+            _require(False)
+        else:
+            _count(value)
+
+
 def check_format(budget: Budget, text: Any, values: Sequence[Any]) -> None:
     """Before `text.format(*values)`."""
     fields = text.replace("{{", "").replace("}}", "")
     _require(_WIDE.search(fields) is None)
     budget.spend(len(text) + text.count("{") * budget.weigh(values))
     if re.search(r"\{[^}]*\{", fields):  # widths may be among the values
-        for value in values:
-            _count(value)
+        _count_all(values)
 
 
 def check_percent(budget: Budget, text: Any, values: Any) -> None:
@@ -42,8 +58,7 @@ def check_percent(budget: Budget, text: Any, values: Any) -> None:
     _require(_WIDE_PERCENT.search(shown.replace("%%", "")) is None)
     budget.spend(len(shown) + shown.count("%") * budget.weigh(values))
     if "*" in shown:
-        for value in values if isinstance(values, (list, tuple)) else (values,):
-            _count(value)
+        _count_all(values)
 
 
 def check_replace(budget: Budget, text: Any, args: Sequence[Any]) -> None:

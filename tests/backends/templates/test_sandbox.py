@@ -72,6 +72,8 @@ HOSTILE = {
     "the filter format": "{{ '%1000000000d'|format(1) }}",
     "format": "{{ '{:1000000000}'.format(1) }}",
     "format by argument": "{{ '{:{}}'.format(1, 1000000000) }}",
+    "format by an element": "{{ '{0[x]:{0[w]}}'.format({'x': 1, 'w': 1000000000}) }}",
+    "format_map by an element": "{{ '{x:{w}}'.format_map({'x': 1, 'w': 1000000000}) }}",
     "format many times": "{{ ('{0}' * 100000).format('x' * 1000000) }}",
     "format_map": "{{ '{x:1000000000}'.format_map({'x': 1}) }}",
     "tojson with an indent": "{{ [[1]]|tojson(indent=1000000000) }}",
