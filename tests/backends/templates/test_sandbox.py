@@ -83,6 +83,7 @@ HOSTILE = {
     "round": "{{ 1.5|round(1000000000) }}",
     "sum": "{{ (range(50000)|map('string')|map('list')|list)|sum(start=[])|length }}",
     "lipsum": "{{ lipsum(1000000) }}",
+    "strftime_now": "{{ strftime_now('%1000000000Y' * 100000) }}",
     "to_bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
     "a constant": "{% if 0 %}{{ 'x'|center(1000000000) }}{% endif %}{{ 'x'|center(1000000000) }}",
     "many comparisons": "{% set a = 'x' * 3000000 %}{% set b = 'x' * 2999999 ~ 'x' %}" + "{% if a == b %}{% endif %}" * 2000,
