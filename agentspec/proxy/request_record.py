@@ -37,6 +37,7 @@ class RequestRecord:
     response_headers: Mapping[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
+    unread: bool = False  # whether a large body of the request was not read
     body_begun: bool = False
     body_ended: bool = False
 
@@ -78,5 +79,7 @@ class RequestRecord:
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", self.request_id.encode()
+        if self.unread:  # else the server would go on to read it, however long it is
+            yield b"connection", b"close"
         for name, value in self.response_headers.items():
             yield name.encode(), value.encode()
