@@ -13,7 +13,6 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.proxy.auth import Authenticator, request_id
-from agentspec.proxy.body.reading import has_large_body
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.limits import ConcurrencyLimiter
 from agentspec.proxy.loading import Loading
@@ -41,7 +40,6 @@ class GatewayMiddleware:
         headers = Headers(scope=scope)
         record = RequestRecord(request_id(headers), scope["method"])
         record.attach(scope)
-        record.unread = has_large_body(headers)
         scope["app"] = self
         record.has_gateway_key = bool(self.authenticator)
         send = record.sending(send)

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
+from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 
+from agentspec.proxy.body.reading import has_large_body
 from agentspec.types import Delta, Speculation, Usage
 
 _KEY = "agentspec.request_record"
@@ -47,6 +49,7 @@ class RequestRecord:
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
+        self.unread = has_large_body(Headers(scope=scope))
 
     @property
     def seconds(self) -> float:
