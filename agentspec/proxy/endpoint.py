@@ -58,7 +58,6 @@ class GenerationEndpoint:
         with self.limiter.enter(), self.budget.account(tenant) as account:
             deadline = Deadline(self.settings.request_timeout)
             body = await read_body(headers, receive, self.settings.max_body_bytes, account)
-            record.unread = False
             fields = await self.budget.run(tenant, len(body), parse_object, body)
             model = _model(fields)
             route = self._ready().route(model)

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 
-from agentspec.proxy.body.reading import has_large_body
 from agentspec.types import Delta, Speculation, Usage
 
 _KEY = "agentspec.request_record"
@@ -39,9 +37,9 @@ class RequestRecord:
     response_headers: Mapping[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
-    unread: bool = False  # whether a large body of the request was not read
     body_begun: bool = False
     body_ended: bool = False
+    large_body: bool = False  # of the request: 100 kB or more, or of unknown length
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:
@@ -49,7 +47,8 @@ class RequestRecord:
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
-        self.unread = has_large_body(Headers(scope=scope))
+        headers = dict(scope["headers"])
+        self.large_body = b"transfer-encoding" in headers or len(headers.get(b"content-length", b"")) > 5
 
     @property
     def seconds(self) -> float:
@@ -82,7 +81,7 @@ class RequestRecord:
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", self.request_id.encode()
-        if self.unread:  # else the server would go on to read it, however long it is
+        if self.large_body and self.status >= 400:  # the server would go on to read it, however long it is
             yield b"connection", b"close"
         for name, value in self.response_headers.items():
             yield name.encode(), value.encode()

@@ -39,11 +39,6 @@ async def read_body(
         raise InvalidRequestError(f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
 
 
-def has_large_body(headers: Headers) -> bool:
-    """Whether the head announces a body of 100 kB or more, or one whose length is not known."""
-    return len(headers.get("content-length", "")) > 5 or "transfer-encoding" in headers
-
-
 async def _receive_all(receive: Receive, limit: int, account: Callable[[int], None]) -> bytes:
     body = bytearray()
     while True:
