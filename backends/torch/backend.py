@@ -181,7 +181,7 @@ class TorchBackend:
             raise ContextLengthError(f"a text is longer than the model's {self.context_length} tokens")
         for text in texts:
             self._check_ids(text, "prompt")
-        return await computed(self._tasks, lambda: states_of(self.target, texts, self._engine.scheduler.lend))
+        return await computed(self._tasks, lambda: states_of(self.target, texts, self._engine.lend))
 
     async def open_steps(self, request: GenerateRequest) -> TorchSession:
         """Open an answer that the caller decodes token by token.
@@ -193,7 +193,7 @@ class TorchBackend:
         if not self.target.rewindable:
             raise ConfigurationError(f"{self.model_name!r} keeps a state that cannot be rewound, as steps need")
         (first, *_), parser_spec = await self._prepared(request)
-        lend = self._engine.scheduler.lend
+        lend = self._engine.lend
         return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser(), lend)
 
     async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:

@@ -85,7 +85,7 @@ class TimeLimit:
     async def __aenter__(self) -> None:
         self._task = _current_task()
         self._cancelling = self._task.cancelling()
-        self._timer = asyncio.get_running_loop().call_at(self._deadline.at, self._expire)
+        self._timer = self._start_timer()
         self._deadline.active = self
 
     async def __aexit__(
@@ -99,7 +99,12 @@ class TimeLimit:
     def end_now(self) -> None:
         if not self._expired:
             self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(self._deadline.at, self._expire)
+            self._timer = self._start_timer()
+
+    def _start_timer(self) -> asyncio.Handle:
+        loop, at = asyncio.get_running_loop(), self._deadline.at
+        # A time that is over ends the block before it does anything else.
+        return loop.call_soon(self._expire) if at <= loop.time() else loop.call_at(at, self._expire)
 
     def _expire(self) -> None:
         self._expired = True

@@ -52,6 +52,16 @@ class Engine:
         if self.scheduler.cancel(request):
             self._thread.wake()
 
+    def lend(self, slots: int) -> Callable[[], None]:
+        """Set KV slots aside as `Scheduler.lend` does, and let what waits for them go on when they are given back."""
+        give_back = self.scheduler.lend(slots)
+
+        def end() -> None:
+            give_back()
+            self._thread.wake()
+
+        return end
+
     def require_running(self) -> None:
         """Raise `EngineStoppedError` once the device failed."""
         if self.failure is not None:

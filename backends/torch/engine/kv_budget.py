@@ -84,14 +84,14 @@ class KVBudget:
     those of the draft model, and each answer needs `room` slots for drafts.
 
     Running answers and loans take what they need. Idle slots, kept for later requests, use the rest (`idle_bytes`).
-    `allocated` tells how many bytes are in use.
+    `allocated` tells how many bytes are in use, and `lent` how many slots are lent.
     """
 
     limit: int | None
     slot_bytes: int = 0
     room: int = ROOM
     allocated: Callable[[], int] = lambda: 0
-    _lent: int = 0
+    lent: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -141,7 +141,7 @@ class KVBudget:
         return min((tokens or len(request.prompt)) + max(AHEAD, self.room), self.most(request))
 
     def used(self, sequences: list[Sequence]) -> int:
-        return self._lent + sum(reserved(sequence) for sequence in sequences)
+        return self.lent + sum(reserved(sequence) for sequence in sequences)
 
     def fits(self, slots: int, sequences: list[Sequence]) -> bool:
         """Whether `slots` more slots fit beside those that `sequences` have reserved."""
@@ -161,13 +161,13 @@ class KVBudget:
         with self._lock:
             if not self.fits(slots, sequences):
                 raise OverloadedError("running answers need the key/value memory")
-            self._lent += slots
+            self.lent += slots
         given = threading.Lock()
 
         def give_back() -> None:
             if given.acquire(blocking=False):
                 with self._lock:
-                    self._lent -= slots
+                    self.lent -= slots
 
         return give_back
 

@@ -122,6 +122,7 @@ class Scheduler:
         self._unfinished: set[EngineRequest] = set()
         self._lock = threading.RLock()
         self._answer_seconds = ANSWER_SECONDS
+        self._blocked_by: int | None = None  # the number of slots lent when nothing could be scheduled because of them
 
     @property
     def num_waiting(self) -> int:
@@ -129,7 +130,10 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.active or self._preempted or len(self._waiting))
+        """Whether a step has something to do. While all that wait need slots that are lent, it has not."""
+        if self.active or self._blocked_by is None or self._blocked_by != self.kv_budget.lent:
+            return bool(self.active or self._preempted or len(self._waiting))
+        return False
 
     @property
     def kv_slots(self) -> int:
@@ -149,6 +153,7 @@ class Scheduler:
                 raise OverloadedError(f"{len(self._waiting)} requests wait already", retry_after=round(retry, 1))
             self._unfinished.add(request)
             self._waiting.push(request)
+            self._blocked_by = None
             self._context.counters.requests += 1
 
     def cancel(self, request: EngineRequest) -> bool:
@@ -157,6 +162,7 @@ class Scheduler:
             if request not in self._unfinished:
                 return False
             request.cancelled = True
+            self._blocked_by = None
             self._unfinished.discard(request)
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -197,11 +203,12 @@ class Scheduler:
         numbers where needed; else None.
         """
         with self._lock:
-            request = self._waiting.first()
+            request, lent = self._waiting.first(), self.kv_budget.lent
             if request is None:
                 return None
             below = [other for other in self.active if other.request.priority > request.priority]
             if not self._has_room(request, [other for other in self.active if other not in below]):
+                self._blocked_by = None if self.active else lent
                 return None
             while not self._has_room(request, self.active):
                 self._preempt(below.pop(below.index(last_of(below))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,23 @@ def test_the_slots_of_a_draft_model_are_counted(lab: Any, watched: Any) -> None:
     assert one.most <= 2 * ROW_BYTES * 400
 
 
+async def collect(backend: TorchBackend, request: GenerateRequest) -> list[int]:
+    return [token async for delta in backend.generate(request) for token in delta.token_ids]
+
+
+def count_turns(backend: TorchBackend, patch: pytest.MonkeyPatch) -> list[int]:
+    turns, turn = [0], Engine.turn
+
+    def counted(engine: Engine) -> None:
+        turns[0] += 1
+        turn(engine)
+
+    patch.setattr(Engine, "turn", counted)
+    return turns
+
+
 @pytest.mark.anyio
-async def test_steps_and_hidden_states_are_lent_their_slots(saved_model: Path) -> None:
+async def test_steps_and_hidden_states_are_lent_their_slots(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TorchBackend.load(TorchSettings(model=str(saved_model), device="cpu", kv_bytes=ROW_BYTES * 400))
     request = GenerateRequest("", text="Hello you", sampling=SamplingParams(max_tokens=200, temperature=0))
     session = await backend.open_steps(request)
@@ -173,7 +189,13 @@ async def test_steps_and_hidden_states_are_lent_their_slots(saved_model: Path) -
         await (await backend.open_steps(request)).run(lambda steps: None)
     together = await backend.hidden_states([[5] * 60, [6] * 60, [7] * 10])  # in two forwards
     assert [len(states) for states in together] == [60, 60, 10] and backend.stats().kv_rows == used
+    waiting = asyncio.create_task(collect(backend, replace(request, sampling=SamplingParams(max_tokens=120, seed=1))))
+    while not backend.stats().queued:
+        await asyncio.sleep(0)
+    turns = count_turns(backend, monkeypatch)
+    await session.run(lambda steps: None)
+    await session.run(lambda steps: None)
+    assert not waiting.done() and turns[0] <= 2  # what waits for slots does not keep the thread busy
     del session
-    await asyncio.sleep(0)
-    assert backend.stats().kv_rows == 0
+    assert len(await waiting) <= 120 and backend.stats().kv_rows == 0
     await backend.aclose()
