@@ -32,11 +32,17 @@ class TenantIsolation:
 
     def __init__(self, secret: bytes, *, required: bool) -> None:
         self._secret = secret
+        self._salts: dict[tuple[str, int], str] = {}  # of the tenants, whose number is the configuration's
         self.required = required
 
     def salt(self, tenant: str, *chosen: str | None) -> str:
         """The salt of a tenant's requests, another one for each combination of salts that a client has chosen."""
-        return self._digest("salt", tenant, *chosen)
+        if any(chosen):
+            return self._digest("salt", tenant, *chosen)
+        known = self._salts.get((tenant, len(chosen)))
+        if known is None:
+            known = self._salts[tenant, len(chosen)] = self._digest("salt", tenant, *chosen)
+        return known
 
     def labels(self, tenant: str, labels: Labels) -> Labels:
         """`labels` with session and workflow names that no other tenant can have."""

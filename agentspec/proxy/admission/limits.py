@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
@@ -122,31 +122,34 @@ def until_disconnect(receive: Receive) -> DisconnectWatch:
 class DisconnectWatch:
     """Cancels its block when the client disconnects. `cancelled_caught` tells that it did."""
 
-    __slots__ = ("_cancelling", "_left", "_receive", "_task", "_watcher", "cancelled_caught")
+    __slots__ = ("_cancelling", "_left", "_receive", "_watched", "cancelled_caught")
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._left = self.cancelled_caught = False
 
     async def __aenter__(self) -> DisconnectWatch:
-        self._task = _current_task()
-        self._cancelling = self._task.cancelling()
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        task = _current_task()
+        self._cancelling = task.cancelling()
+        self._watched = (task, asyncio.get_running_loop().create_task(self._watch(task)))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self._watcher.cancel()
-        if self._left and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
+        task, watcher = self._watched
+        del self._watched  # or the request and its body would wait in a cycle for the garbage collector
+        watcher.cancel()
+        if self._left and task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
             self.cancelled_caught = True
         return self.cancelled_caught
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._left = True
-        self._task.cancel()
+    async def _watch(self, task: asyncio.Task[Any]) -> None:
+        with suppress(asyncio.CancelledError):  # kept by this task, it would hold the frames that it passed
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self._left = True
+            task.cancel()
 
 
 def _current_task() -> asyncio.Task[Any]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -94,6 +96,29 @@ async def test_a_disconnect_cancels_the_block() -> None:
         await messages.put({"type": "http.disconnect"})
         await asyncio.sleep(5)
     assert reached and client.cancelled_caught
+
+
+class Client:
+    """Says nothing."""
+
+    async def receive(self) -> dict[str, str]:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+
+async def test_a_request_is_freed_at_its_end_without_the_garbage_collector() -> None:
+    client = Client()
+    freed = weakref.ref(client)
+    gc.disable()
+    try:
+        async with until_disconnect(client.receive), Deadline(60).limit():  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+        del client
+        for _ in range(5):  # the watching task ends
+            await asyncio.sleep(0)
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 async def test_an_undisturbed_block_leaves_no_task() -> None:
