@@ -24,8 +24,6 @@ import httpx
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.proxy.serving import http_server
-from agentspec.proxy.serving.protocol import H11Connection
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import Answer, FakeBackend
@@ -42,14 +40,6 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: 
 
 def sizes(quick: int, full: int, mark: Any = pytest.mark.slow) -> Any:
     return pytest.mark.parametrize("count", [quick, pytest.param(full, marks=mark)])
-
-
-@pytest.fixture(params=["httptools", pytest.param("h11", marks=pytest.mark.slow)])
-def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which of the two HTTP parsers the gateways of the test use."""
-    if request.param == "h11":
-        monkeypatch.setattr(http_server, "connection_class", lambda: H11Connection)
-    return str(request.param)
 
 
 def shorten(running: Any, **limits: Any) -> None:
@@ -219,7 +209,7 @@ def most_buffered(running: Any) -> int:
 
 @sizes(10, 200)
 def test_c3_slow_readers_hold_a_bounded_buffer_and_are_cut_off(
-    gateway: Any, until: Callable[..., None], parser: str, count: int
+    gateway: Any, until: Callable[..., None], count: int
 ) -> None:
     backend = Endless()
     running = gateway({"fake": backend}, max_concurrent=count, write_timeout=600)
@@ -338,9 +328,7 @@ def test_c4_a_disconnect_at_any_point_leaves_nothing(
 
 
 @sizes(60, 1500)
-def test_c5_half_heads_disturb_nobody_and_are_closed(
-    gateway: Any, until: Callable[..., None], parser: str, count: int
-) -> None:
+def test_c5_half_heads_disturb_nobody_and_are_closed(gateway: Any, until: Callable[..., None], count: int) -> None:
     running = gateway({"fake": FakeBackend("fine")}, header_timeout=600)
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_connection(address(running.url))) for _ in range(count)]
@@ -358,7 +346,7 @@ def test_c5_half_heads_disturb_nobody_and_are_closed(
 
 
 @pytest.mark.parametrize("part", [b"x-header: 1\r\n", b"x"])
-def test_c5_a_head_that_trickles_is_closed(gateway: Any, parser: str, part: bytes) -> None:
+def test_c5_a_head_that_trickles_is_closed(gateway: Any, part: bytes) -> None:
     running = gateway({"fake": FakeBackend()}, header_timeout=0.5)
     with socket.create_connection(address(running.url), timeout=0.05) as connection:
         connection.sendall(HEAD)
@@ -370,7 +358,7 @@ def test_c5_a_head_that_trickles_is_closed(gateway: Any, parser: str, part: byte
     assert received.startswith(b"HTTP/1.1 408 ") and b"server.header_timeout" in received
 
 
-def test_c5_a_body_that_trickles_is_closed(gateway: Any, until: Callable[..., None], parser: str) -> None:
+def test_c5_a_body_that_trickles_is_closed(gateway: Any, until: Callable[..., None]) -> None:
     running = gateway({"fake": FakeBackend()}, body_rate_window=0.5)
     with socket.create_connection(address(running.url), timeout=0.05) as connection:
         connection.sendall(HEAD + b"content-length: 100000\r\n\r\n{")
@@ -400,7 +388,7 @@ def test_c5_connections_over_the_limits_are_refused_and_others_served(gateway: A
         assert httpx.get(f"{running.url}/health").status_code == 200
 
 
-def test_c5_an_idle_connection_is_closed(gateway: Any, parser: str) -> None:
+def test_c5_an_idle_connection_is_closed(gateway: Any) -> None:
     running = gateway({"fake": FakeBackend()}, keep_alive_timeout=0.2)
     with socket.create_connection(address(running.url), timeout=60) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -541,11 +529,9 @@ WAITED_FOR = {("a huge chunk", "408"), ("a longer chunk", "408"), ("HTTP/0.9", "
 """Messages that may be the beginning of longer ones."""
 
 
-@pytest.fixture(params=["httptools", "h11"])
-def behind(gateway: Any, upstream: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture
+def behind(gateway: Any, upstream: Any) -> Any:
     """A gateway in front of an upstream that answers everything, and the upstream's requests."""
-    if request.param == "h11":
-        monkeypatch.setattr(http_server, "connection_class", lambda: H11Connection)
     server = upstream(lambda request: request.answer(b"{}"))
     settings = upstream_settings(server, header_timeout=1.0, body_rate_window=1.0)
     return gateway({}, settings), server.requests

@@ -16,8 +16,9 @@ from starlette.types import ASGIApp
 from uvicorn.config import STARTUP_FAILURE
 
 from agentspec.proxy.serving.connections import Connections
+from agentspec.proxy.serving.httptools_protocol import HttpToolsConnection
 from agentspec.proxy.serving.listener import BACKLOG, Listener, connection_capacity, listen
-from agentspec.proxy.serving.protocol import BoundedConnection, H11Connection, in_pieces
+from agentspec.proxy.serving.protocol import BoundedConnection, in_pieces
 from agentspec.proxy.serving.tls import tls_context
 from agentspec.settings.server import ServerSettings
 
@@ -42,7 +43,7 @@ class HttpServer(uvicorn.Server):
                 interface="asgi3",
                 host=settings.host,
                 port=settings.port,
-                http=connection_class(),
+                http=HttpToolsConnection,
                 lifespan="on",
                 ws="none",
                 access_log=False,
@@ -121,11 +122,3 @@ class HttpServer(uvicorn.Server):
         except (OSError, asyncio.CancelledError):  # the handshake failed, or the server stops
             if protocol.transport is None:
                 protocol.abandon()
-
-
-def connection_class() -> type[BoundedConnection]:
-    try:
-        from agentspec.proxy.serving.httptools_protocol import HttpToolsConnection
-    except ModuleNotFoundError:  # there is no wheel for every platform
-        return H11Connection
-    return HttpToolsConnection

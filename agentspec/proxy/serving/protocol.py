@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocols, made to tell what a connection waits for and to bound what it takes and buffers."""
+"""uvicorn's HTTP/1.1 protocol, made to tell what a connection waits for and to bound what it takes and buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentspec.errors import AgentSpecError, InvalidRequestError
 from agentspec.protocol.responses import encode
@@ -29,7 +28,7 @@ class Phase(Enum):
 
 
 class BoundedConnection(asyncio.Protocol):
-    """Goes before one of uvicorn's HTTP protocols, whose attributes it reads.
+    """Goes before uvicorn's HTTP protocol, whose attributes it reads.
 
     `received` counts bytes. `on_close` is called once when the connection is lost.
     """
@@ -89,10 +88,6 @@ class BoundedConnection(asyncio.Protocol):
             return
         self.transport.write(_response(error))
         self.transport.close()
-
-
-class H11Connection(BoundedConnection, H11Protocol):
-    """In pure Python, for where httptools is missing."""
 
 
 def in_pieces(app: ASGIApp) -> ASGIApp:

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
-from agentspec.proxy.serving import http_server
-from agentspec.proxy.serving.httptools_protocol import HttpToolsConnection
-from agentspec.proxy.serving.protocol import H11Connection, Phase
+from agentspec.proxy.serving.protocol import Phase
 from agentspec.testing import Answer, FakeBackend
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 BODY = b'{"model": "fake", "messages": [{"role": "user", "content": "hi"}]}'
 
 
-@pytest.fixture(params=[HttpToolsConnection, H11Connection])
-def running(request: pytest.FixtureRequest, gateway: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(http_server, "connection_class", lambda: request.param)
+@pytest.fixture
+def running(gateway: Any) -> Any:
     return gateway({"fake": FakeBackend(Answer("fine", latency=0.5))})
 
 

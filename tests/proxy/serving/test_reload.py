@@ -95,7 +95,7 @@ def applied(running: Any, **server: Any) -> None:
 
 def test_every_limit_reaches_what_it_limits(keyed: Any) -> None:
     applied(keyed, max_concurrent=7, request_timeout=9.0, header_timeout=3.0, keep_alive_timeout=4.0)
-    assert keyed.app.limiter.limit == 7
+    assert keyed.app.limiter._settings.max_concurrent == 7
     assert {endpoint.settings.request_timeout for endpoint in keyed.app.endpoints} == {9.0}
     assert keyed.server.connections.settings.header_timeout == 3.0 and keyed.server.config.timeout_keep_alive == 4.0
     applied(keyed, allowed_hosts=("only.example",))
@@ -107,7 +107,7 @@ def test_a_missing_key_file_changes_nothing(keyed: Any, tmp_path: Path) -> None:
     (tmp_path / "key").unlink()
     with pytest.raises(ConfigurationError):
         applied(keyed, max_concurrent=7)
-    assert keyed.app.limiter.limit == 1 and status(keyed.url, "secret") == 200
+    assert keyed.app.limiter._settings.max_concurrent == 1 and status(keyed.url, "secret") == 200
 
 
 def test_the_door_is_not_opened(keyed: Any) -> None:
