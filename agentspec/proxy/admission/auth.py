@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
 
-from agentspec.errors import AuthenticationError, ConfigurationError
+from agentspec.errors import AuthenticationError
 from agentspec.protocol.headers import read_labels, read_switch
 from agentspec.settings.api_keys import ApiKey, read_keys
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
@@ -52,19 +52,8 @@ class Authenticator:
     """Checks API keys. Keeps only their SHA-256, and compares a client's key with every one in constant time."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        self._known: list[tuple[bytes, Identity]] = []
-        self.update(keys)
-
-    def update(self, keys: Iterable[ApiKey]) -> None:
-        """Take `keys` in place of the present ones, from the next request on.
-
-        Raises `ConfigurationError` for a key that cannot be read, and if no key would be left, which would admit
-        everybody; the present keys then stay.
-        """
-        known = [(_digest(key.get_secret_value().encode()), _identity(entry)) for key, entry in read_keys(keys)]
-        if self._known and not known:
-            raise ConfigurationError("the last API key was removed, which would let everybody in: restart for that")
-        self._known = known
+        """Read the keys. Raises `ConfigurationError` for one that cannot be read."""
+        self._known = [(_digest(key.get_secret_value().encode()), _identity(entry)) for key, entry in read_keys(keys)]
 
     def __bool__(self) -> bool:
         return bool(self._known)
