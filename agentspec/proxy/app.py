@@ -94,7 +94,7 @@ class Pages:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Report whether the gateway accepts requests: 200, or 503 while it loads or drains, or after a failure."""
+        """Report whether the gateway accepts requests: 200, or 503 while it loads, drains, or has a failed backend."""
         status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
         if self._runtime.failure is not None:
             status = "failed"

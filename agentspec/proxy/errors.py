@@ -16,7 +16,6 @@ from agentspec.errors import (
     InvalidRequestError,
     NotReadyError,
     OverloadedError,
-    RequestTooLargeError,
     ShuttingDownError,
     UpstreamAuthenticationError,
     UpstreamStatusError,
@@ -107,8 +106,6 @@ def _headers(error: Exception) -> dict[str, str]:
         return {"retry-after": str(math.ceil(error.retry_after))}
     if isinstance(error, (ShuttingDownError, NotReadyError)):
         return {"retry-after": "1"}
-    if isinstance(error, RequestTooLargeError):  # the rest of the body is not read
-        return {"connection": "close"}
     return {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
 
 

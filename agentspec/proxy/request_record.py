@@ -41,6 +41,7 @@ class RequestRecord:
     first_token: float | None = None
     body_begun: bool = False
     body_ended: bool = False
+    large_body: bool = False  # of the request: 100 kB or more, or of unknown length
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:
@@ -48,6 +49,8 @@ class RequestRecord:
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
+        headers = dict(scope["headers"])
+        self.large_body = b"transfer-encoding" in headers or len(headers.get(b"content-length", b"")) > 5
 
     @property
     def seconds(self) -> float:
@@ -80,5 +83,7 @@ class RequestRecord:
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", self.request_id.encode()
+        if self.large_body and self.status >= 400:  # the server would go on to read it, however long it is
+            yield b"connection", b"close"
         for name, value in self.response_headers.items():
             yield name.encode(), value.encode()

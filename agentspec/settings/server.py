@@ -137,7 +137,7 @@ class ServerSettings(BaseModel):
     @property
     def tenant_names(self) -> frozenset[str]:
         """The tenants that have a key."""
-        return frozenset(key.tenant for key in self.api_keys)
+        return frozenset(key.tenant for key in self.api_keys if key.role == "tenant")
 
     def read_secret(self) -> bytes:
         """The secret, a random one if none is set. Raises `ConfigurationError` for a short one."""

@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from jinja2.utils import Namespace
+
 from agentspec.backends.templates.budget import MAX_RENDERED, Budget, TemplateLimitError
 
-_WIDE = re.compile(r"[%{][^%{}]*?\d{5}")
+_WIDE = re.compile(r"\{[^{}]*\d{5}")  # a width or precision of five digits, in `format`
+_WIDE_PERCENT = re.compile(r"%(?:\([^()]*+\))?+[-+ #0]*+[\d*]*?\.?\d{5}")  # the same after `%`
 _SLOW_ABOVE: Final = 200_000  # characters: filters whose time grows faster than their text
 _MOST_PARTS: Final = 100_000
 
@@ -23,17 +26,39 @@ def _count(value: Any) -> None:
     _require(not isinstance(value, (int, float)) or abs(value) <= _MOST_PARTS)
 
 
-def check_format(budget: Budget, text: Any, values: Any) -> None:
-    """Before `text.format(values)` or `text % values`."""
+def _count_all(values: Any) -> None:
+    """All numbers in `values`, at any depth, since a format may pick any of them as a width."""
+    stack = [values]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Mapping):
+            stack += value.values()
+        elif isinstance(value, (list, tuple)):
+            stack += value
+        elif isinstance(value, Namespace):
+            _require(False)
+        else:
+            _count(value)
+
+
+def check_format(budget: Budget, text: Any, values: Sequence[Any]) -> None:
+    """Before `text.format(*values)`."""
+    fields = text.replace("{{", "").replace("}}", "")
+    _require(_WIDE.search(fields) is None)
+    budget.spend(len(text) + text.count("{") * budget.weigh(values))
+    if re.search(r"\{[^}]*\{", fields):  # widths may be among the values
+        _count_all(values)
+
+
+def check_percent(budget: Budget, text: Any, values: Any) -> None:
+    """Before `text % values`."""
     if not isinstance(text, (str, bytes)):
         return
     shown = text if isinstance(text, str) else text.decode("latin-1")
-    _require(_WIDE.search(shown) is None)
-    fields = shown.count("{") + shown.count("%")
-    budget.spend(len(shown) + fields * budget.weigh(values))
-    if "*" in shown or (shown.count("{") > shown.count("}}") and re.search(r"\{[^}]*\{", shown)):
-        for value in values.values() if isinstance(values, Mapping) else values if _several(values) else (values,):
-            _count(value)
+    _require(_WIDE_PERCENT.search(shown.replace("%%", "")) is None)
+    budget.spend(len(shown) + shown.count("%") * budget.weigh(values))
+    if "*" in shown:
+        _count_all(values)
 
 
 def check_replace(budget: Budget, text: Any, args: Sequence[Any]) -> None:
@@ -104,7 +129,7 @@ FILTERS: Final[Mapping[str, Callable[[Budget, Any, Sequence[Any]], None]]] = {
     **dict.fromkeys(("wordwrap", "urlize", "striptags", "pprint", "xmlattr", "title", "wordcount"), _slow),
     "indent": _indent,
     "replace": check_replace,
-    "format": lambda budget, text, args: check_format(budget, text, tuple(args)),
+    "format": lambda budget, text, args: check_percent(budget, text, tuple(args)),
     "join": lambda budget, values, args: check_join(budget, args[0] if args else "", values),
     "tojson": _to_json,
 }
@@ -137,9 +162,5 @@ OPERATORS: Final[Mapping[str, Callable[[Budget, Any, Any], None]]] = {
     "*": check_multiply,
     "**": check_power,
     "+": check_add,
-    "%": check_format,
+    "%": check_percent,
 }
-
-
-def _several(value: Any) -> bool:
-    return isinstance(value, (list, tuple))

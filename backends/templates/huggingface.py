@@ -163,6 +163,8 @@ def _refuse(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > 200:  # the C library's time and memory for long formats are not bounded
+        raise ValueError("strftime_now takes formats of at most 200 characters")
     return datetime.now().strftime(format)
 
 

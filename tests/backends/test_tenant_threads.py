@@ -32,6 +32,8 @@ async def test_work_that_is_cancelled_while_it_waits_never_runs() -> None:
     second = asyncio.create_task(threads.run("a", done.append, 2))
     await asyncio.sleep(0)
     second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await asyncio.sleep(0)
     begin.set()
     await first
     assert await threads.run("a", done.append, 3) is None

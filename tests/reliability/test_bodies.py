@@ -258,6 +258,17 @@ def test_c1_a_body_of_100_megabytes_is_refused_unread(served: Any) -> None:
         assert sent < 60_000_000  # the limit, and what the two sockets hold
 
 
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [(CHAT, "content-encoding: gzip"), (CHAT, "content-type: text/plain"), ("/nowhere", "x: y"), ("/health", "x: y")],
+)
+def test_c1_a_body_that_nobody_wants_is_not_read_for_ever(served: Any, path: str, line: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n{line}\r\ntransfer-encoding: chunked\r\n\r\n"
+    with _connected(served[0]) as connection:
+        connection.sendall(head.encode())
+        assert _send_until_refused(connection, b"10000\r\n" + b" " * 0x10000 + b"\r\n", 100_000_000) < 60_000_000
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_c1_compressed_bodies_are_not_unpacked(client: httpx.Client, layers: int) -> None:
     bomb = b'{"model": "local", "x": "' + b"0" * 50_000_000 + b'"}'

@@ -172,8 +172,10 @@ async def ask(app: GatewayMiddleware, method: str, path: str, keys: Sequence[byt
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"content-type", b"application/json"), *((b"authorization", key) for key in keys)]
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b"key=x"}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    headers += [(b"authorization", key) for key in keys]
+    scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "query_string": b"key=x"}
+    scope["headers"] = headers
     await app(scope, receive, send)
     named = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return Answered(sent[0]["status"], named, b"".join(one.get("body", b"") for one in sent[1:]), read)
@@ -277,6 +279,8 @@ async def chat(app: GatewayMiddleware, tenant: str, content: str, **fields: Any)
 def steady_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is drafted depends on measured times too; here every forward costs the same wherever it runs."""
     monkeypatch.setattr("agentspec.backends.torch.engine.speculator.FREE", 1e9)
+    monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.STALL_SECONDS", 3600.0)
+    monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.DRAFT_SECONDS", 3600.0)
     monkeypatch.setattr(CostModel, "seconds", lambda self, tokens, *_: 1.0 + 0.01 * tokens)
     monkeypatch.setattr(CostModel, "many", lambda self, tokens, *_: 1.0 + 0.01 * np.asarray(tokens))
 
@@ -308,7 +312,8 @@ async def test_i3_a_tenant_sees_nothing_of_another(tmp_path: Path, tiny_model: P
             said = await chat(together, "alice", f"tell me of {CANARY} {number % 2}", stream=bool(number % 2))
             assert said.status == 200
         seen, want = await seen_by_bob(together), await seen_by_bob(alone)
-    assert [without_ids(one) for one in seen] == [without_ids(one) for one in want]
+    for one, other in zip(seen, want, strict=True):
+        assert without_ids(one) == without_ids(other)
     assert b'"drafted":' in seen[0].body
     for answered in seen:
         shown = answered.body + repr(answered.headers).encode()
@@ -374,7 +379,7 @@ def test_i4_no_key_and_no_text_is_written_down(
     up = OpenAISettings(base_url=server.url, api_key_file=str(tmp_path / "upstream"), vllm="off")  # type: ignore[arg-type]
     keys = (
         ApiKey(tenant="t", key_env="PLANTED_CLIENT_KEY"),
-        ApiKey(role="operator", key_file=tmp_path / "operator"),
+        ApiKey(tenant="t", role="operator", key_file=tmp_path / "operator"),
     )
     large, tiny = (ThinkingModel(lambda thinking: "step. Answer: 4\n\n") for _ in range(2))
     settings = Settings(

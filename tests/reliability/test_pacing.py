@@ -92,7 +92,8 @@ class Gateway:
 
         headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b""}
+        scope["headers"] = headers
         await self.app(scope, receive, send)
         first = seen[0][0]
         return [(round(1000 * (at - first)), len(data)) for at, data in seen], text_of(b"".join(d for _, d in seen))

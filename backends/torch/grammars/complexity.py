@@ -16,7 +16,7 @@ MAX_PARTS: Final = 50_000
 MAX_REPEATS: Final = 100_000
 MAX_LITERAL: Final = 20_000
 
-_QUANTIFIER = re.compile(r"\{\s*(\d{1,9})?\s*(,)?\s*(\d{1,9})?\s*\}")
+_QUANTIFIER = re.compile(r"\{\s*+(\d{1,9})?+\s*+(,)?+\s*+(\d{1,9})?+\s*+\}")
 _HUGE_QUANTIFIER = re.compile(r"\{[\s\d,]*\d{10}")
 
 

@@ -40,6 +40,11 @@ def test_regular_expressions(regex: str, depth: int, repeats: int) -> None:
     assert (found.depth, found.repeats, found.characters) == (depth, repeats, len(regex))
 
 
+def test_blanks_in_a_quantifier_take_linear_time() -> None:
+    assert measure_regex("a{" + " " * 100_000 + "x").repeats == 1
+    assert measure_regex("{ , " * 30_000).repeats == 1
+
+
 @given(st.text("ab(){}[]|*+?\\,0123456789", max_size=40))
 def test_any_text_is_counted(text: str) -> None:
     assert measure_regex(text).characters == len(text)
