@@ -39,7 +39,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _prepare(self) -> None:
         """Expect an answer."""
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: Any = httptools.HttpResponseParser(self)
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.begun = self.complete = self._framed = self._kept = self._spoilt = False
@@ -125,6 +125,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = True
+        self._parser = self._transport = None  # they hold this object, too
         if self._timer is not None:
             self._timer.cancel()
         if self.complete:
