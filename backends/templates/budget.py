@@ -16,7 +16,7 @@ from jinja2.utils import Namespace
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAX_RENDERED: Final = 4_000_000  # characters
+MAX_RENDERED: Final = 10_000_000  # characters: more than the largest body of a request has by default
 SECONDS: Final = 0.6  # processor time of the rendering thread, which one more operation may exceed
 _BYTES: Final = 32 << 20
 _PER_INPUT: Final = 32  # bytes that a template may make of each byte that it is given

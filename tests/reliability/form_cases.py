@@ -31,7 +31,7 @@ async def main(folder: str, cases: dict[str, Any]) -> None:
     async with Runtime(settings) as runtime:
         app = create_app(runtime, settings)
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=300) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
             for name, fields in cases.items():
                 print(json.dumps(await tried(client, name, fields)), flush=True)
 

@@ -156,7 +156,9 @@ TAKEN: dict[str, Json] = {
 }
 
 # What the parser of the body may refuse already.
-UNREAD = frozenset(["a number beyond floats", "1,500 nested arrays", "1,500 levels of tool parameters"])
+UNREAD = frozenset(
+    ["a number beyond floats", "1,500 nested arrays", "1,500 levels of tool parameters", "deep template arguments"]
+)
 HEAVY = frozenset(["5,000 properties", "1,000 optional properties", "many optional parts", "a long repetition"])
 
 

@@ -151,7 +151,7 @@ def test_long_conversations_stay_within_the_budget() -> None:
     text = rendered(TEMPLATES[0], many, None, {}, start=True, continue_final=False)
     assert len(text) > 2_000_000
     with pytest.raises(TemplateLimitError, match="longer than"):
-        rendered(TEMPLATES[0], many * 2, None, {}, start=True, continue_final=False)
+        rendered(TEMPLATES[0], many * 5, None, {}, start=True, continue_final=False)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=20)), min_size=1, max_size=4))

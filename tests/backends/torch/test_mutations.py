@@ -102,7 +102,11 @@ BATCH_MUTATIONS: Mutations = {
 }
 # The same for what a request's rules bar.
 RULE_MUTATIONS: Mutations = {
-    "grammar not advanced": ("GrammarMatcher.advance", "self._try(lambda matcher: matcher.consume_token(token))", "pass"),
+    "grammar not advanced": (
+        "GrammarMatcher.advance",
+        "self._try(lambda matcher: matcher.consume_token(token))",
+        "pass",
+    ),
     "mask not applied": (
         "Sampler.choose",
         "self.constraints.apply(self._logits[row])[None]",
