@@ -70,6 +70,7 @@ def test_published_logs_become_traces_that_can_be_replayed(program, tokenizer, t
     assert program("bench", "traces", "aider", log, "--out", out).exit_code == 2
 
 
+@pytest.mark.slow
 def test_gpu_needs_a_tokenizer_with_traces_and_runs_without_both(program, traces, tmp_path):
     out = tmp_path / "out.json"
     assert program("bench", "gpu", "--traces", traces[0]).exit_code == 2

@@ -65,6 +65,7 @@ def stream(folder: Path, plan: GatewayPlan) -> dict[str, float]:
     return figures
 
 
+@pytest.mark.slow
 def test_c2_streams_at_once_all_end_and_leave_nothing_open(tmp_path: Path) -> None:
     plan = GatewayPlan(streams=50, every=0.1, ramp=0.2, stream_seconds=0.3)
     assert stream(tmp_path, plan)["stream_failures"] == 0
@@ -116,6 +117,7 @@ def beside_slow_answers(folder: Path, slow: int, seconds: float) -> tuple[dict[s
     return alone, beside
 
 
+@pytest.mark.slow
 def test_u9_slow_answers_fail_no_call_of_another_tenant(tmp_path: Path) -> None:
     alone, beside = beside_slow_answers(tmp_path, 20, 1.0)
     assert alone["statuses"] == beside["statuses"] == {"200": 50}

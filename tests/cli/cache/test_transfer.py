@@ -96,6 +96,7 @@ def test_text_needs_a_model(program, tmp_path):
     assert (result.exit_code, "cache.path" in result.stderr) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_imported_calls_are_what_the_gateway_stores_and_drafts(program, tmp_path, default_model):
     """The same call live and imported is one sequence, and the next day's gateway drafts it from its first token."""
