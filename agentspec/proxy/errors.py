@@ -67,7 +67,9 @@ def _of_gateway(error: Exception) -> Exception:
 
 def refused_key(upstream: str) -> UpstreamAuthenticationError:
     """What a client gets when an upstream refuses the operator's key: its own words tell about key and account."""
-    return UpstreamAuthenticationError(f"{upstream} refused the gateway's own key; tell the gateway's operator")
+    return UpstreamAuthenticationError(
+        f"{upstream} refused the gateway's request (its key, or what the key may use); tell the gateway's operator"
+    )
 
 
 def unexpected(error: Exception) -> BaseException | None:

@@ -13,7 +13,6 @@ import anyio
 
 from agentspec.errors import ConfigurationError
 from agentspec.proxy.admission.auth import Authenticator
-from agentspec.proxy.hosts import is_loopback
 from agentspec.proxy.logs import logger
 from agentspec.proxy.serving.tls import load_certificate
 from agentspec.settings.load import Settings
@@ -103,5 +102,5 @@ def restart_needed(current: Settings, wanted: Settings) -> list[str]:
 
 def _refuse_to_open(current: ServerSettings, wanted: ServerSettings) -> None:
     """Raise `ConfigurationError` if the last key is gone, which would let everybody in."""
-    if current.api_keys and not wanted.api_keys and not is_loopback(current.host):
+    if current.api_keys and not wanted.api_keys:
         raise ConfigurationError("server.api_keys is empty: serving everybody takes a restart")

@@ -110,8 +110,9 @@ def test_a_missing_key_file_changes_nothing(keyed: Any, tmp_path: Path) -> None:
     assert keyed.app.limiter._settings.max_concurrent == 1 and status(keyed.url, "secret") == 200
 
 
-def test_the_door_is_not_opened(keyed: Any) -> None:
-    public = keyed.runtime.settings.server.model_copy(update={"host": "0.0.0.0"})
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_the_door_is_not_opened(keyed: Any, host: str) -> None:
+    public = keyed.runtime.settings.server.model_copy(update={"host": host})
     there = Reloader(keyed.server, keyed.app, Settings(server=public, backends={}), None)
     with pytest.raises(ConfigurationError, match="restart"):
         there.apply(Settings(server=public.model_copy(update={"api_keys": ()}), backends={}))
