@@ -66,6 +66,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         said = cast(object, record.msg)
+        line: dict[str, Any]
         if isinstance(said, LoggedEvent):
             line = {**said.fields, "event": said.event}
         else:

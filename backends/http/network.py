@@ -123,18 +123,18 @@ class HttpConnection(asyncio.Protocol):
         if self._pieces or self.complete or self.status:
             _wake(self._waiter)
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         self._parser = self._transport = None  # they hold this object, too
         if self._timer is not None:
             self._timer.cancel()
         if self.complete:
             return
-        if self.status and not self._framed and error is None:
+        if self.status and not self._framed and exc is None:
             self.complete = True  # what has no length ends with the connection
             _wake(self._waiter)
-        elif error is not None:
-            self._fail(httpcore.ReadError(str(error)))
+        elif exc is not None:
+            self._fail(httpcore.ReadError(str(exc)))
         else:
             self._fail(httpcore.RemoteProtocolError("the server closed the connection before its answer was complete"))
 

@@ -27,7 +27,7 @@ class ServerDetector:
     def __init__(self, endpoint: Endpoint, settings: OpenAISettings) -> None:
         self._endpoint = endpoint
         self._looked_for = tuple(kind for kind in _OWNERS if getattr(settings, kind) != "off")
-        self._kind = configured_kind(settings)
+        self._kind: ServerKind | None = configured_kind(settings)
         self._until = 0.0 if self._kind is None else math.inf
 
     async def kind(self) -> ServerKind | None:
@@ -71,7 +71,7 @@ async def look(endpoint: Endpoint) -> ServerKind:
     except UpstreamStatusError:
         content = await endpoint.fetch("GET", "/metrics", above=True, timeout=LOOK_SECONDS, limit=MAX_LIST_BYTES)
         names = [line.partition(b":")[0] for line in content.split(b"\n")]
-        return next((kind for kind in _OWNERS if kind.encode() in names), "other")
+        return "vllm" if b"vllm" in names else "sglang" if b"sglang" in names else "other"
 
 
 async def list_models(endpoint: Endpoint, timeout: float) -> list[dict[str, Any]]:
@@ -85,4 +85,4 @@ async def list_models(endpoint: Endpoint, timeout: float) -> list[dict[str, Any]
 def owner_of(listed: list[dict[str, Any]]) -> ServerKind:
     """Which of the known servers owns one of the listed models."""
     owners = [model.get("owned_by") for model in listed]
-    return next((kind for kind in _OWNERS if kind in owners), "other")
+    return "vllm" if "vllm" in owners else "sglang" if "sglang" in owners else "other"

@@ -54,7 +54,7 @@ class LoadConnection(asyncio.Protocol):
     def close(self) -> None:
         self._transport.abort()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         if self.busy:
             self._end(BROKEN)

@@ -109,10 +109,9 @@ class HttpServer(uvicorn.Server):
 
     async def _open(self, connection: socket.socket, release: partial[None]) -> None:
         """Hand an accepted connection to a protocol; with TLS, once its handshake is complete."""
-        protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+        protocol = HttpToolsConnection(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        assert isinstance(protocol, BoundedConnection)
         protocol.on_close = release
         limit = None if self.tls is None else self.connections.settings.header_timeout
         try:
