@@ -64,12 +64,14 @@ class Runtime:
         self._names = _model_names(self.settings, self._backends)
         self._passthrough = _passthrough(self.settings, self._backends)
         self._isolation: TenantIsolation | None = None
+        self._tenants = self.settings.server.tenant_names
         self._strategies: dict[str, Strategy[Any]] = {}
         self._knowledge: dict[str, KnowledgeBase] = dict(knowledge or {})
         self._given_cache = cache
         self._own_cache: SuffixCache | None = None
         self._building = threading.Lock()
         self._opening = threading.Lock()
+        self._joining = threading.Lock()
         self._started = False
         self._closed = False
 
@@ -209,8 +211,10 @@ class Runtime:
 
         Upstreams are not checked: requests to one that cannot keep them apart are refused.
         """
-        if self._isolation is not None:
-            self._isolation.required = len(names) > 1
+        with self._joining:
+            self._tenants = frozenset(names)
+            if self._isolation is not None:
+                self._isolation.required = len(names) > 1
 
     def _keep_tenants_apart(self) -> None:
         """Tell every upstream's backend how. Raises `ConfigurationError` if one that answers cannot do it."""
@@ -219,11 +223,11 @@ class Runtime:
             return
         from agentspec.backends.openai.isolation import TenantIsolation
 
-        server = self.settings.server
-        isolation = TenantIsolation(server.read_secret(), required=len(server.tenant_names) > 1)
+        secret = self.settings.server.read_secret()
+        with self._joining:  # a reload may change the tenants meanwhile
+            self._isolation = isolation = TenantIsolation(secret, required=len(self._tenants) > 1)
         for upstream in upstreams:
             upstream.isolate(isolation)
-        self._isolation = isolation
 
         async def check_all() -> None:
             for upstream in upstreams:

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from agentspec.errors import ShuttingDownError
+
 T = TypeVar("T")
 
 
@@ -45,11 +47,14 @@ class TenantThreads:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         self._running: Counter[str] = Counter()
+        self._closed = False
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: Any) -> T:
         """The result of `function(*arguments)`. A cancelled caller leaves the queue; what runs is finished."""
         future: Future[T] = Future()
         with self._lock:
+            if self._closed:
+                raise ShuttingDownError("the server is shutting down")
             self._waiting.setdefault(tenant, deque()).append(_Job(future, function, arguments))
         self._start()
         try:
@@ -58,7 +63,14 @@ class TenantThreads:
             del future  # for the same reason
 
     def close(self) -> None:
-        """Take no more work; what runs ends by itself."""
+        """Take no more work: what waits gets `ShuttingDownError`, what runs ends by itself."""
+        with self._lock:
+            self._closed = True
+            waiting = [job.future for jobs in self._waiting.values() for job in jobs]
+            self._waiting.clear()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ShuttingDownError("the server is shutting down"))
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:

@@ -16,7 +16,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Forwards, ReportsMetrics
-from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError
+from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
@@ -36,6 +36,7 @@ from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
 from agentspec.telemetry.samples import BackendSample
 
 VERSION = version("agentspec")
+MODELS_SECONDS = 10.0  # to list the models of an upstream
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -127,7 +128,10 @@ class Pages:
         record = RequestRecord.of(request.scope)
         try:
             headers = request_headers(request.scope, record)
-            return await backend.models(headers) if isinstance(backend, Forwards) else []
+            async with asyncio.timeout(MODELS_SECONDS):
+                return await backend.models(headers) if isinstance(backend, Forwards) else []
+        except TimeoutError:
+            raise UpstreamTimeoutError("the upstream did not list its models in time") from None
         except UpstreamStatusError as error:
             error.for_client = not (record.has_gateway_key or error.own_key)
             raise

@@ -21,7 +21,7 @@ from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
-from agentspec.proxy.admission.limits import Deadlines, until_disconnect
+from agentspec.proxy.admission.limits import Deadline, Deadlines, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
@@ -91,8 +91,7 @@ class GenerationEndpoint:
                 request, writer = await self.budget.run(
                     tenant, len(body), self._parse, fields, caller, route.backend, record
                 )
-                deltas = deadline.within(self.runtime.generate(request))
-                await self._answer(deltas, writer, record, send)
+                await self._answer(self.runtime.generate(request), writer, record, send, deadline)
         if client.cancelled_caught and not record.body_ended:
             record.outcome = "cancelled"
 
@@ -119,17 +118,22 @@ class GenerationEndpoint:
         return request, kind(request, form, self.settings.speculation_object)
 
     async def _answer(
-        self, deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send
+        self,
+        deltas: AsyncGenerator[Delta],
+        writer: ResponseWriter,
+        record: RequestRecord,
+        send: Send,
+        deadline: Deadline,
     ) -> None:
         if not record.stream:
-            await send_json(deltas, writer, record, send)
+            await send_json(deadline.within(deltas), writer, record, send)
             return
         pacing, form = self.settings.stream_pacing, writer.format
         if pacing:
             length = self.settings.stream_pacing_characters
             deltas = paced(deltas, pacing, length, token_ids=form.token_ids)
         obfuscate = bool(pacing) if form.obfuscation is None else form.obfuscation
-        await send_sse(deltas, writer, record, send, obfuscate=obfuscate)
+        await send_sse(deadline.within(deltas), writer, record, send, obfuscate=obfuscate)
 
     def _ready(self) -> Runtime:
         if not self.runtime.ready:

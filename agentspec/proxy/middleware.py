@@ -49,6 +49,7 @@ class GatewayMiddleware:
         for endpoint in self.endpoints:
             endpoint.settings = settings
             endpoint.runtime.serve_tenants(settings.tenant_names)
+            endpoint.budget.shared = bool(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -133,6 +133,8 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         pool = self._pools.get(loop)
         if pool is None:
+            for ended in [other for other in self._pools if other.is_closed()]:
+                del self._pools[ended]  # a pool refers to its loop, so that it would never be freed
             pool = self._pools[loop] = open_connections(self._url, self._keepalive_expiry, self._transport)
         return pool
 

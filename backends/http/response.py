@@ -19,7 +19,7 @@ RESPONSE_HEADERS = frozenset({"content-encoding", "content-type", "retry-after",
 RESPONSE_PREFIXES = ("openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
 ACCOUNT_HEADERS = frozenset({"openai-organization", "openai-project"})
 """Headers that choose or name the account. With the operator's key they are the operator's business."""
-_OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", *RESPONSE_PREFIXES[1:])
+_OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", "x-agentspec-", "x-request-id")
 
 
 class UpstreamResponse:

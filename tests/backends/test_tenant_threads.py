@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 
 from agentspec.backends.tenant_threads import TenantThreads
+from agentspec.errors import ShuttingDownError
 
 
 @pytest.mark.anyio
@@ -67,3 +68,19 @@ def test_several_loops_share_the_threads() -> None:
     threads = TenantThreads(2, "test")
     assert [asyncio.run(threads.run("a", int, "7")) for _ in range(3)] == [7, 7, 7]
     threads.close()
+
+
+@pytest.mark.anyio
+async def test_what_waits_at_the_end_is_told() -> None:
+    threads, begin = TenantThreads(1, "test"), threading.Event()
+    first = asyncio.create_task(threads.run("a", begin.wait, 60))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(threads.run("b", begin.wait, 60))
+    await asyncio.sleep(0)
+    threads.close()
+    with pytest.raises(ShuttingDownError):
+        await second
+    with pytest.raises(ShuttingDownError):
+        await threads.run("b", begin.wait, 60)
+    begin.set()
+    assert await first

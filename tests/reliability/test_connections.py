@@ -589,6 +589,17 @@ def test_c9_what_follows_a_request_is_not_part_of_its_answer(behind: Any) -> Non
     assert re.findall(rb"HTTP/1.1 (\d\d\d) ", answer) in ([b"200", b"400"], [b"200"]) and len(requests) == 1
 
 
+def test_c9_a_request_before_the_answer_to_the_last_one_is_not_queued(behind: Any) -> None:
+    """Thousands fit into one read."""
+    running, requests = behind
+    with socket.create_connection(address(running.url), timeout=60) as connection:
+        connection.sendall(
+            POST + HOST + TYPE + LENGTH + b"\r\n" + CONTENT + (b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n") * 900
+        )
+        answer = rest(connection)
+    assert re.findall(rb"HTTP/1.1 (\d\d\d) ", answer) == [b"200"] and len(requests) == 1
+
+
 def test_c9_an_offered_upgrade_does_not_make_the_body_a_request(behind: Any) -> None:
     """Java's clients offer HTTP/2 in this way with every first request."""
     running, requests = behind

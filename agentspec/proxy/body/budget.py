@@ -24,7 +24,7 @@ class BodyBudget:
 
     def __init__(self, limit: int, threads: int, *, shared: bool = True) -> None:
         self._limit = limit
-        self._share = limit // 2 if shared else limit
+        self.shared = shared
         self._held: Counter[str] = Counter()
         self._threads = TenantThreads(threads, "agentspec-body")
 
@@ -43,7 +43,8 @@ class BodyBudget:
 
         def take(size: int) -> None:
             nonlocal taken
-            if self.held + size > self._limit or self._held[tenant] + size > self._share:
+            share = self._limit // 2 if self.shared else self._limit
+            if self.held + size > self._limit or self._held[tenant] + size > share:
                 raise OverloadedError("too many large requests are being answered already (server.max_body_memory)")
             self._held[tenant] += size
             taken += size

@@ -11,7 +11,8 @@ import unicodedata
 from collections.abc import Set
 from functools import lru_cache
 
-_LONGEST = 128  # of names that a server could know
+LONGEST_NAME = 128
+"""Longer names belong to no server. They are not looked up, since what is looked up is remembered."""
 
 # Where a request goes, and what may replace it: LiteLLM's and OpenRouter's routing, and settings of HTTP clients.
 _ROUTING = """
@@ -27,7 +28,7 @@ _ROUTING = """
 # The inside of vLLM and SGLang: transfers between servers, adapters, identities, tensors, code and templates.
 _ENGINE = """
     kv_transfer_params ec_transfer_params data_parallel_rank routed_dp_rank disagg_prefill_dp_rank lora_path lora_paths
-    lora_request lora_name lora request_id rid session_params extra_key custom_logit_processor custom_params
+    lora_request lora_name lora request_id rid session_params extra_key custom_logit_processor custom_params priority
     logits_processors prompt_embeds input_embeds image_embeds audio_embeds video_embeds image_pil media_io_kwargs
     mm_processor_kwargs chat_template tokenizer trust_remote_code id_slot slot_id engine_id
 """
@@ -66,17 +67,17 @@ _METADATA = frozenset(_plain("api_base base_url model_url user_config"))
 
 def is_denied(name: str, allowed: Set[str]) -> bool:
     """Whether no client may set the field `name`; `allowed` has the plain names that the operator permits."""
-    return _anywhere(name) and plain_name(name) not in allowed
+    return len(name) <= LONGEST_NAME and _anywhere(name) and plain_name(name) not in allowed
 
 
 def is_denied_in_message(name: str, allowed: Set[str]) -> bool:
     """The same in a message, whose parts have fields for the addresses of images; those are checked by their values."""
-    return _in_message(name) and plain_name(name) not in allowed
+    return len(name) <= LONGEST_NAME and _in_message(name) and plain_name(name) not in allowed
 
 
 def is_denied_in_metadata(name: str, allowed: Set[str]) -> bool:
     """The same in `metadata`, whose names are the client's own otherwise."""
-    return _in_metadata(name) and plain_name(name) not in allowed
+    return len(name) <= LONGEST_NAME and _in_metadata(name) and plain_name(name) not in allowed
 
 
 @lru_cache(maxsize=4096)
@@ -95,7 +96,5 @@ def _in_metadata(name: str) -> bool:
 
 
 def _matches(name: str, names: Set[str], ends: tuple[str, ...]) -> bool:
-    if len(name) > _LONGEST:
-        return False
     plain = plain_name(name)
     return plain in names or plain.startswith(_STARTS) or plain.endswith(ends)

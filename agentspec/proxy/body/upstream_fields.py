@@ -14,7 +14,13 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 from agentspec.proxy.body.addresses import is_address, is_base64, is_inline, is_on
 from agentspec.proxy.body.amounts import COUNTED_FIELDS
-from agentspec.proxy.body.field_names import is_denied, is_denied_in_message, is_denied_in_metadata, plain_name
+from agentspec.proxy.body.field_names import (
+    LONGEST_NAME,
+    is_denied,
+    is_denied_in_message,
+    is_denied_in_metadata,
+    plain_name,
+)
 
 
 def _plain_names(names: str) -> frozenset[str]:
@@ -150,7 +156,7 @@ class UpstreamFields:
                 place.pop()
 
     def _check_string(self, text: str, nearest: str, region: _Region, place: _Place) -> None:
-        plain = plain_name(nearest) if region.media else ""
+        plain = plain_name(nearest) if region.media and len(nearest) <= LONGEST_NAME else ""
         if plain in _MEDIA:
             harmless = is_inline(text)
         elif plain in _ENCODED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from agentspec.proxy.request_record import RequestRecord
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
 
+_IDS = ("x-request-id", "idempotency-key")
 SENT_BYTES = 64 << 10  # pieces of a whole answer, so that a slow client holds no copy of all of it
 
 
@@ -74,10 +76,16 @@ async def pass_through(
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
-    """The client's headers, without `authorization` if it holds a key for this gateway."""
+    """The client's headers, without `authorization` if it holds a key for this gateway.
+
+    Servers tell requests apart by their ids: those of a tenant then begin with a mark of its own, so that nobody can
+    send an id of another tenant's.
+    """
     headers = dict(Headers(scope=scope)) | {"x-request-id": record.request_id}
     if record.has_gateway_key:
         headers.pop("authorization", None)
+        mark = hashlib.sha256((record.tenant or "").encode()).hexdigest()[:16]
+        headers |= {name: f"{mark}-{headers[name]}" for name in _IDS if name in headers}
     return headers
 
 

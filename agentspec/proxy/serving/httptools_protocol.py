@@ -33,6 +33,9 @@ class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
         self._unparsed = 0
         if not self.url.startswith(b"/"):
             raise ValueError("the target must be a path")  # answered with 400
+        if self.cycle is not None and not self.cycle.response_complete:
+            # uvicorn would queue it without a bound, and no longer notice that the client of the first one leaves.
+            raise ValueError("a request before the answer to the one before")  # the answer is then the last one
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from traceback import clear_frames
 from typing import TypeVar
 
 from torch import Tensor
@@ -74,7 +75,12 @@ def timed(drafting: Drafting[T]) -> Drafting[tuple[T, float]]:
         request = next(drafting)
         while True:
             seconds += perf_counter() - started
-            reply = yield request
+            try:
+                reply = yield request
+            except Exception as error:  # of the forward, which the drafter may do without
+                started = perf_counter()
+                request = drafting.throw(error)
+                continue
             seconds += reply.seconds
             started = perf_counter()
             request = drafting.send(reply)
@@ -109,6 +115,10 @@ def _forward(model: TargetModel, items: list[BatchItem]) -> Sequence[Reply]:
     except Exception as error:
         if is_device_error(error):
             raise
-        return [error] if len(items) == 1 else [reply for item in items for reply in _forward(model, [item])]
-    share = (perf_counter() - started) / len(items)
-    return [DraftLogits(logits, share) for logits in outputs]
+        if len(items) == 1:
+            return [error]
+        clear_frames(error.__traceback__)  # they keep the tensors of the failed forward
+    else:
+        share = (perf_counter() - started) / len(items)
+        return [DraftLogits(logits, share) for logits in outputs]
+    return [reply for item in items for reply in _forward(model, [item])]

@@ -183,6 +183,9 @@ class Tasks:
             future.set_exception(error)
             if is_device_error(error):
                 self._device_failed(error)
+        finally:
+            # The error's traceback keeps this frame: with these it would keep itself, and what the call holds.
+            del future, function
 
 
 def stopped_by(cause: BaseException) -> EngineStoppedError:

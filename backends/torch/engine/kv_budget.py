@@ -34,7 +34,7 @@ class MemoryLedger:
 
     def __init__(self, free: Callable[[torch.device], int | None] = free_memory) -> None:
         self._free = free
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is lent may be given back by the garbage collector, at any moment
         self._promises: dict[str, weakref.WeakKeyDictionary[KVBudget, int]] = {}
 
     def available(self, device: torch.device) -> int | None:

@@ -122,6 +122,8 @@ class Speculator:
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
+        if self._drafter is not None:
+            self._drafter.rest()
         self._counters.draft_failures += 1
         logger.warning("an answer goes on without drafts: %s", error_location(error))
         clear_frames(error.__traceback__)  # they keep the tensors of a failed draft model alive

@@ -77,7 +77,8 @@ class GrammarCompiler:
         """Whether `compile` would wait for another process: for a large grammar that it does not know yet."""
         key = _key(source, param)
         with self._lock:
-            known = key in self._kept or key in self._refused
+            kept, _ = self._kept.get(key, (None, 0))
+            known = key in self._refused or (kept is not None and not kept.worn)
         return not known and not self._quick(source, param, complexity)
 
     def symbol(self, text: str) -> str:

@@ -88,7 +88,9 @@ class _Walk:
             yield from ([one] for one in schema["allOf"])
         kind, properties = schema.get("type"), schema.get("properties")
         if kind == "object" and isinstance(properties, Mapping) and isinstance(schema.get("required"), list):
-            yield from ([properties[name]] for name in schema["required"] if name in properties)
+            yield from (
+                [properties[name]] for name in schema["required"] if isinstance(name, str) and name in properties
+            )
         if kind == "array" and isinstance(least := schema.get("minItems"), int) and least > 0:
             first = schema.get("prefixItems")
             first = first if isinstance(first, list) else []

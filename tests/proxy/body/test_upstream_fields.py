@@ -7,6 +7,7 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
+from agentspec.proxy.body.field_names import plain_name
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 
 
@@ -217,3 +218,13 @@ def test_many_elements_cost_little(unit: Any, place: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     check({place: {"x": value} if place == "metadata" else value})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+def test_long_names_are_not_remembered() -> None:
+    before = plain_name.cache_info().currsize
+    for number in range(20):
+        name = "x" * 200 + str(number)
+        UpstreamFields(OpenAISettings(base_url="http://127.0.0.1:9/v1")).check(  # type: ignore[arg-type]
+            {"model": "m", name: 1, "messages": [{"role": "user", name: "text"}], "metadata": {name: "x"}}
+        )
+    assert plain_name.cache_info().currsize <= before + 8

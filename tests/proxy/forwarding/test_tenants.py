@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,25 @@ def test_an_upstream_that_cannot_be_recognised_gets_no_request(gateway: Any, ups
     response = ask(running, "alice")
     assert response.status_code == 503 and response.json()["error"]["code"] == "upstream_isolation"
     assert not [request for request in server.requests if request.method == "POST"]
+
+
+def test_a_tenant_that_comes_while_models_load_is_kept_apart(upstream: Any, tmp_path: Path) -> None:
+    server = upstream(serve("vllm"))
+    both = settings(server.url, tmp_path)
+    runtime = Runtime(both.model_copy(update={"server": ServerSettings(api_keys=both.server.api_keys[:1])}))
+    runtime.serve_tenants(both.server.tenant_names)
+    runtime.start()
+    isolation = runtime._isolation
+    assert isolation is not None and isolation.required
+    asyncio.run(runtime.aclose())
+
+
+def test_nobody_sends_another_tenants_request_id(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(serve("vllm"))
+    running, sent = gateway({}, settings(server.url, tmp_path)), []
+    for tenant in ("alice", "bob"):
+        headers = {"authorization": f"Bearer key-of-{tenant}", "x-request-id": "r1", "idempotency-key": "k1"}
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers=headers, timeout=60)
+        assert answer.headers["x-request-id"] == "r1"
+        sent.append({server.requests[-1].headers[name] for name in ("x-request-id", "idempotency-key")})
+    assert len(sent[0] | sent[1]) == 4 and all(one.endswith(("-r1", "-k1")) for one in sent[0] | sent[1])

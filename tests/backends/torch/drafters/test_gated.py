@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from agentspec.backends.torch.drafters import Drafter, chain_draft
+from agentspec.backends.torch.drafters.forwards import DraftForward, Drafting, timed
 from agentspec.backends.torch.drafters.gated import LONGEST_WAIT, GatedDrafter, followed
 from agentspec.types import Draft, Source
 
@@ -93,3 +94,19 @@ def test_a_model_that_fails_is_dropped_with_a_word(caplog: pytest.LogCaptureFixt
     assert costly.asked == 1 and costly.closed and caplog.text.count("without the draft model") == 1
     drafter.close()
     assert cheap.closed
+
+
+def test_a_failed_forward_reaches_the_drafter_that_asked_for_it() -> None:
+    def drafter() -> Drafting[str]:
+        try:
+            yield DraftForward(None, None)  # type: ignore[arg-type]
+        except MemoryError:
+            return "without it"
+        return "with it"
+
+    drafting = timed(timed(drafter()))
+    next(drafting)
+    with pytest.raises(StopIteration) as end:
+        drafting.throw(MemoryError())
+    (text, _), _ = end.value.value
+    assert text == "without it"
