@@ -17,6 +17,7 @@ import pytest
 from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.backends.torch.drafters import Drafter
 from agentspec.cache import SuffixCache
 from agentspec.errors import CacheError, UpstreamError, UpstreamTimeoutError
 from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
@@ -189,16 +190,11 @@ def test_u11_a_cache_that_has_recovered_is_used_again(
         assert answers == [plain] * 3 and fault.calls > 3 and sum(stats.accepted_by_source.values()) > 0
 
 
-class Broken:
+class Broken(Drafter):
     """A draft model that is gone."""
-
-    seconds_weighed = 0.0
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         raise RuntimeError("the draft model is gone")
-
-    def close(self) -> None:
-        return None
 
 
 def test_u10_a_draft_model_that_fails_costs_drafts_only(
