@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
+from urllib.parse import unquote
 
 from agentspec.backends.torch.grammars.complexity import MAX_REPEATS, Complexity, measure_regex, satisfiable
 from agentspec.errors import InvalidRequestError
@@ -102,6 +103,7 @@ class _Walk:
         """The schema that a JSON pointer into the root names; nothing if there is none, which the compiler refuses."""
         found = self._root
         for part in reference.removeprefix("#").strip("/").split("/") if reference.strip("#/") else ():
+            part = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(found, Mapping) and part in found:
                 found = found[part]
             elif isinstance(found, list) and part.isdecimal() and len(part) < 10 and int(part) < len(found):
@@ -111,6 +113,13 @@ class _Walk:
         return [found]
 
 
+def _refers_by_name(schema: Mapping[str, Any]) -> bool:
+    """Whether it has names for references that are not followed here, so that its size is not known."""
+    reference = schema.get("$ref", "#")
+    by_name = not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/"))
+    return by_name or any(key in schema for key in ("$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$id"))
+
+
 def _own(schema: Any) -> Complexity:
     """What a schema adds by itself, without those inside it."""
     if not isinstance(schema, Mapping):
@@ -118,7 +127,7 @@ def _own(schema: Any) -> Complexity:
     counts = [schema[key] for key in _COUNTS if isinstance(schema.get(key), int)]
     lists = [schema[key] for key in ("enum", "required", "type") if isinstance(schema.get(key), list)]
     all_of = schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
-    combined = len(all_of) > 1 or sum(key in schema for key in _COMBINING) > 1
+    combined = len(all_of) > 1 or sum(key in schema for key in _COMBINING) > 1 or _refers_by_name(schema)
     repeats = MAX_REPEATS if combined else min(MAX_REPEATS, max([1, *counts]))  # alternatives in each other multiply
     enum = schema["enum"] if isinstance(schema.get("enum"), list) else ()
     literals = [

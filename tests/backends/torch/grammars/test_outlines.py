@@ -169,3 +169,21 @@ def test_grammars_in_gbnf_are_bounded(grammar: str) -> None:
 
 def test_rules_that_need_rules() -> None:
     assert satisfiable([[[1, 2]], [[0]], [], [[2], [1]], [[]]]) == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/a~1b", "#/$defs/a%2Fb"])
+def test_references_are_followed_however_they_are_written(reference: str) -> None:
+    many = {"allOf": [{"anyOf": [{"type": "string"}, {"type": "null"}]}] * 10}
+    schema = {"$ref": reference, "$defs": {"a/b": many}}
+    assert not measure_schema(schema, "p").simple
+
+
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#name"}, {"$id": "x"}, {"$ref": "other.json"}, {"items": {"$anchor": "x"}}]
+)
+def test_names_that_are_not_followed_are_not_taken_for_small(schema: dict[str, Any]) -> None:
+    assert not measure_schema(schema, "p").simple
+
+
+def test_what_is_required_may_be_anything() -> None:
+    measure_schema({"type": "object", "properties": {"a": {}}, "required": [[], {}, 1]}, "p")
