@@ -55,7 +55,7 @@ PROGRAM = """
 import sys, threading, time, httpx, torch
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.settings import TorchSettings
-from agentspec.proxy.server import GatewayServer, serve
+from agentspec.proxy.serving.server import GatewayServer, serve
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 
@@ -65,7 +65,7 @@ startup, port = GatewayServer.startup, [0]
 
 async def started(server, sockets=None):
     await startup(server, sockets)
-    port[0] = server.servers[0].sockets[0].getsockname()[1]
+    port[0] = sockets[0].getsockname()[1]
 
 
 def client():
