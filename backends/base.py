@@ -104,9 +104,16 @@ class Forwards(Protocol):
         ...
 
     def forward(
-        self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b"", query: str = ""
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        query: str = "",
+        tenant: str = DEFAULT_TENANT,
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send a request to `path` below the server's root; the caller allow-lists paths.
+        """Send a tenant's request to `path` below the server's root; the caller allow-lists paths.
 
         Error answers are returned like others. Leaving the block cancels the server's work. Raises `UpstreamError`.
         """
@@ -125,15 +132,15 @@ class Forwards(Protocol):
         ...
 
 
+_forwarding: dict[type, bool] = {}
+
+
 def is_forwarding(backend: object) -> TypeGuard[Forwards]:
     """Whether `backend` is a `Forwards`. The check of a protocol takes long, so its result is kept for each class."""
     kind = type(backend)
     if kind not in _forwarding:
         _forwarding[kind] = isinstance(backend, Forwards)
     return _forwarding[kind]
-
-
-_forwarding: dict[type, bool] = {}
 
 
 @runtime_checkable

@@ -47,22 +47,24 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     lifespan closes the runtime. Raises `ConfigurationError` for an API key that cannot be read.
     """
     settings = settings or runtime.settings
-    limiter = ConcurrencyLimiter(settings.server)
     server = settings.server
+    limiter = ConcurrencyLimiter(server)
     budget = BodyBudget(server.max_body_memory, server.parsing_threads, shared=bool(server.api_keys))
     upstreams = [name for name, backend in settings.backends.items() if not backend.local]
-    if settings.server.stream_pacing and upstreams:
+    if server.stream_pacing and upstreams:
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
     pages = Pages(runtime, limiter)
     paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
-    endpoints = [GenerationEndpoint(path, runtime, settings.server, limiter, budget, deadlines) for path in paths]
+    endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines) for path in paths]
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
-    authenticator, hosts = Authenticator(settings.server.api_keys), HostCheck(settings.server)
-    return GatewayMiddleware(router, authenticator, hosts, limiter, deadlines, pages.registry, loading, endpoints)
+    authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)
+    return GatewayMiddleware(
+        router, authenticator, hosts, limiter, deadlines, pages.registry, loading, endpoints, runtime, budget
+    )
 
 
 class Pages:

@@ -62,14 +62,14 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        async with self.limiter.enter(record.tenant or "", receive) as receive:
-            with self.budget.account(record.tenant or "") as account:
+        async with self.limiter.enter(record.tenant, receive) as receive:
+            with self.budget.account(record.tenant) as account:
                 await self._admitted(scope, receive, send, record, account)
 
     async def _admitted(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: Callable[[int], None]
     ) -> None:
-        headers, tenant = Headers(scope=scope), record.tenant or ""
+        headers, tenant = Headers(scope=scope), record.tenant
         deadline = self.deadlines.start(self.settings.request_timeout)
         async with deadline.limit():
             body = await read_body(headers, receive, self.settings.max_body_bytes, account)

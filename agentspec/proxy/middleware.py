@@ -16,12 +16,14 @@ from starlette.types import Receive, Scope, Send
 from agentspec.proxy.admission.auth import Authenticator, request_id
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.admission.limits import Deadlines
+from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
 from agentspec.types import StepSpeculation
@@ -41,15 +43,17 @@ class GatewayMiddleware:
     metrics: Metrics
     loading: Loading
     endpoints: Sequence[GenerationEndpoint]
+    runtime: Runtime
+    budget: BodyBudget
 
     def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
         """Use other keys and limits for the requests to come."""
         self.authenticator, self.hosts = authenticator, HostCheck(settings)
         self.limiter.update(settings)
+        self.runtime.serve_tenants(settings.tenant_names)
+        self.budget.shared = bool(settings.api_keys)
         for endpoint in self.endpoints:
             endpoint.settings = settings
-            endpoint.runtime.serve_tenants(settings.tenant_names)
-            endpoint.budget.shared = bool(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,7 +71,6 @@ class GatewayMiddleware:
             self.hosts.check(scope, any_host=is_open)
             if not is_open:
                 record.identity = self.authenticator.identify(headers)
-                record.tenant = record.identity.tenant
             await self.routes(scope, receive, send)
         except ClientDisconnect:
             record.outcome = "cancelled"
@@ -120,7 +123,7 @@ def _log_fields(record: RequestRecord) -> dict[str, Any]:
         "method": record.method,
         "route": record.route,
         "model": record.model,
-        "tenant": record.tenant,
+        "tenant": record.tenant or None,
         "status": record.status,
         "outcome": record.outcome,
         "error": record.error,

@@ -28,7 +28,6 @@ class RequestRecord:
     route: str = "unknown"
     has_gateway_key: bool = False
     identity: Identity | None = None
-    tenant: str | None = None
     model: str | None = None
     status: int = 0
     outcome: str = "ok"
@@ -51,6 +50,11 @@ class RequestRecord:
         scope[_KEY] = self
         headers = dict(scope["headers"])
         self.large_body = b"transfer-encoding" in headers or len(headers.get(b"content-length", b"")) > 5
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is; empty before the check of its key."""
+        return self.identity.tenant if self.identity else ""
 
     @property
     def seconds(self) -> float:

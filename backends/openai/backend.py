@@ -28,7 +28,7 @@ from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import to_delta
-from agentspec.protocol.headers import label_headers
+from agentspec.protocol.headers import label_headers, read_labels
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
@@ -90,7 +90,9 @@ class OpenAIBackend:
         headers = {
             "content-type": "application/json",
             "accept": "text/event-stream, application/json",
-            **label_headers(request.labels, speculation=request.speculation, store=request.store),
+            **label_headers(
+                self._own_labels(request.tenant, request.labels), speculation=request.speculation, store=request.store
+            ),
         }
         last: Delta | None = None
         async with (
@@ -110,13 +112,25 @@ class OpenAIBackend:
         yield last
 
     def forward(
-        self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b"", query: str = ""
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        query: str = "",
+        tenant: str = DEFAULT_TENANT,
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
         """Forward a request byte for byte to `path` below the base URL; the caller allow-lists paths.
 
-        Error answers are returned like others, with status and body. Leaving the block cancels the upstream's work.
-        Raises `UpstreamError` if nothing answers, and for redirects.
+        With several tenants, request ids and the names of sessions and workflows in `headers` (lower case) are made the
+        tenant's own. Error answers are returned like others, with status and body. Leaving the block cancels the
+        upstream's work. Raises `UpstreamError` if nothing answers, and for redirects.
         """
+        if self._isolation is not None and self._isolation.required:
+            headers = self._isolation.headers(tenant, headers) | label_headers(
+                self._own_labels(tenant, read_labels(headers))
+            )
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
 
     def isolate(self, isolation: TenantIsolation) -> None:
@@ -216,6 +230,9 @@ class OpenAIBackend:
         """How to keep tenants apart here; None if there is no need to."""
         isolation = self._isolation
         return isolation if isolation and isolation.required and not self.settings.shared_upstream else None
+
+    def _own_labels(self, tenant: str, labels: Labels) -> Labels:
+        return self._apart.labels(tenant, labels) if self._apart else labels
 
     async def _salts(self, tenant: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if self._isolation is None or not (self._apart or given.get(SALT)):

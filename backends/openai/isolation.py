@@ -19,6 +19,7 @@ from agentspec.types import Labels
 SALT = "cache_salt"
 SGLANG_KEY = "extra_key"
 """SGLang's second salt; it joins the two without a separator."""
+_IDS = ("x-request-id", "idempotency-key")
 # What vLLM takes, and stores on disk behind it can hold.
 _HARMLESS = re.compile(r"[\w.:+=-]{1,128}", re.ASCII)
 
@@ -51,6 +52,13 @@ class TenantIsolation:
             session=labels.session and self._digest("session", tenant, labels.session),
             workflow=labels.workflow and self._digest("workflow", tenant, labels.workflow),
         )
+
+    def headers(self, tenant: str, headers: Mapping[str, str]) -> dict[str, str]:
+        """`headers` (lower case) with request ids that no other tenant can send, since servers tell requests apart by
+        them.
+        """
+        ids = {name: headers[name] for name in _IDS if name in headers}
+        return {**headers, **{name: f"{self._digest('id', tenant, id)[:16]}-{id}" for name, id in ids.items()}}
 
     def _digest(self, *parts: str | None) -> str:
         message = json.dumps(parts).encode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,6 @@ from agentspec.proxy.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
-
-_IDS = ("x-request-id", "idempotency-key")
-SENT_BYTES = 64 << 10  # pieces of a whole answer, so that a slow client holds no copy of all of it
 
 
 async def upstream_body(
@@ -61,7 +57,7 @@ async def pass_through(
     async with AsyncExitStack() as stack:
         async with deadline.limit():
             response = await stack.enter_async_context(
-                backend.forward("POST", path, headers=headers, body=body, query=query)
+                backend.forward("POST", path, headers=headers, body=body, query=query, tenant=record.tenant)
             )
             record.stream = response.is_stream and response.status < 400
             if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
@@ -76,16 +72,10 @@ async def pass_through(
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
-    """The client's headers, without `authorization` if it holds a key for this gateway.
-
-    Servers tell requests apart by their ids: those of a tenant then begin with a mark of its own, so that nobody can
-    send an id of another tenant's.
-    """
+    """The client's headers, without `authorization` if it holds a key for this gateway."""
     headers = dict(Headers(scope=scope)) | {"x-request-id": record.request_id}
     if record.has_gateway_key:
         headers.pop("authorization", None)
-        mark = hashlib.sha256((record.tenant or "").encode()).hexdigest()[:16]
-        headers |= {name: f"{mark}-{headers[name]}" for name in _IDS if name in headers}
     return headers
 
 
@@ -100,10 +90,7 @@ async def _send_whole(response: UpstreamResponse, content: bytes, record: Reques
         content = without_account(content) if error and response.own_key else content
     length = (b"content-length", str(len(content)).encode())
     await send({"type": "http.response.start", "status": response.status, "headers": [*_headers(response), length]})
-    for start in range(0, len(content), SENT_BYTES) if len(content) > SENT_BYTES else ():
-        piece = content[start : start + SENT_BYTES]
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-    await send({"type": "http.response.body", "body": content if len(content) <= SENT_BYTES else b""})
+    await send({"type": "http.response.body", "body": content})
 
 
 async def _send_stream(

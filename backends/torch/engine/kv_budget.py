@@ -34,7 +34,7 @@ class MemoryLedger:
 
     def __init__(self, free: Callable[[torch.device], int | None] = free_memory) -> None:
         self._free = free
-        self._lock = threading.RLock()  # what is lent may be given back by the garbage collector, at any moment
+        self._lock = threading.Lock()
         self._promises: dict[str, weakref.WeakKeyDictionary[KVBudget, int]] = {}
 
     def available(self, device: torch.device) -> int | None:
@@ -92,7 +92,8 @@ class KVBudget:
     room: int = ROOM
     allocated: Callable[[], int] = lambda: 0
     lent: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # The garbage collector may give back what is lent, in a thread that is lending.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
     def of(

@@ -108,7 +108,23 @@ def test_nobody_sends_another_tenants_request_id(gateway: Any, upstream: Any, tm
     running, sent = gateway({}, settings(server.url, tmp_path)), []
     for tenant in ("alice", "bob"):
         headers = {"authorization": f"Bearer key-of-{tenant}", "x-request-id": "r1", "idempotency-key": "k1"}
+        headers["x-agentspec-session"] = "s1"
         answer = httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers=headers, timeout=60)
         assert answer.headers["x-request-id"] == "r1"
-        sent.append({server.requests[-1].headers[name] for name in ("x-request-id", "idempotency-key")})
-    assert len(sent[0] | sent[1]) == 4 and all(one.endswith(("-r1", "-k1")) for one in sent[0] | sent[1])
+        sent.append([server.requests[-1].headers[name] for name in ("x-request-id", "idempotency-key")])
+        session = server.requests[-1].headers["x-agentspec-session"]
+        assert session == server.requests[-1].json["vllm_xargs"]["agentspec_session"] and session not in sent[0]
+        sent[-1].append(session)
+    assert not set(sent[0]) & set(sent[1]) and all(one[0].endswith("-r1") and one[1].endswith("-k1") for one in sent)
+
+
+def test_a_sole_tenants_ids_pass_as_they_are(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(serve("vllm"))
+    both = settings(server.url, tmp_path)
+    running = gateway({}, both.model_copy(update={"server": ServerSettings(api_keys=both.server.api_keys[:1])}))
+    headers = {"authorization": "Bearer key-of-alice", "x-request-id": "r1", "x-agentspec-session": "s1"}
+    httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers=headers, timeout=60)
+    assert {name: server.requests[-1].headers[name] for name in headers if name != "authorization"} == {
+        "x-request-id": "r1",
+        "x-agentspec-session": "s1",
+    }

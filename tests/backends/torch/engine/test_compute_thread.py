@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 
-from agentspec.backends.torch.engine.compute_thread import ComputeThread, compute_thread, on_own_thread
+from agentspec.backends.torch.engine.compute_thread import ComputeThread, Tasks, compute_thread, on_own_thread
 
 WAIT = 10.0
 
@@ -84,3 +86,27 @@ def test_workers_take_turns_in_one_thread_that_ends_with_the_last_of_them() -> N
 def test_models_on_one_device_share_a_thread() -> None:
     assert compute_thread(torch.device("cpu")) is compute_thread(torch.device("cpu"))
     assert compute_thread(torch.device("cpu")) is not compute_thread(torch.device("meta"))
+
+
+class Held:
+    """Something that a failing call uses."""
+
+
+def test_a_failed_call_keeps_nothing_alive() -> None:
+    """Without waiting for the garbage collector, since KV slots may be among it."""
+    tasks, released = Tasks(ComputeThread("failing")), threading.Event()
+
+    def failing() -> None:
+        held = Held()
+        weakref.finalize(held, released.set)
+        raise ValueError(f"with {type(held).__name__} in its frame")
+
+    gc.disable()
+    try:
+        future = tasks.submit(failing)
+        assert isinstance(future.exception(WAIT), ValueError)
+        del future
+        assert released.wait(WAIT)
+    finally:
+        gc.enable()
+        tasks.close()

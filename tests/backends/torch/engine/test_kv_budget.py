@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -121,3 +122,17 @@ def test_a_device_without_memory_is_an_error_of_the_configuration(lab: Any) -> N
     with pytest.raises(ConfigurationError, match="set kv_bytes") as caught:
         KVBudget.of(lab.target, None, ledger=MemoryLedger(lambda device: 256))
     assert caught.value.param == "kv_bytes"
+
+
+def test_the_garbage_collector_may_give_back_while_another_lends() -> None:
+    budget = KVBudget(100)
+    give_back = budget.lend(10, [])
+    done = threading.Event()
+
+    def collected() -> None:
+        with budget._lock:  # as in `lend`, in the middle of which a finalizer runs
+            give_back()
+        done.set()
+
+    threading.Thread(target=collected, daemon=True).start()
+    assert done.wait(10) and budget.lent == 0
