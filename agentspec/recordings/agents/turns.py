@@ -81,7 +81,7 @@ def moment(value: Any) -> float | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value / 1000
     try:
-        return datetime.fromisoformat(value).timestamp()
+        return datetime.fromisoformat(str(value)).timestamp()
     except (TypeError, ValueError, OverflowError):
         return None
 
