@@ -59,7 +59,14 @@ class Authenticator:
         return bool(self._known)
 
     def identify(self, headers: Headers) -> Identity:
-        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key.
+        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key."""
+        identity = self.find(headers)
+        if identity is None:
+            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY")
+        return identity
+
+    def find(self, headers: Headers) -> Identity | None:
+        """Whose key the request has, None for a missing or wrong key.
 
         The work is the same for every wrong key: a hash, and a comparison with each known one.
         """
@@ -69,9 +76,7 @@ class Authenticator:
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         digest = _digest(key.strip().encode("latin-1", "replace"))
         matches = [identity for known, identity in self._known if hmac.compare_digest(known, digest)]
-        if scheme.lower() != "bearer" or not matches:
-            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY")
-        return matches[0]
+        return matches[0] if matches and scheme.lower() == "bearer" else None
 
 
 def read_caller(headers: Headers, tenant: str) -> Caller:
