@@ -175,7 +175,7 @@ class StoreSync:
         self._tried[partition.namespace.key] = time.monotonic()
         try:
             self._save(partition)
-        except (OSError, MemoryError, CacheError) as error:
+        except Exception as error:  # a segment can be built again: nothing that fails here may keep the cache open
             self._segments.failed("a segment cannot be written", error)
 
     def _save(self, partition: Partition) -> None:
