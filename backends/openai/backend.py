@@ -22,6 +22,7 @@ from agentspec.backends.http import (
 )
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
+from agentspec.backends.openai.prediction import prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.server_kind import ServerDetector
 from agentspec.backends.openai.tokenization import ServerTokenization
@@ -160,10 +161,10 @@ class OpenAIBackend:
     async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
-        A vLLM server is sent the labels, if the settings allow it. With several tenants, vLLM and SGLang are sent a
-        salt for each tenant, and names of sessions and workflows are made the tenant's own. May wait until the upstream
-        is recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt that is no
-        text.
+        A vLLM server is sent the labels and the tokens of a prediction, if the settings allow it. With several tenants,
+        vLLM and SGLang are sent a salt for each tenant, and names of sessions and workflows are made the tenant's own.
+        May wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither,
+        `InvalidRequestError` for a salt that is no text.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -174,7 +175,13 @@ class OpenAIBackend:
             named = Labels(sent.session or own.session, sent.workflow or own.workflow, sent.step)
             sent = self._apart.labels(tenant, named)
         added = label_fields(sent, given)
-        return salts | (added if added and await self._detector.is_vllm() else {})
+        predicts = self.settings.vllm_labels and given.get("prediction") is not None
+        if not (added or predicts) or not await self._detector.is_vllm():
+            return salts
+        if predicts:
+            model = self.settings.model or str(given.get("model"))
+            added |= await prediction_fields(self._endpoint, model, {**given, **added})
+        return salts | added
 
     async def metrics(self, name: str) -> UpstreamSample | None:
         """The draft counts of a vLLM upstream; None for other upstreams, without drafting, or without an answer."""
