@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.admission.limits import Deadline, Deadlines, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
-from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
@@ -62,12 +62,12 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        async with self.limiter.enter(record.tenant, receive) as receive:
-            with self.budget.account(record.tenant) as account:
+        with self.budget.account(record.tenant) as account:
+            async with self.limiter.enter(record.tenant, receive, account) as receive:
                 await self._admitted(scope, receive, send, record, account)
 
     async def _admitted(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: Callable[[int], None]
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
         seconds = self.settings.request_timeout
@@ -90,7 +90,7 @@ class GenerationEndpoint:
                     body = await upstream_body(route.backend, self.path, body, fields, caller, route.upstream_model)
                 choices = expected_choices(self.path, fields)
                 del fields  # an answer can take minutes
-                await pass_through(scope, send, route.backend, self.path, body, deadline, choices)
+                await pass_through(scope, send, route.backend, self.path, body, deadline, choices, account=account)
             else:
                 request, writer = await self.budget.run(
                     tenant, len(body), self._parse, fields, caller, route.backend, record

@@ -12,7 +12,6 @@ from typing import Any
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
 from agentspec.backends.http import (
-    MAX_ANSWER_BYTES,
     MAX_LIST_BYTES,
     Endpoint,
     Transport,
@@ -37,6 +36,7 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
+MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
 INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
 _LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
 
@@ -260,7 +260,7 @@ class OpenAIBackend:
     async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
         if response.status >= 400 or not response.is_stream:
-            yield decode_json(await self._checked(response), self._endpoint.name)
+            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES), self._endpoint.name)
             return
         if response.is_encoded:
             raise UpstreamError(f"upstream {self._endpoint.name} sent a compressed stream, which was not asked for")
@@ -272,7 +272,7 @@ class OpenAIBackend:
                         return
                     yield decode_json(data.encode(), self._endpoint.name)
 
-    async def _checked(self, response: UpstreamResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+    async def _checked(self, response: UpstreamResponse, limit: int) -> bytes:
         body = await response.aread(limit)
         if response.status >= 400:
             error = status_error(self._endpoint.name, response.status, body, response.headers)

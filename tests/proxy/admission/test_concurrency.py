@@ -13,6 +13,7 @@ from starlette.types import Message, Receive
 
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.body.budget import BodyBudget
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.server import ServerSettings, TenantLimits
 
@@ -292,6 +293,30 @@ async def test_what_came_while_waiting_is_read_first(size: int) -> None:
     await holding.__aexit__(None, None, None)
     replayed = await waiting
     assert b"".join([(await replayed())["body"] for _ in pieces]) == b"".join(pieces)
+
+
+async def test_what_comes_while_a_request_waits_is_accounted_for() -> None:
+    limiter, budget = ConcurrencyLimiter(limits(max_concurrent=1)), BodyBudget(100, 2, shared=False)
+    pieces = [b"x" * 30, b"y" * 30]
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": True} if pieces else await silent()
+
+    holding = limiter.enter("a", silent)
+    await holding.__aenter__()
+    with budget.account("a") as account:
+        waiting = asyncio.create_task(limiter.enter("a", receive, account).__aenter__())
+        await settle()
+        assert budget.held == 60
+        pieces.append(b"z" * 50)
+        with budget.account("a") as another, pytest.raises(OverloadedError, match="max_body_memory"):
+            refused = limiter.enter("a", receive, another)
+            await refused.__aenter__()
+        assert budget.held == 60 and limiter.waiting == 1
+        await holding.__aexit__(None, None, None)
+        replayed = await waiting
+        assert (await replayed())["body"] == b"x" * 30 and budget.held == 30  # who reads it accounts for it
+        assert (await replayed())["body"] == b"y" * 30 and budget.held == 0
 
 
 @pytest.mark.parametrize("from_a_thread", [False, True])
