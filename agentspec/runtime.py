@@ -209,16 +209,30 @@ class Runtime:
     def serve_tenants(self, names: Collection[str]) -> None:
         """Note that these are the tenants from now on: of several, each needs its salt in upstreams.
 
-        Upstreams are not checked: requests to one that cannot keep them apart are refused.
+        Upstreams are not checked here: requests to one that cannot keep them apart are refused.
         """
         with self._joining:
             self._tenants = frozenset(names)
             if self._isolation is not None:
                 self._isolation.required = len(names) > 1
 
+    async def check_tenants(self, names: Collection[str]) -> None:
+        """Raises `ConfigurationError` if these would be several tenants in place of one, and an upstream that answers
+        cannot keep them apart.
+        """
+        isolation = self._isolation
+        if len(names) > 1 and isolation is not None and not isolation.required:
+            try:
+                await asyncio.gather(*(upstream.check_isolation() for upstream in self._sharing()))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{error.message}; either takes a restart") from None
+
+    def _sharing(self) -> list[SharesCaches]:
+        return [backend for backend in self._backends.values() if isinstance(backend, SharesCaches)]
+
     def _keep_tenants_apart(self) -> None:
         """Tell every upstream's backend how. Raises `ConfigurationError` if one that answers cannot do it."""
-        upstreams = [backend for backend in self._backends.values() if isinstance(backend, SharesCaches)]
+        upstreams = self._sharing()
         if not upstreams:
             return
         from agentspec.backends.openai.isolation import TenantIsolation

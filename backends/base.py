@@ -152,7 +152,7 @@ class SharesCaches(Protocol):
         ...
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the server cannot keep tenants apart although it must."""
+        """Raises `ConfigurationError` if the server could not keep several tenants apart, and they may not share it."""
         ...
 
     async def leave_loop(self) -> None:

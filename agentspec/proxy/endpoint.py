@@ -63,7 +63,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
         with self.budget.account(record.tenant) as account:
-            async with self.limiter.enter(record.tenant, receive, account) as receive:
+            async with self.limiter.enter(record.tenant, account.counting(receive)) as receive:
                 await self._admitted(scope, receive, send, record, account)
 
     async def _admitted(
@@ -74,7 +74,7 @@ class GenerationEndpoint:
         deadline = self.deadlines.start(seconds)
         try:
             async with deadline.limit():
-                body = await read_body(headers, receive, self.settings.max_body_bytes, account)
+                body = await read_body(headers, receive, self.settings.max_body_bytes)
         except RequestTimeoutError:
             raise SlowClientError(f"the body did not arrive within {seconds:g} s (server.request_timeout)") from None
         fields = await self.budget.run(tenant, len(body), parse_object, body)

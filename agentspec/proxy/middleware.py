@@ -47,6 +47,10 @@ class GatewayMiddleware:
     runtime: Runtime
     budget: BodyBudget
 
+    async def check(self, settings: ServerSettings) -> None:
+        """Raises `ConfigurationError` for keys and limits that cannot be used with the upstreams that there are."""
+        await self.runtime.check_tenants(settings.tenant_names)
+
     def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
         """Use other keys and limits for the requests to come."""
         self.authenticator, self.hosts = authenticator, HostCheck(settings)

@@ -141,11 +141,11 @@ class OpenAIBackend:
         self._isolation = isolation
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the upstream cannot keep tenants apart although it must.
+        """Raises `ConfigurationError` if the upstream could not keep several tenants apart, and may not be shared.
 
         One that does not answer now is asked again by each request.
         """
-        kind = await self._detector.kind() if self._apart else "vllm"
+        kind = "vllm" if self.settings.shared_upstream else await self._detector.kind()
         if kind is None:
             logger.warning(
                 "upstream %s does not answer: until it does, requests to it are refused", self._endpoint.name

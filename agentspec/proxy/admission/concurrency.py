@@ -11,7 +11,6 @@ from starlette.types import Receive
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.proxy.admission.early_messages import EarlyMessages
 from agentspec.proxy.admission.tenant_places import HoldingTime, TenantPlaces
-from agentspec.proxy.body.budget import BodyAccount
 from agentspec.settings.server import ServerSettings, TenantLimits
 from agentspec.telemetry.samples import TenantSample
 
@@ -56,14 +55,13 @@ class ConcurrencyLimiter:
         self._withheld = sum(tenant.unused_reserve for tenant in self._tenants.values())
         self._admit_waiting()
 
-    def enter(self, tenant: str, receive: Receive, account: BodyAccount | None = None) -> Place:
+    def enter(self, tenant: str, receive: Receive) -> Place:
         """Take a place for a request of `tenant` as an asynchronous context, and wait for it if need be.
 
         The context's value replaces `receive`, which is listened to meanwhile, so that a client that leaves also leaves
-        the queue; `account` holds what comes meanwhile. Raises `ShuttingDownError`, `OverloadedError` if no place is
-        free in time, and `ClientDisconnect`.
+        the queue. Raises `ShuttingDownError`, `OverloadedError` if no place is free in time, and `ClientDisconnect`.
         """
-        return Place(self, self._tenant(tenant), receive, account)
+        return Place(self, self._tenant(tenant), receive)
 
     def close(self) -> None:
         """Refuse all requests that have no place yet."""
@@ -88,7 +86,7 @@ class ConcurrencyLimiter:
         self._take(tenant, in_turn=not self._waiting)
         return True
 
-    async def wait(self, tenant: TenantPlaces, receive: Receive, account: BodyAccount | None) -> Receive:
+    async def wait(self, tenant: TenantPlaces, receive: Receive) -> Receive:
         """Wait for a place, and take it."""
         self._require_short_wait(tenant)
         self._loop = asyncio.get_running_loop()
@@ -97,7 +95,7 @@ class ConcurrencyLimiter:
             tenant.finish = max(tenant.finish, self._virtual_time)
         tenant.waiting.append(turn)
         self._waiting += 1
-        early = EarlyMessages(receive, account)
+        early = EarlyMessages(receive)
         try:
             await early.listen_until(turn, self._settings.queue_timeout)
         except BaseException as error:
@@ -206,21 +204,18 @@ class ConcurrencyLimiter:
 class Place:
     """One request's place as an asynchronous context. A class of its own, since it is entered by every request."""
 
-    __slots__ = ("_account", "_limiter", "_receive", "_since", "_tenant")
+    __slots__ = ("_limiter", "_receive", "_since", "_tenant")
 
-    def __init__(
-        self, limiter: ConcurrencyLimiter, tenant: TenantPlaces, receive: Receive, account: BodyAccount | None
-    ) -> None:
+    def __init__(self, limiter: ConcurrencyLimiter, tenant: TenantPlaces, receive: Receive) -> None:
         self._limiter = limiter
         self._tenant = tenant
         self._receive = receive
-        self._account = account
         self._since = 0.0
 
     async def __aenter__(self) -> Receive:
         limiter, receive = self._limiter, self._receive
         if not limiter.try_take(self._tenant):
-            receive = await limiter.wait(self._tenant, receive, self._account)
+            receive = await limiter.wait(self._tenant, receive)
         self._since = asyncio.get_running_loop().time()
         return receive
 

@@ -9,7 +9,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from agentspec.errors import OverloadedError
-from agentspec.proxy.body.budget import BodyAccount
 
 MOST_BYTES = 64 << 10  # of a body that are kept; the rest stays with the server, which then stops reading
 
@@ -17,22 +16,20 @@ MOST_BYTES = 64 << 10  # of a body that are kept; the rest stays with the server
 class EarlyMessages:
     """The messages of one request that came before they were asked for. `receive` returns them first.
 
-    While they are kept here, `account` holds their bytes.
+    Where the given `receive` refuses a message for want of memory, so does this one, behind those that are kept.
     """
 
-    def __init__(self, receive: Receive, account: BodyAccount | None = None) -> None:
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._account = account
-        self._messages: deque[tuple[Message, int]] = deque()
+        self._messages: deque[Message] = deque()
         self._refusal: OverloadedError | None = None
 
     async def receive(self) -> Message:
-        if not self._messages:
-            return await self._receive()
-        message, held = self._messages.popleft()
-        if self._account is not None:
-            self._account.hold(-held)
-        return message
+        if self._messages:
+            return self._messages.popleft()
+        if self._refusal is not None:
+            raise self._refusal
+        return await self._receive()
 
     async def listen_until(self, turn: asyncio.Future[None], seconds: float) -> None:
         """Wait for `turn`, and raise what it raises. Raises `ClientDisconnect` if the client leaves before,
@@ -51,26 +48,18 @@ class EarlyMessages:
             await asyncio.wait((listening,))
 
     async def _listen(self) -> bool:
-        """Keep messages until enough of the body is kept. Returns True if the wait is over: the client disconnected, or
-        its message found no room.
+        """Keep messages until enough of the body is kept. Returns True if there is no use in waiting any longer: the
+        client has disconnected, or what it sent was refused.
         """
         kept = 0
         while kept < MOST_BYTES:
-            message = await self._receive()
-            size = len(message.get("body", b""))
-            self._messages.append((message, self._hold(size)))
-            if message["type"] == "http.disconnect" or self._refusal is not None:
+            try:
+                message = await self._receive()
+            except OverloadedError as error:
+                self._refusal = error
                 return True
-            kept += size
+            self._messages.append(message)
+            if message["type"] == "http.disconnect":
+                return True
+            kept += len(message.get("body", b""))
         return False
-
-    def _hold(self, size: int) -> int:
-        """Account for a message that came, whether there is room or not; returns the bytes that the account holds."""
-        if self._account is None:
-            return 0
-        try:
-            self._account(size)
-        except OverloadedError as error:
-            self._refusal = error
-            return 0
-        return size

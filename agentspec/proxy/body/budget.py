@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from starlette.types import Message, Receive
+
 from agentspec.backends.tenant_threads import TenantThreads
 from agentspec.errors import AnswerMemoryError, OverloadedError
 
@@ -105,6 +107,17 @@ class BodyAccount:
         if not self._budget.has_room(self.tenant, size):
             raise OverloadedError("too many large requests are being answered already (server.max_body_memory)")
         self.hold(size)
+
+    def counting(self, receive: Receive) -> Receive:
+        """`receive` that takes room for each piece of the body as it comes, whoever asks for it."""
+
+        async def counted() -> Message:
+            message = await receive()
+            if body := message.get("body"):
+                self(len(body))
+            return message
+
+        return counted
 
     async def wait_for(self, size: int) -> None:
         """Take room for `size` bytes of an answer, and wait for it if need be. Raises `AnswerMemoryError` if there is

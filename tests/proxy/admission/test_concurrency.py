@@ -304,19 +304,38 @@ async def test_what_comes_while_a_request_waits_is_accounted_for() -> None:
 
     holding = limiter.enter("a", silent)
     await holding.__aenter__()
-    with budget.account("a") as account:
-        waiting = asyncio.create_task(limiter.enter("a", receive, account).__aenter__())
+    with budget.account("a") as account, budget.account("a") as another:
+        waiting = asyncio.create_task(limiter.enter("a", account.counting(receive)).__aenter__())
         await settle()
         assert budget.held == 60
         pieces.append(b"z" * 50)
-        with budget.account("a") as another, pytest.raises(OverloadedError, match="max_body_memory"):
-            refused = limiter.enter("a", receive, another)
-            await refused.__aenter__()
+        with pytest.raises(OverloadedError, match="max_body_memory"):
+            await limiter.enter("a", another.counting(receive)).__aenter__()
         assert budget.held == 60 and limiter.waiting == 1
         await holding.__aexit__(None, None, None)
         replayed = await waiting
-        assert (await replayed())["body"] == b"x" * 30 and budget.held == 30  # who reads it accounts for it
-        assert (await replayed())["body"] == b"y" * 30 and budget.held == 0
+        assert [(await replayed())["body"] for _ in range(2)] == [b"x" * 30, b"y" * 30] and budget.held == 60
+    assert budget.held == 0
+
+
+async def test_a_piece_that_is_refused_at_the_moment_of_the_turn_is_not_lost() -> None:
+    limiter, budget = ConcurrencyLimiter(limits(max_concurrent=1)), BodyBudget(10, 2, shared=False)
+    go = asyncio.Event()
+
+    async def receive() -> Message:
+        await go.wait()
+        return {"type": "http.request", "body": b"x" * 30, "more_body": False}
+
+    holding = limiter.enter("a", silent)
+    await holding.__aenter__()
+    with budget.account("a") as account:
+        waiting = asyncio.create_task(limiter.enter("a", account.counting(receive)).__aenter__())
+        await settle()
+        go.set()
+        await holding.__aexit__(None, None, None)
+        replayed = await waiting
+        with pytest.raises(OverloadedError, match="max_body_memory"):
+            await replayed()
 
 
 @pytest.mark.parametrize("from_a_thread", [False, True])
