@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, closing_items
+from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, TakesLimits, closing_items
 from agentspec.backends.settings import BackendSettings, OpenAISettings
 from agentspec.errors import (
     AgentSpecError,
@@ -64,6 +64,7 @@ class Runtime:
         self._names = _model_names(self.settings, self._backends)
         self._passthrough = _passthrough(self.settings, self._backends)
         self._isolation: TenantIsolation | None = None
+        self._most_tokens: int | None = None
         self._tenants = self.settings.server.tenant_names
         self._strategies: dict[str, Strategy[Any]] = {}
         self._knowledge: dict[str, KnowledgeBase] = dict(knowledge or {})
@@ -114,6 +115,7 @@ class Runtime:
                 if name not in self._backends:
                     self._backends[name] = self._build(name, settings)
             self._keep_tenants_apart()
+            self._limit_upstreams()
             self._build_strategies()
             self._started = True
 
@@ -205,6 +207,16 @@ class Runtime:
             advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'
             raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
         return TorchBackend.load(settings, cache=self.cache)
+
+    def limit_upstreams(self, max_tokens: int) -> None:
+        """Let no answer that is generated here, also by strategies, ask an upstream for more than `max_tokens`."""
+        self._most_tokens = max_tokens
+        self._limit_upstreams()
+
+    def _limit_upstreams(self) -> None:
+        for backend in list(self._backends.values()):
+            if self._most_tokens is not None and isinstance(backend, TakesLimits):
+                backend.limit(self._most_tokens)
 
     def serve_tenants(self, names: Collection[str]) -> None:
         """Note that these are the tenants from now on: of several, each needs its salt in upstreams.

@@ -161,6 +161,15 @@ class SharesCaches(Protocol):
 
 
 @runtime_checkable
+class TakesLimits(Protocol):
+    """A backend whose server others share, so that its operator bounds what is asked of it."""
+
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on."""
+        ...
+
+
+@runtime_checkable
 class AddsHeaders(Protocol):
     """A backend whose answers carry HTTP headers of its own."""
 

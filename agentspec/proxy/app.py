@@ -59,6 +59,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
+    runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)

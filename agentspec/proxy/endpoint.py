@@ -33,6 +33,7 @@ from agentspec.proxy.forwarding.inspection import expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.pacing import paced
+from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
@@ -111,6 +112,9 @@ class GenerationEndpoint:
         if self.path not in (routes := backend.capabilities.routes):
             refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
             raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
+        for upstream in _upstreams(backend):
+            check_amounts(fields, self.path, self.settings)
+            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
         kind: type[ChatWriter | CompletionWriter]
         if self.path == CHAT:
             (request, form), kind = parse_chat(fields, max_messages=self.settings.max_messages), ChatWriter
@@ -143,6 +147,12 @@ class GenerationEndpoint:
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
+
+
+def _upstreams(backend: Backend) -> list[Forwards]:
+    """The upstreams that a strategy asks with what a request wants of it."""
+    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
+    return [role.backend for role in roles if is_forwarding(role.backend)]
 
 
 def _model(fields: Mapping[str, Any]) -> str:

@@ -56,6 +56,7 @@ class GatewayMiddleware:
         self.authenticator, self.hosts = authenticator, HostCheck(settings)
         self.limiter.update(settings)
         self.runtime.serve_tenants(settings.tenant_names)
+        self.runtime.limit_upstreams(settings.max_output_tokens)
         self.budget.shared = bool(settings.api_keys)
         for endpoint in self.endpoints:
             endpoint.settings = settings

@@ -56,6 +56,7 @@ class OpenAIBackend:
         self._endpoint = Endpoint(settings, name=name, transport=transport)
         self._detector = ServerDetector(self._endpoint, settings)
         self._isolation: TenantIsolation | None = None
+        self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._tokenization: ServerTokenization | None = None
 
@@ -86,7 +87,7 @@ class OpenAIBackend:
         Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for any other
         failure: also for a stream that ends without a finish reason, so that a cut answer never looks complete.
         """
-        path, body = payload(request, request.model or self.settings.model or "")
+        path, body = payload(self._limited(request), request.model or self.settings.model or "")
         if await self._detector.is_vllm():
             body |= token_id_fields(body)
         body |= await self.body_fields(path, request.tenant, request.labels, body)
@@ -135,6 +136,10 @@ class OpenAIBackend:
                 self._own_labels(tenant, read_labels(headers))
             )
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
+
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on; `forward` sends what it is given."""
+        self._most_tokens = max_tokens
 
     def isolate(self, isolation: TenantIsolation) -> None:
         """Keep tenants apart from now on, unless the settings let them share this upstream."""
@@ -227,6 +232,12 @@ class OpenAIBackend:
     async def leave_loop(self) -> None:
         """Close the connections of the running loop, which is about to end; connections of other loops stay."""
         await self._endpoint.leave_loop()
+
+    def _limited(self, request: GenerateRequest) -> GenerateRequest:
+        asked, most = request.sampling.max_tokens, self._most_tokens
+        if asked is None or most is None or asked <= most:
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=most))
 
     @property
     def _apart(self) -> TenantIsolation | None:
