@@ -14,6 +14,7 @@ AgentSpecError
 ├── RequestTooLargeError     413  body over the configured limit
 ├── OverloadedError          429  queue full; `retry_after` seconds
 ├── NotReadyError            503  the server is still loading its models
+├── AnswerMemoryError        503  there is no memory for an upstream's large answer now
 ├── ShuttingDownError        503  the server is draining
 ├── RequestTimeoutError      504  no answer within the request's time limit
 ├── ModelUnavailableError    500  a model's files cannot be fetched, read or verified
@@ -127,6 +128,11 @@ class OverloadedError(AgentSpecError):
 class NotReadyError(AgentSpecError):
     status = 503
     code = "not_ready"
+
+
+class AnswerMemoryError(AgentSpecError):
+    status = 503
+    code = "answer_memory"
 
 
 class ShuttingDownError(AgentSpecError):

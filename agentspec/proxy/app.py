@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
@@ -20,7 +20,7 @@ from agentspec.errors import ModelNotFoundError, PermissionDeniedError, Upstream
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
-from agentspec.proxy.admission.limits import Deadlines
+from agentspec.proxy.admission.limits import Deadlines, until_disconnect
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import GenerationEndpoint
@@ -59,6 +59,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
+    runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)
@@ -75,6 +76,7 @@ class Pages:
         self._limiter = limiter
         self._created = int(time.time())
         self._samples: list[BackendSample] = []
+        self._sampling: asyncio.Task[list[BackendSample]] | None = None
         self.registry = Metrics(
             version=VERSION,
             models=runtime.models(),
@@ -111,7 +113,7 @@ class Pages:
         return _json({"version": VERSION})
 
     async def metrics(self, request: Request) -> Response:
-        self._samples = await _samples(self._runtime)
+        self._samples = await self._sampled()
         return Response(await anyio.to_thread.run_sync(self.registry.render), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
@@ -131,16 +133,28 @@ class Pages:
             return [self._object(name) for name in names]
         backend = self._runtime.route("*").backend
         check_head(request.scope)
+        return await self._listed(backend, request) if isinstance(backend, Forwards) else []
+
+    async def _listed(self, backend: Forwards, request: Request) -> list[dict[str, Any]]:
+        """The models of an upstream. The call takes a place like others, or clients could open any number of them."""
         record = RequestRecord.of(request.scope)
+        headers = request_headers(request.scope, record)
         try:
-            headers = request_headers(request.scope, record)
-            async with asyncio.timeout(MODELS_SECONDS):
-                return await backend.models(headers) if isinstance(backend, Forwards) else []
+            async with self._limiter.enter(record.tenant, request.receive) as receive, until_disconnect(receive):
+                async with asyncio.timeout(MODELS_SECONDS):
+                    return await backend.models(headers)
+            raise ClientDisconnect
         except TimeoutError:
             raise UpstreamTimeoutError("the upstream did not list its models in time") from None
         except UpstreamStatusError as error:
             error.for_client = not (record.has_gateway_key or error.own_key)
             raise
+
+    async def _sampled(self) -> list[BackendSample]:
+        """The current counts of all backends. Who asks while they are being asked gets the same answer."""
+        if self._sampling is None or self._sampling.done():
+            self._sampling = asyncio.create_task(_samples(self._runtime))
+        return await asyncio.shield(self._sampling)
 
     def _object(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.admission.limits import Deadline, Deadlines, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
-from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
@@ -33,6 +33,7 @@ from agentspec.proxy.forwarding.inspection import expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.pacing import paced
+from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
@@ -62,19 +63,19 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        async with self.limiter.enter(record.tenant, receive) as receive:
-            with self.budget.account(record.tenant) as account:
+        with self.budget.account(record.tenant) as account:
+            async with self.limiter.enter(record.tenant, account.counting(receive)) as receive:
                 await self._admitted(scope, receive, send, record, account)
 
     async def _admitted(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: Callable[[int], None]
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
         seconds = self.settings.request_timeout
         deadline = self.deadlines.start(seconds)
         try:
             async with deadline.limit():
-                body = await read_body(headers, receive, self.settings.max_body_bytes, account)
+                body = await read_body(headers, receive, self.settings.max_body_bytes)
         except RequestTimeoutError:
             raise SlowClientError(f"the body did not arrive within {seconds:g} s (server.request_timeout)") from None
         fields = await self.budget.run(tenant, len(body), parse_object, body)
@@ -90,7 +91,7 @@ class GenerationEndpoint:
                     body = await upstream_body(route.backend, self.path, body, fields, caller, route.upstream_model)
                 choices = expected_choices(self.path, fields)
                 del fields  # an answer can take minutes
-                await pass_through(scope, send, route.backend, self.path, body, deadline, choices)
+                await pass_through(scope, send, route.backend, self.path, body, deadline, choices, account=account)
             else:
                 request, writer = await self.budget.run(
                     tenant, len(body), self._parse, fields, caller, route.backend, record
@@ -111,6 +112,9 @@ class GenerationEndpoint:
         if self.path not in (routes := backend.capabilities.routes):
             refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
             raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
+        for upstream in _upstreams(backend):
+            check_amounts(fields, self.path, self.settings)
+            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
         kind: type[ChatWriter | CompletionWriter]
         if self.path == CHAT:
             (request, form), kind = parse_chat(fields, max_messages=self.settings.max_messages), ChatWriter
@@ -143,6 +147,12 @@ class GenerationEndpoint:
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
+
+
+def _upstreams(backend: Backend) -> list[Forwards]:
+    """The upstreams that a strategy asks with what a request wants of it."""
+    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
+    return [role.backend for role in roles if is_forwarding(role.backend)]
 
 
 def _model(fields: Mapping[str, Any]) -> str:

@@ -47,11 +47,16 @@ class GatewayMiddleware:
     runtime: Runtime
     budget: BodyBudget
 
+    async def check(self, settings: ServerSettings) -> None:
+        """Raises `ConfigurationError` for keys and limits that cannot be used with the upstreams that there are."""
+        await self.runtime.check_tenants(settings.tenant_names)
+
     def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
         """Use other keys and limits for the requests to come."""
         self.authenticator, self.hosts = authenticator, HostCheck(settings)
         self.limiter.update(settings)
         self.runtime.serve_tenants(settings.tenant_names)
+        self.runtime.limit_upstreams(settings.max_output_tokens)
         self.budget.shared = bool(settings.api_keys)
         for endpoint in self.endpoints:
             endpoint.settings = settings

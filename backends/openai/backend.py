@@ -12,7 +12,6 @@ from typing import Any
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
 from agentspec.backends.http import (
-    MAX_ANSWER_BYTES,
     MAX_LIST_BYTES,
     Endpoint,
     Transport,
@@ -38,6 +37,7 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
+MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
 INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
 _LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
 
@@ -57,6 +57,7 @@ class OpenAIBackend:
         self._endpoint = Endpoint(settings, name=name, transport=transport)
         self._detector = ServerDetector(self._endpoint, settings)
         self._isolation: TenantIsolation | None = None
+        self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._tokenization: ServerTokenization | None = None
 
@@ -87,7 +88,7 @@ class OpenAIBackend:
         Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for any other
         failure: also for a stream that ends without a finish reason, so that a cut answer never looks complete.
         """
-        path, body = payload(request, request.model or self.settings.model or "")
+        path, body = payload(self._limited(request), request.model or self.settings.model or "")
         if await self._detector.is_vllm():
             body |= token_id_fields(body)
         body |= await self.body_fields(path, request.tenant, request.labels, body)
@@ -137,16 +138,20 @@ class OpenAIBackend:
             )
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
 
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on; `forward` sends what it is given."""
+        self._most_tokens = max_tokens
+
     def isolate(self, isolation: TenantIsolation) -> None:
         """Keep tenants apart from now on, unless the settings let them share this upstream."""
         self._isolation = isolation
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the upstream cannot keep tenants apart although it must.
+        """Raises `ConfigurationError` if the upstream could not keep several tenants apart, and may not be shared.
 
         One that does not answer now is asked again by each request.
         """
-        kind = await self._detector.kind() if self._apart else "vllm"
+        kind = "vllm" if self.settings.shared_upstream else await self._detector.kind()
         if kind is None:
             logger.warning(
                 "upstream %s does not answer: until it does, requests to it are refused", self._endpoint.name
@@ -235,6 +240,12 @@ class OpenAIBackend:
         """Close the connections of the running loop, which is about to end; connections of other loops stay."""
         await self._endpoint.leave_loop()
 
+    def _limited(self, request: GenerateRequest) -> GenerateRequest:
+        asked, most = request.sampling.max_tokens, self._most_tokens
+        if asked is None or most is None or asked <= most:
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=most))
+
     @property
     def _apart(self) -> TenantIsolation | None:
         """How to keep tenants apart here; None if there is no need to."""
@@ -267,7 +278,7 @@ class OpenAIBackend:
     async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
         if response.status >= 400 or not response.is_stream:
-            yield decode_json(await self._checked(response), self._endpoint.name)
+            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES), self._endpoint.name)
             return
         if response.is_encoded:
             raise UpstreamError(f"upstream {self._endpoint.name} sent a compressed stream, which was not asked for")
@@ -279,7 +290,7 @@ class OpenAIBackend:
                         return
                     yield decode_json(data.encode(), self._endpoint.name)
 
-    async def _checked(self, response: UpstreamResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+    async def _checked(self, response: UpstreamResponse, limit: int) -> bytes:
         body = await response.aread(limit)
         if response.status >= 400:
             error = status_error(self._endpoint.name, response.status, body, response.headers)

@@ -66,7 +66,9 @@ class Reloader:
         if self._load is None:
             return
         try:
-            self.apply(await anyio.to_thread.run_sync(self._load))
+            wanted = await anyio.to_thread.run_sync(self._load)
+            await self._app.check(wanted.server)
+            self.apply(wanted)
         except ConfigurationError as error:
             logger.error("configuration not reloaded; the old one stays", reason=error.message)
         except Exception as error:
