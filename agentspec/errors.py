@@ -15,6 +15,7 @@ AgentSpecError
 ├── OverloadedError          429  queue full; `retry_after` seconds
 ├── NotReadyError            503  the server is still loading its models
 ├── ShuttingDownError        503  the server is draining
+├── EngineRestartingError    503  the process of the local engine ended during the request
 ├── RequestTimeoutError      504  no answer within the request's time limit
 ├── ModelUnavailableError    500  a model's files cannot be fetched, read or verified
 ├── EngineError              500  the local engine failed on this request
@@ -132,6 +133,11 @@ class NotReadyError(AgentSpecError):
 class ShuttingDownError(AgentSpecError):
     status = 503
     code = "shutting_down"
+
+
+class EngineRestartingError(AgentSpecError):
+    status = 503
+    code = "engine_restarting"
 
 
 class RequestTimeoutError(AgentSpecError):

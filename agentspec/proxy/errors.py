@@ -13,6 +13,7 @@ from agentspec.errors import (
     AgentSpecError,
     AuthenticationError,
     EngineError,
+    EngineRestartingError,
     InvalidRequestError,
     NotReadyError,
     OverloadedError,
@@ -106,7 +107,7 @@ def outcome(error: Exception) -> str:
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, OverloadedError):
         return {"retry-after": str(math.ceil(error.retry_after))}
-    if isinstance(error, (ShuttingDownError, NotReadyError)):
+    if isinstance(error, (ShuttingDownError, NotReadyError, EngineRestartingError)):
         return {"retry-after": "1"}
     return {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
 

@@ -21,7 +21,7 @@ class EarlyMessages:
     async def receive(self) -> Message:
         return self._messages.popleft() if self._messages else await self._receive()
 
-    async def listen_until(self, turn: asyncio.Future[None], seconds: float) -> None:
+    async def listen_until(self, turn: asyncio.Future[None], seconds: float | None) -> None:
         """Wait for `turn`, and raise what it raises. Raises `ClientDisconnect` if the client leaves before, and
         `TimeoutError` after `seconds`.
         """
