@@ -19,7 +19,7 @@ from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.server import GatewayServer, end_process, spare_what_is_loaded
 from agentspec.proxy.workers.channel import Channel, Message
-from agentspec.proxy.workers.process import Start, adopt
+from agentspec.proxy.workers.process import Start, adopt, unpacked
 from agentspec.settings.load import Settings
 
 PUSH_TICKS = 10  # of the main loop between two reports of the metrics

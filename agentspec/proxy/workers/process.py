@@ -60,9 +60,8 @@ def spawn(module: str, start: Mapping[str, Any], files: Sequence[socket.socket])
 def read_start() -> Start:
     """What the parent told this process. Sets up its log."""
     start: Start = pickle.load(sys.stdin.buffer)  # by this process's own parent
-    logs.configure(
-        start.log_level, background=True, fields={"worker": int(start.name) if start.name.isdecimal() else start.name}
-    )
+    shown = int(start.name) if start.name.isdecimal() else start.name
+    logs.configure(start.log_level, background=True, fields={"worker": shown})
     logs.logger.debug("process started", pid=os.getpid())
     logs.quiet_server()
     return start
