@@ -95,6 +95,10 @@ class Handover:
 
     def close(self) -> None:
         """Close the connections that no worker has."""
+        for recipient in tuple(self._recipients):
+            self.leave(recipient)
+            self._waiting.extend((number, *given) for number, given in recipient.sent.items())
+            recipient.sent.clear()
         for _, connection, _ in self._waiting:
             connection.close()
         self._waiting.clear()
