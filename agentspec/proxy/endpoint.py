@@ -20,8 +20,8 @@ from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.admission.auth import Caller, read_caller
-from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
-from agentspec.proxy.admission.limits import Deadline, Deadlines, until_disconnect
+from agentspec.proxy.admission.concurrency import Admission
+from agentspec.proxy.admission.limits import Deadline, Deadlines, DisconnectWatch, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
@@ -29,6 +29,7 @@ from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import error_event, log_unexpected, outcome
+from agentspec.proxy.forwarding.engine_link import EngineLink
 from agentspec.proxy.forwarding.inspection import expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
@@ -51,15 +52,16 @@ EVENT_STREAM = [
 class GenerationEndpoint:
     """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses.
 
-    `settings` may be replaced while requests run.
+    `settings` may be replaced while requests run. `engine` answers for the models that are in another process.
     """
 
     path: str
     runtime: Runtime
     settings: ServerSettings
-    limiter: ConcurrencyLimiter
+    limiter: Admission
     budget: BodyBudget
     deadlines: Deadlines
+    engine: EngineLink | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
@@ -80,8 +82,16 @@ class GenerationEndpoint:
             raise SlowClientError(f"the body did not arrive within {seconds:g} s (server.request_timeout)") from None
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
-        route = self._ready().route(model)
-        record.model = model if model in self.runtime.models() else OTHER
+        runtime = self._ready()
+        if self.engine is not None and runtime.is_elsewhere(model):
+            del fields
+            record.model = model
+            async with until_disconnect(receive) as client:
+                await self.engine.relay(scope, send, body, deadline)
+            _note_disconnect(client, record)
+            return
+        route = runtime.route(model)
+        record.model = model if model in runtime.models() else OTHER
         caller = read_caller(headers, tenant)
         async with until_disconnect(receive) as client:
             if is_forwarding(route.backend):
@@ -97,8 +107,7 @@ class GenerationEndpoint:
                     tenant, len(body), self._parse, fields, caller, route.backend, record
                 )
                 await self._answer(self.runtime.generate(request), writer, record, send, deadline)
-        if client.cancelled_caught and not record.body_ended:
-            record.outcome = "cancelled"
+        _note_disconnect(client, record)
 
     def _check(self, fields: Mapping[str, Any], backend: Forwards) -> None:
         """Raise `InvalidRequestError` for what the upstream may not get."""
@@ -153,6 +162,11 @@ def _upstreams(backend: Backend) -> list[Forwards]:
     """The upstreams that a strategy asks with what a request wants of it."""
     roles = backend.roles.values() if isinstance(backend, Strategy) else ()
     return [role.backend for role in roles if is_forwarding(role.backend)]
+
+
+def _note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:
+    if client.cancelled_caught and not record.body_ended:
+        record.outcome = "cancelled"
 
 
 def _model(fields: Mapping[str, Any]) -> str:

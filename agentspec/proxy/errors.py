@@ -14,6 +14,7 @@ from agentspec.errors import (
     AnswerMemoryError,
     AuthenticationError,
     EngineError,
+    EngineRestartingError,
     InvalidRequestError,
     NotReadyError,
     OverloadedError,
@@ -109,7 +110,7 @@ def outcome(error: Exception) -> str:
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, OverloadedError):
         return {"retry-after": str(math.ceil(error.retry_after))}
-    if isinstance(error, _UNAVAILABLE):
+    if isinstance(error, (*_UNAVAILABLE, EngineRestartingError)):
         return {"retry-after": "1"}
     if isinstance(error, SlowClientError):
         return {"connection": "close"}  # the rest of the body may never come

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from starlette.datastructures import Headers
 
@@ -46,6 +47,14 @@ class Identity:
 
 
 EVERYBODY = Identity(DEFAULT_TENANT, reads_metrics=True)
+
+
+class Identifies(Protocol):
+    """Tells by its headers whose request it is, or raises `AuthenticationError`; true if callers need a key."""
+
+    def __bool__(self) -> bool: ...
+
+    def identify(self, headers: Headers) -> Identity: ...
 
 
 class Authenticator:
