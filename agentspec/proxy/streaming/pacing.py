@@ -96,9 +96,7 @@ class Pacer:
         if rest != Delta(index=delta.index):
             choice.add(rest)
         if delta.finish_reason is not None:
-            choice.end = Delta(
-                finish_reason=delta.finish_reason, stop_reason=delta.stop_reason, index=delta.index
-            )
+            choice.end = Delta(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason, index=delta.index)
 
     def tick(self) -> list[Delta]:
         """What is sent now, one delta for each choice that has not ended. An empty delta stands for filling."""
@@ -114,7 +112,9 @@ class Pacer:
         if last and not self.complete:
             return Delta(index=choice.index)
         choice.ended = True
-        return replace(choice.end, usage=self._totals.usage, speculation=self._totals.speculation) if last else choice.end
+        return (
+            replace(choice.end, usage=self._totals.usage, speculation=self._totals.speculation) if last else choice.end
+        )
 
 
 async def paced(
