@@ -71,7 +71,9 @@ class MessagesEndpoint(GenerationEndpoint):
     ) -> tuple[GenerateRequest, ResponseWriter]:
         parsed = self._local(fields, backend, record)
         request, _ = parse_chat(parsed.chat, max_messages=len(parsed.chat["messages"]))
-        request, record.stream = caller.sign(replace(request, return_prompt=parsed.stream)), parsed.stream
+        if parsed.stream and backend in self.runtime.backends().values():  # no strategy: its prompt is counted first
+            request = replace(request, return_prompt=True)
+        request, record.stream = caller.sign(request), parsed.stream
         if isinstance(backend, AddsHeaders):
             record.response_headers = backend.response_headers(request)
         return request, MessagesWriter(fields["model"], parsed, self.settings.speculation_object)
