@@ -101,11 +101,15 @@ class Pages:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Report whether the gateway accepts requests: 200, or 503 while it loads, drains, or has a failed backend."""
+        """Report whether the gateway accepts requests: 200, or 503 while it loads, drains, or has a failed backend.
+
+        Which of these it is, only those who have a key are told.
+        """
         status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
         if self._runtime.failure is not None:
             status = "failed"
-        return _json({"status": status}, 200 if status == "ready" else 503)
+        told = RequestRecord.of(request.scope).identity is not None or status == "ready"
+        return _json({"status": status if told else "not ready"}, 200 if status == "ready" else 503)
 
     async def version(self, request: Request) -> Response:
         return _json({"version": VERSION})

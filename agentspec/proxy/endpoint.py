@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
-from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError
+from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
 from agentspec.protocol.obfuscation import filler
@@ -91,9 +91,13 @@ class GenerationEndpoint:
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: Callable[[int], None]
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
-        deadline = self.deadlines.start(self.settings.request_timeout)
-        async with deadline.limit():
-            body = await read_body(headers, receive, self.settings.max_body_bytes, account)
+        seconds = self.settings.request_timeout
+        deadline = self.deadlines.start(seconds)
+        try:
+            async with deadline.limit():
+                body = await read_body(headers, receive, self.settings.max_body_bytes, account)
+        except RequestTimeoutError:
+            raise SlowClientError(f"the body did not arrive within {seconds:g} s (server.request_timeout)") from None
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
         route = self._ready().route(model)

@@ -17,6 +17,7 @@ from agentspec.errors import (
     NotReadyError,
     OverloadedError,
     ShuttingDownError,
+    SlowClientError,
     UpstreamAuthenticationError,
     UpstreamStatusError,
 )
@@ -116,6 +117,8 @@ def _headers(error: Exception) -> dict[str, str]:
         return {"retry-after": str(math.ceil(error.retry_after))}
     if isinstance(error, (ShuttingDownError, NotReadyError)):
         return {"retry-after": "1"}
+    if isinstance(error, SlowClientError):
+        return {"connection": "close"}  # the rest of the body may never come
     return {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
 
 

@@ -29,7 +29,8 @@ from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
 from agentspec.types import StepSpeculation
 
-OPEN_ROUTES = ("/health",)
+OPEN_ROUTES = ("/health", "/ready")
+"""Routes for probes of orchestrators, which send no key and call the gateway by any name."""
 
 
 @dataclass(slots=True)
@@ -70,8 +71,7 @@ class GatewayMiddleware:
         try:
             is_open = scope["path"] in OPEN_ROUTES
             self.hosts.check(scope, any_host=is_open)
-            if not is_open:
-                record.identity = self.authenticator.identify(headers)
+            record.identity = (self.authenticator.find if is_open else self.authenticator.identify)(headers)
             await self.routes(scope, receive, send)
         except ClientDisconnect:
             record.outcome = "cancelled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -30,12 +31,14 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import to_delta
 from agentspec.protocol.headers import label_headers, read_labels
+from agentspec.protocol.json_scan import array_items, member_span
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
+INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
 _LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
 
 
@@ -231,13 +234,13 @@ class OpenAIBackend:
         return report
 
     async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
-        """One vector for each text. Raises as `generate` does."""
+        """One vector for each text. Raises as `generate` does. A long answer is parsed in a thread."""
         given = {"model": model, "input": list(texts), "encoding_format": "float"}
         body = _encode(given | await self.body_fields(EMBEDDINGS, tenant, Labels(), given))
-        answer = decode_json(await self._endpoint.fetch("POST", EMBEDDINGS, body=body), self._endpoint.name)
+        answer = await self._endpoint.fetch("POST", EMBEDDINGS, body=body)
         try:
-            return [[float(number) for number in item["embedding"]] for item in answer["data"]]
-        except (KeyError, TypeError, ValueError):
+            return _vectors(answer) if len(answer) <= INLINE_BYTES else await asyncio.to_thread(_vectors, answer)
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
 
     async def aclose(self) -> None:
@@ -310,6 +313,17 @@ def _merged(last: Delta, late: Delta) -> Delta:
         speculation=late.speculation or last.speculation,
         extra={**last.extra, **late.extra},
     )
+
+
+def _vectors(answer: bytes) -> list[list[float]]:
+    """The vectors of an answer to /embeddings, each parsed by itself: Python switches no threads inside one parse.
+
+    Raises KeyError, TypeError, ValueError or RecursionError for what is no such answer.
+    """
+    start, end = member_span(answer, "data")
+    if answer[start : start + 1] != b"[":
+        raise TypeError("data is no array")
+    return [[float(number) for number in json.loads(item)["embedding"]] for item in array_items(answer, start, end)]
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:

@@ -371,6 +371,16 @@ def test_c5_a_body_that_trickles_is_closed(gateway: Any, until: Callable[..., No
     until(lambda: running.app.limiter.running == 0)
 
 
+def test_c5_a_body_may_take_as_long_as_the_request_and_no_longer(gateway: Any) -> None:
+    """At the least rate a large body takes hours: only the rate and the request's own time limit it."""
+    running = gateway({"fake": FakeBackend("fine")}, min_body_rate=0, request_timeout=1.0)
+    with socket.create_connection(address(running.url), timeout=60) as connection:
+        connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+        answer = rest(connection)  # the place is free again, and so is the connection
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"server.request_timeout" in answer
+    assert running.app.limiter.running == 0
+
+
 def test_c5_connections_over_the_limits_are_refused_and_others_served(gateway: Any, until: Callable[..., None]) -> None:
     running = gateway({"fake": FakeBackend()}, max_connections_per_address=20)
     with ExitStack() as stack:

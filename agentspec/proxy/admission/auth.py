@@ -59,7 +59,14 @@ class Authenticator:
         return bool(self._known)
 
     def identify(self, headers: Headers) -> Identity:
-        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key.
+        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key."""
+        identity = self.find(headers)
+        if identity is None:
+            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY, or as x-api-key")
+        return identity
+
+    def find(self, headers: Headers) -> Identity | None:
+        """Whose key the request has, None for a missing or wrong key.
 
         The work is the same for every wrong key: a hash, and a comparison with each known one.
         """
@@ -67,9 +74,7 @@ class Authenticator:
             return EVERYBODY
         digest = _digest((key := _given_key(headers)).encode("latin-1", "replace"))
         matches = [identity for known, identity in self._known if hmac.compare_digest(known, digest)]
-        if not key or not matches:
-            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY, or as x-api-key")
-        return matches[0]
+        return matches[0] if key and matches else None
 
 
 def read_caller(headers: Headers, tenant: str) -> Caller:
