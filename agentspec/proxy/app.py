@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Forwards, ReportsMetrics
+from agentspec.backends.base import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, Forwards, ReportsMetrics
 from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
@@ -30,6 +30,8 @@ from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
+from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
+from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.runtime import Runtime
@@ -75,6 +77,8 @@ def create_app(
     pages = Pages(runtime, shared)
     paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
     endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines, engine) for path in paths]
+    endpoints.append(MessagesEndpoint(MESSAGES, runtime, server, limiter, budget, deadlines, engine))
+    endpoints.append(CountTokensEndpoint(COUNT_TOKENS, runtime, server, limiter, budget, deadlines, engine))
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
@@ -174,7 +178,7 @@ class Pages:
     async def _sampled(self) -> list[BackendSample]:
         """The current counts of all backends. Who asks while they are being asked gets the same answer."""
         if self._sampling is None or self._sampling.done():
-            self._sampling = asyncio.create_task(_samples(self._runtime))
+            self._sampling = asyncio.create_task(backend_samples(self._runtime))
         return await asyncio.shield(self._sampling)
 
     def _object(self, name: str) -> dict[str, Any]:
