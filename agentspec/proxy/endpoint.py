@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -33,10 +33,12 @@ from agentspec.proxy.forwarding.inspection import expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.pacing import paced
-from agentspec.runtime import Runtime
+from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
 from agentspec.types import Delta, GenerateRequest
+
+T = TypeVar("T")
 
 MAX_MODEL_NAME = 256
 EVENT_STREAM = [
@@ -44,6 +46,24 @@ EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One admitted request, whose body was read as `fields`, and the ways to answer it."""
+
+    scope: Scope
+    send: Send
+    record: RequestRecord
+    deadline: Deadline
+    caller: Caller
+    route: Route
+    body: bytes
+    fields: Mapping[str, Any]
+
+    def release(self) -> None:
+        """Drop the body, which nobody needs any more: an answer can take minutes."""
+        self.body, self.fields = b"", {}
 
 
 @dataclass(slots=True)
@@ -77,23 +97,37 @@ class GenerationEndpoint:
         model = _model(fields)
         route = self._ready().route(model)
         record.model = model if model in self.runtime.models() else OTHER
-        caller = read_caller(headers, tenant)
+        exchange = Exchange(scope, send, record, deadline, read_caller(headers, tenant), route, body, fields)
+        del body, fields  # an answer can take minutes
         async with until_disconnect(receive) as client:
-            if is_forwarding(route.backend):
-                check_head(scope)
-                await self.budget.run(tenant, len(body), self._check, fields, route.backend)
-                async with deadline.limit():
-                    body = await upstream_body(route.backend, self.path, body, fields, caller, route.upstream_model)
-                choices = expected_choices(self.path, fields)
-                del fields  # an answer can take minutes
-                await pass_through(scope, send, route.backend, self.path, body, deadline, choices)
-            else:
-                request, writer = await self.budget.run(
-                    tenant, len(body), self._parse, fields, caller, route.backend, record
-                )
-                await self._answer(self.runtime.generate(request), writer, record, send, deadline)
+            await self._respond(exchange)
         if client.cancelled_caught and not record.body_ended:
             record.outcome = "cancelled"
+
+    async def _respond(self, exchange: Exchange) -> None:
+        """Answer a request whose body is read and whose model is known."""
+        backend, record = exchange.route.backend, exchange.record
+        if is_forwarding(backend):
+            await self._forward(exchange, backend)
+            return
+        request, writer = await self._run(exchange, self._parse, exchange.fields, exchange.caller, backend, record)
+        exchange.release()
+        await self._answer(self.runtime.generate(request), writer, record, exchange.send, exchange.deadline)
+
+    async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
+        check_head(exchange.scope)
+        await self._run(exchange, self._check, exchange.fields, backend)
+        async with exchange.deadline.limit():
+            body = await upstream_body(
+                backend, self.path, exchange.body, exchange.fields, exchange.caller, exchange.route.upstream_model
+            )
+        choices = expected_choices(self.path, exchange.fields)
+        exchange.release()
+        await pass_through(exchange.scope, exchange.send, backend, self.path, body, exchange.deadline, choices)
+
+    async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of work on the exchange's body, in a thread if the body is large."""
+        return await self.budget.run(exchange.record.tenant, len(exchange.body), function, *arguments)
 
     def _check(self, fields: Mapping[str, Any], backend: Forwards) -> None:
         """Raise `InvalidRequestError` for what the upstream may not get."""
