@@ -33,13 +33,15 @@ def read_usage(value: Mapping[str, Any]) -> Usage:
     Raises `AttributeError`, `TypeError`, `ValueError` or `OverflowError` for an object of the wrong shape.
     """
     prompt = value.get("prompt_tokens_details") or value.get("input_tokens_details") or {}
-    completion = value.get("completion_tokens_details") or {}
+    completion = value.get("completion_tokens_details") or value.get("output_tokens_details") or {}
+    reasoning = completion.get("reasoning_tokens", value.get("reasoning_tokens"))
     return Usage(
         prompt_tokens=_count(value.get("prompt_tokens", value.get("input_tokens"))),
         completion_tokens=_count(value.get("completion_tokens", value.get("output_tokens"))),
         cached_tokens=_count(prompt.get("cached_tokens")),
         accepted_prediction_tokens=completion.get("accepted_prediction_tokens"),
         rejected_prediction_tokens=completion.get("rejected_prediction_tokens"),
+        reasoning_tokens=None if reasoning is None else _count(reasoning),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -30,6 +30,8 @@ from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.responses.endpoint import RESPONSES, ResponsesEndpoint
+from agentspec.proxy.responses.stored import StoredRoute
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -56,9 +58,15 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     pages = Pages(runtime, limiter)
     paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
     endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines) for path in paths]
+    responses = ResponsesEndpoint(RESPONSES, runtime, server, limiter, budget, deadlines)
+    endpoints.append(responses)
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
+    stored = {f"/v1{RESPONSES}/{{id}}": ("GET", "DELETE"), f"/v1{RESPONSES}/{{id}}/input_items": ("GET",)}
+    for path, methods in stored.items():
+        handler = StoredRoute(responses, items=path.endswith("items"))
+        routes.append(_RecordedRoute(path, handler, methods, "uses_models"))
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)
@@ -148,8 +156,9 @@ class _RecordedRoute(Route):
     Raises `PermissionDeniedError` if the identity of the request's key lacks the `permission`.
     """
 
-    def __init__(self, path: str, handler: Any, method: str, permission: str = "") -> None:
-        super().__init__(path, handler, methods=[method], include_in_schema=False)
+    def __init__(self, path: str, handler: Any, methods: str | Sequence[str], permission: str = "") -> None:
+        listed = [methods] if isinstance(methods, str) else methods
+        super().__init__(path, handler, methods=listed, include_in_schema=False)
         self._permission = permission
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -50,7 +50,10 @@ EVENT_STREAM = [
 
 @dataclass(slots=True)
 class Exchange:
-    """One admitted request, whose body was read as `fields`, and the ways to answer it."""
+    """One admitted request, whose body was read as `fields`, and the ways to answer it.
+
+    What it holds in memory besides its body is reported to `account`.
+    """
 
     scope: Scope
     send: Send
@@ -60,6 +63,7 @@ class Exchange:
     route: Route
     body: bytes
     fields: Mapping[str, Any]
+    account: Callable[[int], None]
 
     def release(self) -> None:
         """Drop the body, which nobody needs any more: an answer can take minutes."""
@@ -97,7 +101,7 @@ class GenerationEndpoint:
         model = _model(fields)
         route = self._ready().route(model)
         record.model = model if model in self.runtime.models() else OTHER
-        exchange = Exchange(scope, send, record, deadline, read_caller(headers, tenant), route, body, fields)
+        exchange = Exchange(scope, send, record, deadline, read_caller(headers, tenant), route, body, fields, account)
         del body, fields  # an answer can take minutes
         async with until_disconnect(receive) as client:
             await self._respond(exchange)
