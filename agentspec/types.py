@@ -364,7 +364,7 @@ class Delta:
 
     With several choices, each has its `index` and its own last delta; the very last delta carries the totals. `extra`
     holds message fields without a name here: `tool_calls`, `reasoning` (also as `reasoning_content`), an upstream's own
-    fields.
+    fields. `stop_reason` is the stop string that ended the choice, if one did and it is known.
     """
 
     text: str = ""
@@ -376,3 +376,4 @@ class Delta:
     extra: Mapping[str, Any] = field(default_factory=dict)
     index: int = 0
     prompt: Prompt | None = None
+    stop_reason: str | None = None

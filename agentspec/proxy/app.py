@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Forwards, ReportsMetrics
+from agentspec.backends.base import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, Forwards, ReportsMetrics
 from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
@@ -28,6 +28,8 @@ from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
+from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
+from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.endpoint import RESPONSES, ResponsesEndpoint
@@ -58,6 +60,8 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     pages = Pages(runtime, limiter)
     paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
     endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines) for path in paths]
+    endpoints.append(MessagesEndpoint(MESSAGES, runtime, server, limiter, budget, deadlines))
+    endpoints.append(CountTokensEndpoint(COUNT_TOKENS, runtime, server, limiter, budget, deadlines))
     responses = ResponsesEndpoint(RESPONSES, runtime, server, limiter, budget, deadlines)
     endpoints.append(responses)
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]

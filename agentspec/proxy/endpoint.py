@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -15,10 +15,9 @@ from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_for
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
-from agentspec.protocol.obfuscation import filler, obfuscated
+from agentspec.protocol.obfuscation import filler
 from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
-from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.admission.limits import Deadline, Deadlines, until_disconnect
@@ -28,10 +27,11 @@ from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields
-from agentspec.proxy.errors import error_event, log_unexpected, outcome
-from agentspec.proxy.forwarding.inspection import expected_choices
+from agentspec.proxy.errors import log_unexpected, outcome
+from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.streaming.framing import CHUNKS, Framing
 from agentspec.proxy.streaming.pacing import paced
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
@@ -77,6 +77,7 @@ class GenerationEndpoint:
     `settings` may be replaced while requests run.
     """
 
+    framing: ClassVar[Framing] = CHUNKS
     path: str
     runtime: Runtime
     settings: ServerSettings
@@ -127,7 +128,8 @@ class GenerationEndpoint:
             )
         choices = expected_choices(self.path, exchange.fields)
         exchange.release()
-        await pass_through(exchange.scope, exchange.send, backend, self.path, body, exchange.deadline, choices)
+        inspector = StreamInspector(choices)
+        await pass_through(exchange.scope, exchange.send, backend, self.path, body, exchange.deadline, inspector)
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the exchange's body, in a thread if the body is large."""
@@ -171,7 +173,7 @@ class GenerationEndpoint:
             length = self.settings.stream_pacing_characters
             deltas = paced(deltas, pacing, length, token_ids=form.token_ids)
         obfuscate = bool(pacing) if form.obfuscation is None else form.obfuscation
-        await send_sse(deadline.within(deltas), writer, record, send, obfuscate=obfuscate)
+        await send_sse(deadline.within(deltas), writer, record, send, obfuscate=obfuscate, framing=self.framing)
 
     def _ready(self) -> Runtime:
         if not self.runtime.ready:
@@ -198,7 +200,13 @@ async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, recor
 
 
 async def send_sse(
-    deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send, *, obfuscate: bool = False
+    deltas: AsyncGenerator[Delta],
+    writer: ResponseWriter,
+    record: RequestRecord,
+    send: Send,
+    *,
+    obfuscate: bool = False,
+    framing: Framing = CHUNKS,
 ) -> None:
     """Answer with server-sent events, filled up to equal sizes if `obfuscate`.
 
@@ -208,21 +216,21 @@ async def send_sse(
         first = await anext(deltas, Delta(finish_reason="stop"))
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         try:
-            await _send_chunks(first, writer, record, send, obfuscate)
+            await _send_chunks(first, writer, record, send, framing, obfuscate)
             async for delta in deltas:
-                await _send_chunks(delta, writer, record, send, obfuscate)
+                await _send_chunks(delta, writer, record, send, framing, obfuscate)
         except Exception as error:
             record_failure(record, error)
-            await _send(send, error_event(error, record.request_id))
-        await _send(send, DONE)
+            await _send(send, framing.error(error, record.request_id))
+        await _send(send, framing.end)
     await send({"type": "http.response.body", "body": b""})
 
 
 async def _send_chunks(
-    delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send, obfuscate: bool
+    delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send, framing: Framing, obfuscate: bool
 ) -> None:
     note(record, delta)
-    events = [event(obfuscated(chunk) if obfuscate else encode(chunk)) for chunk in writer.chunks(delta)]
+    events = [framing.event(chunk, obfuscate=obfuscate) for chunk in writer.chunks(delta)]
     for data in events or ([filler()] if obfuscate else []):
         await _send(send, data)
 

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
+from agentspec.protocol.anthropic.errors import anthropic_error
 from agentspec.proxy.admission.auth import Authenticator, request_id
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.admission.limits import Deadlines
@@ -104,10 +105,11 @@ async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
     log_unexpected(error, record.request_id)
     if record.body_begun:
         return
-    headers = {"content-type": "application/json", "content-length": str(len(failed.body)), **failed.headers}
+    body = anthropic_error(failed.body, failed.status, record.request_id) if record.anthropic else failed.body
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **failed.headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": failed.status, "headers": raw})
-    await send({"type": "http.response.body", "body": failed.body})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _level(record: RequestRecord) -> int:

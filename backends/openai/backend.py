@@ -22,7 +22,8 @@ from agentspec.backends.http import (
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
-from agentspec.backends.openai.server_kind import ServerDetector
+from agentspec.backends.openai.routes import RouteDetector
+from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
@@ -52,6 +53,7 @@ class OpenAIBackend:
         self.settings = settings
         self._endpoint = Endpoint(settings, name=name, transport=transport)
         self._detector = ServerDetector(self._endpoint, settings)
+        self._routes = RouteDetector(self._endpoint, settings)
         self._isolation: TenantIsolation | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._tokenization: ServerTokenization | None = None
@@ -94,11 +96,17 @@ class OpenAIBackend:
                 self._own_labels(request.tenant, request.labels), speculation=request.speculation, store=request.store
             ),
         }
-        last: Delta | None = None
         async with (
             self._endpoint.send("POST", path, headers=headers, body=_encode(body)) as response,
-            aclosing(self._chunks(response)) as chunks,
+            aclosing(self.deltas(response)) as deltas,
         ):
+            async for delta in deltas:
+                yield delta
+
+    async def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
+        """The answer in `response`, streamed or whole. Raises as `generate` does."""
+        last: Delta | None = None
+        async with aclosing(self._chunks(response)) as chunks:
             async for chunk in chunks:
                 delta = to_delta(chunk)
                 if last is not None:
@@ -172,6 +180,20 @@ class OpenAIBackend:
             sent = self._apart.labels(tenant, named)
         added = label_fields(sent, given)
         return salts | (added if added and await self._detector.is_vllm() else {})
+
+    async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there, which only
+        chats and completions can carry.
+        """
+        return self._apart is None and await self._routes.has(path, headers)
+
+    async def server_kind(self) -> ServerKind | None:
+        """What the upstream is; None if it has never answered."""
+        return await self._detector.kind()
+
+    def tokenizer_of(self, model: str) -> ServerTokenization:
+        """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""
+        return ServerTokenization(self._endpoint, model)
 
     async def metrics(self, name: str) -> UpstreamSample | None:
         """The draft counts of a vLLM upstream; None for other upstreams, without drafting, or without an answer."""

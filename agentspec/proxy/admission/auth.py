@@ -65,12 +65,10 @@ class Authenticator:
         """
         if not self._known:
             return EVERYBODY
-        given = headers.getlist("authorization")
-        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        digest = _digest(key.strip().encode("latin-1", "replace"))
+        digest = _digest((key := _given_key(headers)).encode("latin-1", "replace"))
         matches = [identity for known, identity in self._known if hmac.compare_digest(known, digest)]
-        if scheme.lower() != "bearer" or not matches:
-            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY")
+        if not key or not matches:
+            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY, or as x-api-key")
         return matches[0]
 
 
@@ -89,6 +87,16 @@ def request_id(headers: Headers) -> str:
 def _identity(key: ApiKey) -> Identity:
     operator = key.role == "operator"
     return Identity(key.tenant, uses_models=not operator, reads_metrics=operator)
+
+
+def _given_key(headers: Headers) -> str:
+    """The key in `Authorization`, or else in `x-api-key`, where Anthropic's clients send it; empty without one."""
+    given = headers.getlist("authorization")
+    if given:
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        return key.strip() if scheme.lower() == "bearer" else ""
+    given = headers.getlist("x-api-key")
+    return given[0].strip() if len(given) == 1 else ""
 
 
 def _digest(key: bytes) -> bytes:

@@ -15,7 +15,7 @@ from agentspec.settings.server import ServerSettings
 _TOKENS = "max_tokens max_completion_tokens min_tokens max_new_tokens min_new_tokens n_predict num_predict".split()
 _ALTERNATIVES = "top_logprobs prompt_logprobs logprobs n_probs".split()
 _CHOICES = ("n", "best_of", "n_choices", "beam_width", "num_beams")
-_LISTS = ("stop", "stop_token_ids", "bad_words", "stop_regex")
+_LISTS = ("stop", "stop_sequences", "stop_token_ids", "bad_words", "stop_regex")
 COUNTED_FIELDS = (*_TOKENS, *_ALTERNATIVES, *_CHOICES, *_LISTS, "messages", "tools", "functions", "logit_bias")
 
 

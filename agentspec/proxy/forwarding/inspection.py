@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from agentspec.backends.base import COMPLETIONS
 from agentspec.errors import UpstreamError
@@ -36,11 +36,30 @@ def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
     return prompts * (n if isinstance(n, int) and n > 1 else 1)
 
 
-class StreamInspector:
-    """Follows a stream whose answer has `choices` choices.
+class Inspector(Protocol):
+    """Follows a stream that is passed on.
 
     `done`: the upstream said that the stream is complete. `error`: what it reported in place of the rest, if it did.
     """
+
+    done: bool
+    error: Any
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is missing if the stream ends here."""
+        ...
+
+    @property
+    def counts(self) -> Delta: ...
+
+    def read(self, events: bytes) -> None:
+        """Look at the next whole events."""
+        ...
+
+
+class StreamInspector:
+    """Follows a stream of chunks whose answer has `choices` choices."""
 
     def __init__(self, choices: int) -> None:
         self.done = False
