@@ -15,7 +15,16 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, Forwards, ReportsMetrics
+from agentspec.backends.base import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    Forwards,
+    ReportsMetrics,
+)
 from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
@@ -32,7 +41,7 @@ from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.responses.endpoint import RESPONSES, ResponsesEndpoint
+from agentspec.proxy.responses.endpoint import ResponsesEndpoint
 from agentspec.proxy.responses.stored import StoredRoute
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings

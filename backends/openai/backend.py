@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import Any
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import (
     MAX_ANSWER_BYTES,
     MAX_LIST_BYTES,
@@ -36,7 +36,7 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
-_LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
+_LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments besides OpenAI's
 
 
 class OpenAIBackend:
@@ -182,10 +182,10 @@ class OpenAIBackend:
         return salts | (added if added and await self._detector.is_vllm() else {})
 
     async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there, which only
-        chats and completions can carry.
+        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
+        route cannot carry.
         """
-        return self._apart is None and await self._routes.has(path, headers)
+        return (self._apart is None or path in _LABELLED) and await self._routes.has(path, headers)
 
     async def server_kind(self) -> ServerKind | None:
         """What the upstream is; None if it has never answered."""

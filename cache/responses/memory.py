@@ -37,6 +37,9 @@ class MemoryResponses:
         if entry.size > self._limits.largest:
             return False
         with self._lock:
+            present = self._entries.get(stored.id)
+            if present is not None and present.stored.tenant != stored.tenant:
+                return False
             self._remove(stored.id)
             self._entries[stored.id] = entry
             self._bytes[stored.tenant] += entry.size

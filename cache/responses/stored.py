@@ -50,7 +50,7 @@ class ResponseStore(Protocol):
     """Stored answers. Blocking and thread-safe. All methods raise `CacheError` if the store cannot be used."""
 
     def put(self, stored: StoredResponse) -> bool:
-        """Store an answer; returns on commit. False if it is too large to be stored."""
+        """Store an answer; returns on commit. False if it is too large, or another tenant has one of that id."""
         ...
 
     def get(self, tenant: str, id: str) -> StoredResponse | None:

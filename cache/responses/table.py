@@ -62,8 +62,11 @@ class DatabaseResponses:
             self._create(connection)
             names = ("id", "tenant", "session", "created_at", "previous", "backend")
             row = {name: getattr(stored, name) for name in names} | {"size": len(body), "body": body}
-            connection.execute(responses.delete().where(responses.c.id == stored.id))
-            connection.execute(responses.insert().values(**row))
+            mine = (responses.c.id == stored.id, responses.c.tenant == stored.tenant)
+            connection.execute(responses.delete().where(*mine))
+            insert = self._database.insert(responses).values(**row).on_conflict_do_nothing(index_elements=["id"])
+            if connection.execute(insert).rowcount == 0:
+                return False
             self._keep_bounds(connection, len(body) + ROW)
         return True
 

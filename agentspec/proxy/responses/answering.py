@@ -14,7 +14,7 @@ from agentspec.errors import InvalidRequestError, OverloadedError
 from agentspec.protocol.obfuscation import filler, obfuscated
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.responses import encode
-from agentspec.protocol.sse import event
+from agentspec.protocol.sse import named_event
 from agentspec.protocol.upstream_errors import without_account
 from agentspec.proxy.endpoint import EVENT_STREAM, note, record_failure, respond
 from agentspec.proxy.errors import error_response
@@ -56,7 +56,7 @@ async def send_events(
     encoded = obfuscated if obfuscate else encode
 
     async def out(one: dict[str, Any]) -> None:
-        await _send(send, typed_event(one["type"], encoded(one)))
+        await _send(send, named_event(one["type"], encoded(one)))
 
     async with aclosing(deltas):
         first: Delta | None = await anext(deltas, Delta(finish_reason="stop"))
@@ -92,11 +92,6 @@ def failure(error: Exception, request_id: str) -> tuple[str, str]:
         code = "invalid_prompt"
     body = json.loads(without_account(error_response(error, request_id).body))
     return code, str(body["error"]["message"])
-
-
-def typed_event(name: str, data: bytes) -> bytes:
-    """The bytes of an event that has a name; `data` must be a single line."""
-    return b"event: " + name.encode() + b"\n" + event(data)
 
 
 async def _send(send: Send, data: bytes) -> None:

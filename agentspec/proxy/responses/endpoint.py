@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentspec.backends.base import CHAT, AddsHeaders, Backend, is_forwarding
+from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Backend, Forwards, is_forwarding
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.counts import count_reasoning
 from agentspec.protocol.openai_responses.events import EventWriter
-from agentspec.protocol.openai_responses.items import Item
+from agentspec.protocol.openai_responses.items import MAX_ID, Item
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
+from agentspec.proxy.body.head import check_head
+from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
+from agentspec.proxy.messages.translation import TRANSLATED, chat_deltas, chat_headers
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
-from agentspec.proxy.responses.keeping import Keeper
+from agentspec.proxy.responses.keeping import Keeper, not_found
 from agentspec.proxy.responses.local import LocalAnswer
+from agentspec.proxy.responses.translation import chat_body
+from agentspec.proxy.responses.upstreams import ResponsesInspector, refuse_what_others_keep, telling_id
 from agentspec.proxy.streaming.pacing import paced
 from agentspec.types import Delta
-
-RESPONSES = "/responses"
 
 
 @dataclass(slots=True)
@@ -47,6 +51,72 @@ class ResponsesEndpoint(GenerationEndpoint):
             exchange.record.response_headers = backend.response_headers(first)
         exchange.release()
         await self._send_answer(exchange, request, answer.deltas(first))
+
+    async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
+        check_head(exchange.scope)
+        await self._run(exchange, self._check, exchange.fields, backend)
+        async with exchange.deadline.limit():
+            native = await backend.has_route(RESPONSES, request_headers(exchange.scope, exchange.record))
+        await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
+
+    async def _pass(self, exchange: Exchange, backend: Forwards) -> None:
+        """Pass the bytes of the request to the upstream, and those of its answer back."""
+        fields, caller, model = exchange.fields, exchange.caller, exchange.route.upstream_model
+        async with exchange.deadline.limit():
+            if self.several_tenants:
+                refuse_what_others_keep(fields)
+                await self._check_ownership(exchange)
+            body = await upstream_body(backend, RESPONSES, exchange.body, fields, caller, model)
+        if not caller.store:
+            body = await self._run(exchange, set_values, body, fields, {"store": False})
+        send = exchange.send
+        if caller.store and fields.get("store") is not False:
+            found = self._owning(exchange)
+            send = telling_id(send, found, stream=fields.get("stream") is True)
+        exchange.release()
+        await pass_through(exchange.scope, send, backend, RESPONSES, body, exchange.deadline, ResponsesInspector())
+
+    async def _check_ownership(self, exchange: Exchange) -> None:
+        """Raise `ResponseNotFoundError` if the request continues a response that its tenant did not get there."""
+        previous = exchange.fields.get("previous_response_id")
+        if previous is None:
+            return
+        if not isinstance(previous, str) or len(previous) > MAX_ID:
+            raise not_found(str(previous), "previous_response_id")
+        stored = await self.keeper.get(exchange.record.tenant, previous, "previous_response_id")
+        if stored.backend != exchange.route.backend_name:
+            raise not_found(previous, "previous_response_id")
+
+    def _owning(self, exchange: Exchange) -> Callable[[str], Awaitable[None]]:
+        """Notes whose the response is that the upstream keeps."""
+        tenant, session = exchange.record.tenant, exchange.caller.labels.session
+        backend = exchange.route.backend_name
+
+        async def found(id: str) -> None:
+            if self.keeper.stores:
+                await self.keeper.put(StoredResponse(id, tenant, time.time(), session, backend=backend))
+
+        return found
+
+    async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
+        """Ask the upstream for a chat completion, and answer with what it says."""
+        record = exchange.record
+        request = await self._run(exchange, self._read, exchange.fields, False)
+        if request.truncation == "auto":
+            message = "truncation must be disabled: this upstream answers chats only, and cannot tell what fits"
+            raise InvalidRequestError(message, param="truncation")
+        history = await self._history(exchange, request)
+        async with exchange.deadline.limit():
+            body = await chat_body(backend, request, history, exchange.caller, exchange.route.upstream_model)
+        record.response_headers = TRANSLATED
+        deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record)
+        exchange.release()
+        await self._send_answer(exchange, request, deltas)
+
+    @property
+    def several_tenants(self) -> bool:
+        """Whether somebody else may have stored something at an upstream."""
+        return len(self.settings.tenant_names) > 1
 
     def _check_answers(self, backend: Backend, exchange: Exchange) -> None:
         if CHAT not in backend.capabilities.routes:

@@ -65,8 +65,12 @@ class Keeper:
 
     async def delete(self, tenant: str, id: str) -> None:
         """Raises `ResponseNotFoundError`."""
-        if not (self.stores and await anyio.to_thread.run_sync(lambda: self._store.delete(tenant, id))):
+        if not (self.stores and await self.discard(tenant, id)):
             raise not_found(id, "id")
+
+    async def discard(self, tenant: str, id: str) -> bool:
+        """Delete the tenant's answer if it is there; returns whether it was."""
+        return await anyio.to_thread.run_sync(lambda: self._store.delete(tenant, id))
 
     async def history(self, tenant: str, id: str, *, most_items: int, most_bytes: int) -> History:
         """The items of the answer `id`, of the ones that it continues, and of their inputs, oldest first.

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from agentspec.backends.base import RESPONSES, is_forwarding
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import MAX_ID, Item
 from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import shown_name
 from agentspec.proxy.admission.limits import Deadline
+from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import respond
+from agentspec.proxy.forwarding.passthrough import pass_through, request_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.endpoint import ResponsesEndpoint
-from agentspec.proxy.responses.keeping import not_found
+from agentspec.proxy.responses.keeping import ResponseNotFoundError, not_found
+from agentspec.proxy.responses.upstreams import ResponsesInspector
 
 MAX_PAGE = 100
 PAGE = 20
@@ -44,9 +49,48 @@ class StoredRoute:
         if len(id) > MAX_ID:
             raise not_found(id, "id")
         async with deadline.limit():
-            stored = await self.endpoint.keeper.get(record.tenant, id)
-            body = await self._body(request, record, stored)
-        await respond(send, Response(encode(body), media_type="application/json"))
+            stored = await self._find(record, id)
+            body = await self._body(request, record, stored) if stored.backend is None else {}
+        if stored.backend is None:
+            await respond(send, Response(encode(body), media_type="application/json"))
+        else:
+            await self._forward(request, send, stored, deadline)
+
+    async def _find(self, record: RequestRecord, id: str) -> StoredResponse:
+        """The tenant's response. One that is unknown here may be kept at the sole upstream of a sole tenant."""
+        try:
+            return await self.endpoint.keeper.get(record.tenant, id)
+        except ResponseNotFoundError:
+            backends = self.endpoint.runtime.backends()
+            upstreams = [name for name, backend in backends.items() if is_forwarding(backend)]
+            if self.endpoint.several_tenants or len(upstreams) != 1:
+                raise
+            return StoredResponse(id, record.tenant, 0.0, backend=upstreams[0])
+
+    async def _forward(self, request: Request, send: Send, stored: StoredResponse, deadline: Deadline) -> None:
+        """Let the upstream that keeps the response answer."""
+        backend = self.endpoint.runtime.backends().get(stored.backend or "")
+        if backend is None or not is_forwarding(backend):
+            raise not_found(stored.id, "id")
+        check_head(request.scope)
+        record = RequestRecord.of(request.scope)
+        async with deadline.limit():
+            if not await backend.has_route(RESPONSES, request_headers(request.scope, record)):
+                raise not_found(stored.id, "id")
+        path = f"{RESPONSES}/{quote(stored.id, safe='')}" + ("/input_items" if self.items else "")
+        if request.method == "DELETE" and self.endpoint.keeper.stores:
+            send = self._discarding(send, record.tenant, stored.id)
+        await pass_through(request.scope, send, backend, path, b"", deadline, ResponsesInspector(), request.method)
+
+    def _discarding(self, send: Send, tenant: str, id: str) -> Send:
+        """Wrap `send` to forget whose the response was before the client is told that it is gone."""
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 400:
+                await self.endpoint.keeper.discard(tenant, id)
+            await send(message)
+
+        return watched
 
     async def _body(self, request: Request, record: RequestRecord, stored: StoredResponse) -> Mapping[str, Any]:
         if request.method == "DELETE":
