@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 MESSAGES, COUNT_TOKENS = "/messages", "/messages/count_tokens"
+RESPONSES = "/responses"
 NONE: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
 Floats = NDArray[np.float32]

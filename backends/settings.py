@@ -106,6 +106,11 @@ class OpenAISettings(BaseModel):
         description="Whether it has Anthropic's /messages; auto asks it. Without, requests become chats",
     )
 
+    responses: KindChoice = Field(
+        default="auto",
+        description="Whether it has OpenAI's /responses; auto asks it. Without, requests become chats",
+    )
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if self.vllm == self.sglang == "on":

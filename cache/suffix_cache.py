@@ -20,6 +20,7 @@ from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, seconds_of, select
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.request import CacheRequest, draft_batch
+from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft, Labels, Namespace
@@ -52,6 +53,7 @@ class SuffixCache:
         retention: float | None,
         content_filter: ContentFilter | None,
         store_error: str | None,
+        responses: ResponseLimits,
     ) -> None:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
@@ -64,6 +66,12 @@ class SuffixCache:
             first_sequence=process << 32,  # numbers are unique among the processes that share a store
             persist=store.put if store else None,
         )
+        self.responses: ResponseStore = MemoryResponses(responses)
+        if store:
+            from agentspec.cache.responses.table import DatabaseResponses
+
+            self.responses = table = DatabaseResponses(store.database, responses)
+            store.also_forgets.append(table.forget_within)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
         self._sync: StoreSync | None = None
@@ -85,6 +93,8 @@ class SuffixCache:
         mode: Mode = "auto",
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
+        responses_bytes: int = 64 << 20,
+        responses_age: float | None = 30 * 86400.0,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
@@ -97,8 +107,9 @@ class SuffixCache:
 
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once and every hour. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
-        output serves its own session only. Raises `ConfigurationError` for settings that cannot work, and
-        `CacheFormatError` for a database that cannot be read.
+        output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
+        limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Raises
+        `ConfigurationError` for settings that cannot work, and `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
@@ -113,7 +124,8 @@ class SuffixCache:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns else None
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
-        cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing)
+        limits = response_limits(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
+        cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing, limits)
         try:
             cache._start()
         except BaseException:
@@ -224,7 +236,10 @@ class SuffixCache:
             text=text,
             decode=decode,
         )
-        return self._deleter.forget(selection)
+        count = self._deleter.forget(selection)
+        if self._store is None:
+            self.responses.forget(selection)
+        return count
 
     def flush(self) -> None:
         """Wait until the outputs of all requests closed so far are on disk. Raises `CacheError` if writing fails."""
@@ -301,6 +316,16 @@ class SuffixCache:
         self._deleter.maintain()
         if self._sync:
             self._sync.maintain()
+        self.responses.maintain()
+
+
+def response_limits(
+    total: int, age: float | None, retention: float | None, disk: int | None, tenant_disk: int | None
+) -> ResponseLimits:
+    """The limits of stored answers: a quarter of the disk's at most, so that sequences can make room for the rest."""
+    ages = [seconds for seconds in (age, retention) if seconds is not None]
+    shares = [total] if disk is None else [total, disk // 4]
+    return ResponseLimits(min(shares), None if tenant_disk is None else tenant_disk // 4, min(ages, default=None))
 
 
 def namespace_of(value: str | Namespace) -> Namespace:

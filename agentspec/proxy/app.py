@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +16,16 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, Forwards, ReportsMetrics
+from agentspec.backends.base import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    Forwards,
+    ReportsMetrics,
+)
 from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
@@ -34,6 +43,8 @@ from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.responses.endpoint import ResponsesEndpoint
+from agentspec.proxy.responses.stored import StoredRoute
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -79,9 +90,15 @@ def create_app(
     endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines, engine) for path in paths]
     endpoints.append(MessagesEndpoint(MESSAGES, runtime, server, limiter, budget, deadlines, engine))
     endpoints.append(CountTokensEndpoint(COUNT_TOKENS, runtime, server, limiter, budget, deadlines, engine))
+    responses = ResponsesEndpoint(RESPONSES, runtime, server, limiter, budget, deadlines, engine)
+    endpoints.append(responses)
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
+    stored = {f"/v1{RESPONSES}/{{id}}": ("GET", "DELETE"), f"/v1{RESPONSES}/{{id}}/input_items": ("GET",)}
+    for path, methods in stored.items():
+        handler = StoredRoute(responses, items=path.endswith("items"))
+        routes.append(_RecordedRoute(path, handler, methods, "uses_models"))
     runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
@@ -191,8 +208,9 @@ class _RecordedRoute(Route):
     Raises `PermissionDeniedError` if the identity of the request's key lacks the `permission`.
     """
 
-    def __init__(self, path: str, handler: Any, method: str, permission: str = "") -> None:
-        super().__init__(path, handler, methods=[method], include_in_schema=False)
+    def __init__(self, path: str, handler: Any, methods: str | Sequence[str], permission: str = "") -> None:
+        listed = [methods] if isinstance(methods, str) else methods
+        super().__init__(path, handler, methods=listed, include_in_schema=False)
         self._permission = permission
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:

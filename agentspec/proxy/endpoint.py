@@ -52,7 +52,10 @@ EVENT_STREAM = [
 
 @dataclass(slots=True)
 class Exchange:
-    """One admitted request, whose body was read as `fields`, and the ways to answer it."""
+    """One admitted request, whose body was read as `fields`, and the ways to answer it.
+
+    What it holds in memory besides its body is reported to `account`.
+    """
 
     scope: Scope
     send: Send

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import Any
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import (
     MAX_LIST_BYTES,
     Endpoint,
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
 MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
 INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
-_LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
+_LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments besides OpenAI's
 
 
 class OpenAIBackend:
@@ -197,10 +197,10 @@ class OpenAIBackend:
         return salts | added
 
     async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there, which only
-        chats and completions can carry.
+        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
+        route cannot carry.
         """
-        return self._apart is None and await self._routes.has(path, headers)
+        return (self._apart is None or path in _LABELLED) and await self._routes.has(path, headers)
 
     async def server_kind(self) -> ServerKind | None:
         """What the upstream is; None if it has never answered."""

@@ -57,6 +57,7 @@ class PostgresDatabase(Database):
         except ModuleNotFoundError as error:
             advice = "install it with: pip install 'agentspec[postgres]'"
             raise ConfigurationError(f"{self.name} needs {error.name}; {advice}", param="path") from None
+        self._further: set[str] = set()
         self._lease: sa.Connection | None = None
         self._session = 0  # the server's number of the session that holds the lease
         self._is_candidate = False
@@ -144,8 +145,11 @@ class PostgresDatabase(Database):
     def insert(self, table: sa.Table) -> Upsert:
         return insert(table)
 
+    def include(self, table: str) -> None:
+        self._further.add(table)
+
     def disk_bytes(self) -> int:
-        tables = ", ".join(f"'{table}'::regclass" for table in metadata.tables)
+        tables = ", ".join(f"'{table}'::regclass" for table in (*metadata.tables, *sorted(self._further)))
         with self.engine.connect() as connection:
             query = f"SELECT sum(pg_total_relation_size(id)) FROM unnest(ARRAY[{tables}]) AS id"
             return int(connection.exec_driver_sql(query).scalar_one())
@@ -157,7 +161,8 @@ class PostgresDatabase(Database):
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:
-                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} sequences, learned, deletions")
+                tables = ", ".join(("sequences", "learned", "deletions", *sorted(self._further)))
+                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {tables}")
             except exc.DBAPIError as error:
                 if not self.is_transient(error):
                     raise

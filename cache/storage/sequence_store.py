@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,7 @@ class SequenceStore:
             room=_ROOM,
         )
         self._poll_lock = threading.Lock()
+        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
         self.last_id = 0  # rows up to this id were read, or skipped on purpose
         self._disk_bytes = 0
         self._erase_pending = database.is_writer  # a process killed after a deletion may have left bytes behind
@@ -106,6 +107,11 @@ class SequenceStore:
     def folder(self) -> Path | None:
         """The folder of the database's files; None for a database server."""
         return self._database.folder
+
+    @property
+    def database(self) -> Database:
+        """The database, for what else is kept in it."""
+        return self._database
 
     @property
     def mode(self) -> Literal["writer", "follower"]:
@@ -247,6 +253,8 @@ class SequenceStore:
                 found = deletion_log.search(connection, selection, self._holds)
             with self._database.writing() as connection:
                 count = deletion_log.delete(connection, selection, found, self._holds)
+                for forget in self.also_forgets:
+                    forget(connection, selection)
         except exc.DBAPIError as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         self._erase_pending = True

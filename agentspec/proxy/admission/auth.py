@@ -50,9 +50,14 @@ EVERYBODY = Identity(DEFAULT_TENANT, reads_metrics=True)
 
 
 class Identifies(Protocol):
-    """Tells by its headers whose request it is, or raises `AuthenticationError`; true if callers need a key."""
+    """Tells by its headers whose request it is, or raises `AuthenticationError`; true if callers need a key.
+
+    `find` returns None where `identify` raises.
+    """
 
     def __bool__(self) -> bool: ...
+
+    def find(self, headers: Headers) -> Identity | None: ...
 
     def identify(self, headers: Headers) -> Identity: ...
 

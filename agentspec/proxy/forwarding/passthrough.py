@@ -19,7 +19,7 @@ from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
 from agentspec.proxy.body.json_object import set_values
-from agentspec.proxy.errors import anthropic_error_event, error_event, outcome, refused_key
+from agentspec.proxy.errors import outcome, refused_key
 from agentspec.proxy.forwarding.inspection import Inspector, read_answer
 from agentspec.proxy.request_record import RequestRecord
 
@@ -56,6 +56,7 @@ async def pass_through(
     body: bytes,
     deadline: Deadline,
     inspector: Inspector,
+    method: str = "POST",
     *,
     account: BodyAccount,
 ) -> None:
@@ -70,7 +71,7 @@ async def pass_through(
     async with AsyncExitStack() as stack:
         async with deadline.limit():
             response = await stack.enter_async_context(
-                backend.forward("POST", path, headers=headers, body=body, query=query, tenant=record.tenant)
+                backend.forward(method, path, headers=headers, body=body, query=query, tenant=record.tenant)
             )
             record.stream = response.is_stream and response.status < 400
             if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
@@ -133,8 +134,7 @@ async def _send_stream(
         rest = b""
         if not (inspector.done or inspector.error):
             record.fail(outcome(error), error.code)
-            event = anthropic_error_event if record.anthropic else error_event
-            rest = splitter.separator() + event(error, record.request_id)
+            rest = splitter.separator() + inspector.failure(error, record.request_id)
     record.read(inspector.counts)
     _note_error(record, inspector.error)
     await send({"type": "http.response.body", "body": rest})

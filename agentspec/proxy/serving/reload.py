@@ -32,6 +32,8 @@ RELOADABLE = frozenset(
 class Applies(Protocol):
     """What takes over keys and limits: the gateway's application."""
 
+    async def check(self, settings: ServerSettings) -> None: ...
+
     def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None: ...
 
 
