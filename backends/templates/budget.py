@@ -111,9 +111,12 @@ class Budget:
             return len(value)
         if isinstance(value, (list, tuple, dict, set, frozenset)) and id(value) in self._weights:
             return self._checked(self._weights[id(value)][1], most)
-        total, stack = 0, [value]
+        total, seen, stack = 0, 0, [value]
         while stack:
             one = stack.pop()
+            seen += 1
+            if seen & 4095 == 0:  # to look at so many takes time, too
+                self.work(4096 * STEP)
             known = self._weights.get(id(one)) if one is not value else None
             if known is not None:
                 total += known[1]

@@ -162,6 +162,11 @@ def _depth(value: Any) -> int:
     return depth
 
 
+def _slice(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+    _width(budget, value, args)
+    _characters(budget, value, args)
+
+
 def _sum(budget: Budget, items: Any, args: Sequence[Any]) -> None:
     """Adding texts or lists one by one copies what was added before each time."""
     if isinstance(items, (list, tuple)) and any(isinstance(item, (list, tuple, str)) for item in items):
@@ -174,10 +179,11 @@ def _text(budget: Budget, value: Any, args: Sequence[Any]) -> None:
 
 
 FILTERS: Final[Mapping[str, Callable[[Budget, Any, Sequence[Any]], None]]] = {
-    **dict.fromkeys(("center", "batch", "slice", "round", "truncate", "filesizeformat"), _width),
+    **dict.fromkeys(("center", "batch", "round", "truncate", "filesizeformat"), _width),
     **dict.fromkeys(("wordwrap", "urlize", "striptags", "pprint", "xmlattr", "title", "wordcount"), _slow),
-    **dict.fromkeys(("list", "sort", "slice", "unique", "groupby", "reverse"), _characters),
+    **dict.fromkeys(("list", "sort", "unique", "groupby", "reverse"), _characters),
     **dict.fromkeys(("string", "pprint"), _text),
+    "slice": _slice,
     "sum": _sum,
     "indent": _indent,
     "replace": check_replace,

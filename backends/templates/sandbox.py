@@ -53,7 +53,7 @@ _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 _DONE: dict[type[nodes.Node], tuple[str, ...]] = {nodes.For: ("iter",), nodes.Compare: ("expr", "ops")}
 _MAX_SOURCE = 100_000  # characters of a template
-_BUILT_IN = (str, bytes, int, float, list, tuple, dict, range, KeysView, ItemsView, ValuesView)
+_BUILT_IN = (str, bytes, int, float, list, tuple, dict, range, KeysView, ItemsView, ValuesView, type)
 _LAZY = frozenset({"map", "select", "reject", "selectattr", "rejectattr", "first", "default", "d", "attr", "items"})
 
 
