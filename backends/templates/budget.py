@@ -129,6 +129,8 @@ class Budget:
             elif isinstance(one, (list, tuple, set, frozenset)):
                 total += 1
                 stack += one
+            elif isinstance(one, int):
+                total += 1 + 20 * (one.bit_length() >> 6)
             elif isinstance(one, Namespace):
                 raise TemplateLimitError("the chat template writes a namespace as text")
             else:

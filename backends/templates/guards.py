@@ -9,7 +9,7 @@ from typing import Any, Final
 from jinja2.utils import Namespace
 
 from agentspec.backends.templates.budget import MAX_RENDERED, Budget, TemplateLimitError
-from agentspec.backends.templates.costs import hashing, pieces, size
+from agentspec.backends.templates.costs import hashing, length, pieces, size
 
 _WIDE = re.compile(r"\{[^{}]*\d{5}")  # a width or precision of five digits, in `format`
 _WIDE_PERCENT = re.compile(r"%(?:\([^()]*+\))?+[-+ #0]*+[\d*]*?\.?\d{5}")  # the same after `%`
@@ -74,9 +74,14 @@ def check_replace(budget: Budget, text: Any, args: Sequence[Any]) -> None:
 
 
 def check_join(budget: Budget, separator: Any, values: Any) -> None:
-    """Before `separator.join(values)`, whose values are already made."""
-    if isinstance(values, (str, list, tuple, dict, set, frozenset)):
-        budget.spend(budget.weigh(values) + len(values) * budget.weigh(separator))
+    """Before `separator.join(values)`, whose values are already made. Those that are no texts are written as such."""
+    count = length(values)
+    if not count:
+        return
+    texts = isinstance(values, str) or all(isinstance(value, str) for value in values)
+    budget.spend(count * budget.weigh(separator) + (budget.weigh(values) if texts else 0))
+    if not texts:
+        budget.spend_text(list(values) if isinstance(values, (bytes, bytearray)) else values)
 
 
 def _width(budget: Budget, text: Any, args: Sequence[Any]) -> None:
