@@ -20,6 +20,7 @@ from agentspec.errors import ModelNotFoundError, PermissionDeniedError, Upstream
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadlines, until_disconnect
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
@@ -53,9 +54,10 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     upstreams = [name for name, backend in settings.backends.items() if not backend.local]
     if server.stream_pacing and upstreams:
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
-    pages = Pages(runtime, limiter)
+    places = EnginePlaces(server, settings.backends)
+    pages = Pages(runtime, limiter, places)
     paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
-    endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines) for path in paths]
+    endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines, places) for path in paths]
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
@@ -71,7 +73,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
 class Pages:
     """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
 
-    def __init__(self, runtime: Runtime, limiter: ConcurrencyLimiter) -> None:
+    def __init__(self, runtime: Runtime, limiter: ConcurrencyLimiter, places: EnginePlaces) -> None:
         self._runtime = runtime
         self._limiter = limiter
         self._created = int(time.time())
@@ -82,7 +84,7 @@ class Pages:
             models=runtime.models(),
             index_size=lambda: _index_size(runtime),
             backends=lambda: self._samples,
-            tenants=limiter.samples,
+            tenants=lambda: places.add_to(limiter.samples()),
         )
 
     def routes(self) -> dict[str, Handler]:

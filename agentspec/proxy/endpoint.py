@@ -21,6 +21,7 @@ from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadline, Deadlines, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
@@ -60,6 +61,7 @@ class GenerationEndpoint:
     limiter: ConcurrencyLimiter
     budget: BodyBudget
     deadlines: Deadlines
+    places: EnginePlaces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
@@ -96,7 +98,8 @@ class GenerationEndpoint:
                 request, writer = await self.budget.run(
                     tenant, len(body), self._parse, fields, caller, route.backend, record
                 )
-                await self._answer(self.runtime.generate(request), writer, record, send, deadline)
+                async with self.places.enter(route.backend_name, tenant):
+                    await self._answer(self.runtime.generate(request), writer, record, send, deadline)
         if client.cancelled_caught and not record.body_ended:
             record.outcome = "cancelled"
 
