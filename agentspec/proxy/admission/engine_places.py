@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Message
 
-from agentspec.backends.settings import BackendSettings
+from agentspec.backends.settings import BackendSettings, TorchSettings
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.samples import TenantSample
@@ -26,7 +26,8 @@ class EnginePlaces:
     """
 
     def __init__(self, server: ServerSettings, backends: Mapping[str, BackendSettings]) -> None:
-        self._takes = {name: one.max_active + one.max_queue for name, one in backends.items() if one.local}
+        local = {name: one for name, one in backends.items() if isinstance(one, TorchSettings)}
+        self._takes = {name: one.max_active + one.max_queue for name, one in local.items()}
         self._limiters = {
             name: ConcurrencyLimiter(_within(server, takes), setting=_SETTING) for name, takes in self._takes.items()
         }
