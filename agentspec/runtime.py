@@ -47,7 +47,8 @@ class Runtime:
 
     `backends` are ready backends: each replaces the configured backend of its name; a name that is not configured
     becomes a model name as well. Without `settings`, only these backends exist. `cache` is an open cache, which the
-    caller closes; `knowledge` are open knowledge bases, which replace the configured ones of the same names. Nothing is
+    caller closes; `knowledge` are open knowledge bases, which replace the configured ones of the same names. With
+    `local` false another process answers for local backends and strategies, and none of them is built here. Nothing is
     built before `start()`. Thread-safe, except that `aclose` may only be called once no new request arrives.
     """
 
@@ -58,6 +59,7 @@ class Runtime:
         backends: Mapping[str, Backend] | None = None,
         cache: SuffixCache | None = None,
         knowledge: Mapping[str, KnowledgeBase] | None = None,
+        local: bool = True,
     ) -> None:
         self.settings = settings or (Settings(backends={}) if backends else Settings())
         self._backends: dict[str, Backend] = dict(backends or {})
@@ -69,6 +71,7 @@ class Runtime:
         self._strategies: dict[str, Strategy[Any]] = {}
         self._knowledge: dict[str, KnowledgeBase] = dict(knowledge or {})
         self._given_cache = cache
+        self._local = local
         self._own_cache: SuffixCache | None = None
         self._building = threading.Lock()
         self._opening = threading.Lock()
@@ -112,11 +115,12 @@ class Runtime:
             for name, settings in self.settings.backends.items():
                 if self._closed:
                     raise ShuttingDownError("the runtime is closed")
-                if name not in self._backends:
+                if name not in self._backends and (self._local or not settings.local):
                     self._backends[name] = self._build(name, settings)
             self._keep_tenants_apart()
             self._limit_upstreams()
-            self._build_strategies()
+            if self._local:
+                self._build_strategies()
             self._started = True
 
     async def start_for(self, model: str) -> None:
@@ -133,6 +137,18 @@ class Runtime:
     def takes_any_model(self) -> bool:
         """Whether requests for names that `models` does not list go to the sole upstream."""
         return self._passthrough is not None
+
+    def is_elsewhere(self, model: str) -> bool:
+        """Whether another process answers for `model`. Raises `ModelNotFoundError` if it is unknown."""
+        if self._local:
+            return False
+        backend, _ = self._resolve(model)
+        return self.settings.backends[backend].local or isinstance(self.settings.models.get(model), StrategySettings)
+
+    @property
+    def keeps_index(self) -> bool:
+        """Whether a local engine of this process keeps an index of tokens in `cache`."""
+        return self.ready and self._local and any(backend.local for backend in self.settings.backends.values())
 
     def backends(self) -> dict[str, Backend]:
         """The backends by name; empty before `start()`."""

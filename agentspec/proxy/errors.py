@@ -14,6 +14,7 @@ from agentspec.errors import (
     AnswerMemoryError,
     AuthenticationError,
     EngineError,
+    EngineRestartingError,
     InvalidRequestError,
     NotReadyError,
     OverloadedError,
@@ -22,8 +23,9 @@ from agentspec.errors import (
     UpstreamAuthenticationError,
     UpstreamStatusError,
 )
+from agentspec.protocol.anthropic.errors import anthropic_error
 from agentspec.protocol.responses import encode
-from agentspec.protocol.sse import event
+from agentspec.protocol.sse import event, named_event
 from agentspec.protocol.upstream_errors import error_object, without_account
 from agentspec.proxy.logs import logger
 from agentspec.telemetry.safe_errors import class_of, frames_of
@@ -60,6 +62,13 @@ def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
 def error_event(error: Exception, request_id: str = "") -> bytes:
     """The event that ends a stream after `error` interrupted it."""
     return event(without_account(encode(_body(_of_gateway(error), request_id))))
+
+
+def anthropic_error_event(error: Exception, request_id: str = "") -> bytes:
+    """The same on the routes of Anthropic's API."""
+    error = _of_gateway(error)
+    status = error.status if isinstance(error, AgentSpecError) else 500
+    return named_event("error", without_account(anthropic_error(encode(_body(error, request_id)), status, request_id)))
 
 
 def _of_gateway(error: Exception) -> Exception:
@@ -109,7 +118,7 @@ def outcome(error: Exception) -> str:
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, OverloadedError):
         return {"retry-after": str(math.ceil(error.retry_after))}
-    if isinstance(error, _UNAVAILABLE):
+    if isinstance(error, (*_UNAVAILABLE, EngineRestartingError)):
         return {"retry-after": "1"}
     if isinstance(error, SlowClientError):
         return {"connection": "close"}  # the rest of the body may never come

@@ -13,8 +13,9 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.proxy.admission.auth import Authenticator, request_id
-from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.protocol.anthropic.errors import anthropic_error
+from agentspec.proxy.admission.auth import Identifies, request_id
+from agentspec.proxy.admission.concurrency import Admission
 from agentspec.proxy.admission.limits import Deadlines
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.endpoint import GenerationEndpoint
@@ -34,24 +35,28 @@ OPEN_ROUTES = ("/health", "/ready")
 
 @dataclass(slots=True)
 class GatewayMiddleware:
-    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes."""
+    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes.
+
+    `logs_requests`: write a line about each request.
+    """
 
     routes: Router
-    authenticator: Authenticator
+    authenticator: Identifies
     hosts: HostCheck
-    limiter: ConcurrencyLimiter
+    limiter: Admission
     deadlines: Deadlines
     metrics: Metrics
     loading: Loading
     endpoints: Sequence[GenerationEndpoint]
     runtime: Runtime
     budget: BodyBudget
+    logs_requests: bool = True
 
     async def check(self, settings: ServerSettings) -> None:
         """Raises `ConfigurationError` for keys and limits that cannot be used with the upstreams that there are."""
         await self.runtime.check_tenants(settings.tenant_names)
 
-    def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
+    def apply(self, settings: ServerSettings, authenticator: Identifies) -> None:
         """Use other keys and limits for the requests to come."""
         self.authenticator, self.hosts = authenticator, HostCheck(settings)
         self.limiter.update(settings)
@@ -100,7 +105,8 @@ class GatewayMiddleware:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
             counts = {"drafted": done.drafted, "accepted": done.accepted, "steps": done.steps}
             metrics.speculation(record.model, **counts, failed_roles=failed)
-        logger.log(_level(record), "request", **_log_fields(record))
+        if self.logs_requests:
+            logger.log(_level(record), "request", **_log_fields(record))
 
 
 async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
@@ -110,10 +116,11 @@ async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
     log_unexpected(error, record.request_id)
     if record.body_begun:
         return
-    headers = {"content-type": "application/json", "content-length": str(len(failed.body)), **failed.headers}
+    body = anthropic_error(failed.body, failed.status, record.request_id) if record.anthropic else failed.body
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **failed.headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": failed.status, "headers": raw})
-    await send({"type": "http.response.body", "body": failed.body})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _level(record: RequestRecord) -> int:

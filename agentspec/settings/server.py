@@ -117,6 +117,14 @@ class ServerSettings(BaseModel):
     )
     secret_file: Path | None = Field(default=None, description="File holding the secret")
 
+    # Processes.
+    workers: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that serve the port; with more than one, local models run in a process of their own",
+    )
+
     @model_validator(mode="after")
     def _tenants_fit(self) -> Self:
         known = dict.fromkeys([*(key.tenant for key in self.api_keys), DEFAULT_TENANT])

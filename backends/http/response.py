@@ -14,11 +14,11 @@ SMALL_ANSWER_BYTES = 64 << 10
 MAX_LIST_BYTES = 4 << 20  # of what describes a server: its models, its metrics
 
 # Headers that may be forwarded with a request or an answer. Hop-by-hop headers, cookies and hosts are not among them.
-REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempotency-key", "user-agent"})
-REQUEST_PREFIXES = ("openai-", "trace", "x-agentspec-", "x-request-id", "x-stainless-")
+REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempotency-key", "user-agent", "x-api-key"})
+REQUEST_PREFIXES = ("anthropic-", "openai-", "trace", "x-agentspec-", "x-request-id", "x-stainless-")
 RESPONSE_HEADERS = frozenset({"content-encoding", "content-type", "retry-after", "retry-after-ms", "x-should-retry"})
-RESPONSE_PREFIXES = ("openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
-ACCOUNT_HEADERS = frozenset({"openai-organization", "openai-project"})
+RESPONSE_PREFIXES = ("anthropic-ratelimit-", "openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
+ACCOUNT_HEADERS = frozenset({"openai-organization", "openai-project", "x-api-key"})
 """Headers that choose or name the account. With the operator's key they are the operator's business."""
 _OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", "x-agentspec-", "x-request-id")
 

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import Any
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import (
     MAX_LIST_BYTES,
     Endpoint,
@@ -21,8 +21,10 @@ from agentspec.backends.http import (
 )
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
+from agentspec.backends.openai.prediction import prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
-from agentspec.backends.openai.server_kind import ServerDetector
+from agentspec.backends.openai.routes import RouteDetector
+from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
 MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
 INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
-_LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
+_LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments besides OpenAI's
 
 
 class OpenAIBackend:
@@ -55,6 +57,7 @@ class OpenAIBackend:
         self.settings = settings
         self._endpoint = Endpoint(settings, name=name, transport=transport)
         self._detector = ServerDetector(self._endpoint, settings)
+        self._routes = RouteDetector(self._endpoint, settings)
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
@@ -98,11 +101,17 @@ class OpenAIBackend:
                 self._own_labels(request.tenant, request.labels), speculation=request.speculation, store=request.store
             ),
         }
-        last: Delta | None = None
         async with (
             self._endpoint.send("POST", path, headers=headers, body=_encode(body)) as response,
-            aclosing(self._chunks(response)) as chunks,
+            aclosing(self.deltas(response)) as deltas,
         ):
+            async for delta in deltas:
+                yield delta
+
+    async def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
+        """The answer in `response`, streamed or whole. Raises as `generate` does."""
+        last: Delta | None = None
+        async with aclosing(self._chunks(response)) as chunks:
             async for chunk in chunks:
                 delta = to_delta(chunk)
                 if last is not None:
@@ -165,10 +174,10 @@ class OpenAIBackend:
     async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
-        A vLLM server is sent the labels, if the settings allow it. With several tenants, vLLM and SGLang are sent a
-        salt for each tenant, and names of sessions and workflows are made the tenant's own. May wait until the upstream
-        is recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt that is no
-        text.
+        A vLLM server is sent the labels and the tokens of a prediction, if the settings allow it. With several tenants,
+        vLLM and SGLang are sent a salt for each tenant, and names of sessions and workflows are made the tenant's own.
+        May wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither,
+        `InvalidRequestError` for a salt that is no text.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -179,7 +188,27 @@ class OpenAIBackend:
             named = Labels(sent.session or own.session, sent.workflow or own.workflow, sent.step)
             sent = self._apart.labels(tenant, named)
         added = label_fields(sent, given)
-        return salts | (added if added and await self._detector.is_vllm() else {})
+        predicts = self.settings.vllm_labels and given.get("prediction") is not None
+        if not (added or predicts) or not await self._detector.is_vllm():
+            return salts
+        if predicts:
+            model = self.settings.model or str(given.get("model"))
+            added |= await prediction_fields(self._endpoint, model, {**given, **added})
+        return salts | added
+
+    async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
+        route cannot carry.
+        """
+        return (self._apart is None or path in _LABELLED) and await self._routes.has(path, headers)
+
+    async def server_kind(self) -> ServerKind | None:
+        """What the upstream is; None if it has never answered."""
+        return await self._detector.kind()
+
+    def tokenizer_of(self, model: str) -> ServerTokenization:
+        """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""
+        return ServerTokenization(self._endpoint, model)
 
     async def metrics(self, name: str) -> UpstreamSample | None:
         """The draft counts of a vLLM upstream; None for other upstreams, without drafting, or without an answer."""

@@ -31,7 +31,7 @@ class EarlyMessages:
             raise self._refusal
         return await self._receive()
 
-    async def listen_until(self, turn: asyncio.Future[None], seconds: float) -> None:
+    async def listen_until(self, turn: asyncio.Future[None], seconds: float | None) -> None:
         """Wait for `turn`, and raise what it raises. Raises `ClientDisconnect` if the client leaves before,
         `OverloadedError` if there is no memory for what it sends, and `TimeoutError` after `seconds`.
         """

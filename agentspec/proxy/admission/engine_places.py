@@ -15,6 +15,7 @@ from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.samples import TenantSample
 
+_NO_LIMIT = nullcontext()
 _SETTING = "max_active and max_queue of the backend"
 
 
@@ -38,7 +39,7 @@ class EnginePlaces:
         Raises `OverloadedError` if no place is free in time. Upstreams have no such places.
         """
         limiter = self._limiters.get(backend)
-        return nullcontext() if limiter is None else limiter.enter(tenant, _silent)
+        return _NO_LIMIT if limiter is None else limiter.enter(tenant, _silent)
 
     def update(self, server: ServerSettings) -> None:
         """Apply the limits of `server` from now on."""
