@@ -32,7 +32,7 @@ class BodyBudget:
         self.shared = shared
         self._bytes = _Held()
         self._answers = _Held()  # of these bytes
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_MemoryWait] = deque()
         self._threads = TenantThreads(threads, "agentspec-body")
 
     def account(self, tenant: str) -> BodyAccount:
@@ -72,7 +72,7 @@ class BodyBudget:
 
     async def wait(self, account: BodyAccount, size: int) -> None:
         """Wait in the line of those who wait for memory; `account` then holds `size` bytes more."""
-        waiting = _Waiting(account, size, asyncio.get_running_loop().create_future())
+        waiting = _MemoryWait(account, size, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._serve_waiting()
         try:
@@ -176,7 +176,7 @@ class BodyAccount:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _MemoryWait:
     account: BodyAccount
     size: int
     turn: asyncio.Future[None]
