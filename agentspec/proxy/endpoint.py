@@ -20,6 +20,7 @@ from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import Admission
+from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadline, Deadlines, DisconnectWatch, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
@@ -86,6 +87,7 @@ class GenerationEndpoint:
     limiter: Admission
     budget: BodyBudget
     deadlines: Deadlines
+    places: EnginePlaces
     engine: EngineLink | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,7 +121,7 @@ class GenerationEndpoint:
         record.model = model if model in runtime.models() else OTHER
         exchange = Exchange(scope, send, record, deadline, read_caller(headers, tenant), route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client:
+        async with until_disconnect(receive) as client, self.places.enter(route.backend_name, tenant):
             await self._respond(exchange)
         _note_disconnect(client, record)
 
