@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
@@ -48,13 +48,14 @@ class CacheStats:
     store_error: str | None = None  # why nothing is written now
     unwritten: int = 0  # outputs and updates that the store gave up writing
     segment_error: str | None = None  # why a segment could not be written or used
+    damaged: int = 0  # rows of the database that were found unreadable, and are left out
 
 
 class CachePool:
     """The partitions that the requests, the deletions and the store of one cache work on. Thread-safe.
 
     `memory_bytes` bounds all partitions, `tenant_memory_bytes` the partitions of each tenant. The pool passes every
-    output that it shares to `persist`; the first gets the sequence number `first_sequence`.
+    output that it shares to `persist`; sequences get the next of `numbers`.
 
     Threads take locks in this order: `Deleter.following`; `_sharing`, held from the check that a session is not deleted
     until its output is shared; `_lock`, which guards the tables.
@@ -66,14 +67,14 @@ class CachePool:
         tenant_memory_bytes: int | None = None,
         *,
         content_filter: ContentFilter | None = None,
-        first_sequence: int = 0,
+        numbers: Iterator[int] | None = None,
         persist: Callable[[SequenceRecord], None] | None = None,
     ) -> None:
         self.limit = memory_bytes
         self._tenant_limit = memory_bytes if tenant_memory_bytes is None else min(memory_bytes, tenant_memory_bytes)
         self._content_filter = content_filter
         self._persist = persist
-        self._numbers = count(first_sequence)
+        self._numbers = count() if numbers is None else numbers
         self._sharing = threading.Lock()
         self._lock = threading.RLock()
         self._partitions: dict[Namespace, Partition] = {}

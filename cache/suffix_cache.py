@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -56,12 +55,11 @@ class SuffixCache:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
         self._namespace = namespace
-        process = int.from_bytes(os.urandom(4)) >> 1
         self._pool = CachePool(
             memory_bytes,
             tenant_memory_bytes,
             content_filter=content_filter,
-            first_sequence=process << 32,  # numbers are unique among the processes that share a store
+            numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
         self._deleter = Deleter(self._pool, store, retention)
@@ -70,7 +68,7 @@ class SuffixCache:
         if store:
             from agentspec.cache.sync import StoreSync
 
-            self._sync = StoreSync(self._pool, store, self._deleter, process)
+            self._sync = StoreSync(self._pool, store, self._deleter)
 
     @classmethod
     def open(
@@ -115,7 +113,7 @@ class SuffixCache:
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
         cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing)
         try:
-            cache._start()
+            cache._start(mode)
         except BaseException:
             cache.close()
             raise
@@ -260,6 +258,7 @@ class SuffixCache:
             store_error=self._store.error,
             segment_error=self._sync.segment_error,
             unwritten=self._store.dropped,
+            damaged=self._store.damaged,
         )
 
     def check_integrity(self) -> None:
@@ -286,10 +285,10 @@ class SuffixCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start(self, mode: Mode) -> None:
         """Load the sequences kept on disk and start the maintenance thread."""
         if self._sync:
-            self._sync.start()
+            self._sync.start(claim=mode != "follower")
         if self._store or self._deleter.expires:
             self._maintenance = MaintenanceThread(
                 self._maintain, seconds=_MAINTENANCE_SECONDS, name="agentspec-cache-maintenance"

@@ -25,17 +25,13 @@ _PAUSE = 60.0  # seconds between two attempts to save a namespace's segment
 
 
 class StoreSync:
-    """Moves sequences between a cache's pool and its store. The store's writer saves segments; all processes map them.
+    """Moves sequences between a cache's pool and its store. The writer saves segments, and all processes map them."""
 
-    `process` is the upper half of the sequence numbers that this process assigns.
-    """
-
-    def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter, process: int) -> None:
+    def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter) -> None:
         self._pool = pool
         self._store = store
         self._segments = store.segments
         self._deleter = deleter
-        self._process = process
         self._started = False
         self._saved: dict[str, int] = {}  # Partition.added when the segment on disk was saved, by namespace key
         self._tried: dict[str, float] = {}
@@ -50,8 +46,13 @@ class StoreSync:
 
     # Reading.
 
-    def start(self) -> None:
-        """Map the segments, then load the newest sequences that the segments lack, as many as fit."""
+    def start(self, *, claim: bool) -> None:
+        """Map the segments, then load the newest sequences that the segments lack, as many as fit.
+
+        With `claim`, sequence numbers are claimed at once and not with the first output.
+        """
+        if claim:
+            self._store.claim_numbers()
         self._deleter.expire()
         self._pool.replace_learned(self._store.learned())
         if self._store.mode == "writer":
@@ -102,7 +103,7 @@ class StoreSync:
             self._segments.sweep()
             self._deleter.expire_soon()
         with self._deleter.following:
-            self._pool.ingest(self._store.poll(self._process))
+            self._pool.ingest(self._store.poll(self._store.numbering.process))
 
     def _catch_up(self) -> None:
         """Apply all sequences and deletions that other processes have written."""

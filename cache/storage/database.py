@@ -82,6 +82,10 @@ class Database(ABC):
         """Whether the failed operation may succeed on a later try, with no committed data lost in between."""
 
     @abstractmethod
+    def is_damage(self, error: BaseException) -> bool:
+        """Whether a read failed because what is stored there is damaged; other rows may be sound then."""
+
+    @abstractmethod
     def close(self) -> None:
         """Close the connections and stop being the writer. Idempotent."""
 

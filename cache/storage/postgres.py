@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 # Keys of the advisory locks: the kind and the schema's name, so that one database can hold several caches.
 _WRITER, _ORDER = 0x61675701, 0x61675702
 _KEY = "hashtext(current_schema()::text)"
+_TABLES = "sequences, namespaces, learned, deletions"  # those that hold anything of anybody
 _HELD = (  # the writer's lock, where a session holds it
     f"locktype = 'advisory' AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -41,6 +42,8 @@ _NETWORK = {
 
 # SQLSTATE classes and codes of transient errors: connection, resources, operator intervention, conflicts, a standby.
 _PASSING = re.compile("08|53|57P|57014|40001|40P01|55P03|25006|25P03|58030")
+
+_DAMAGE = ("XX", "22")  # pages and large values that cannot be read; data that cannot be converted
 
 
 class PostgresDatabase(Database):
@@ -157,7 +160,7 @@ class PostgresDatabase(Database):
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:
-                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} sequences, learned, deletions")
+                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {_TABLES}")
             except exc.DBAPIError as error:
                 if not self.is_transient(error):
                     raise
@@ -177,6 +180,10 @@ class PostgresDatabase(Database):
         if state is None:  # it did not come from the server
             return isinstance(error, exc.OperationalError | exc.InterfaceError)
         return _PASSING.match(state) is not None
+
+    def is_damage(self, error: BaseException) -> bool:
+        state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
+        return state.startswith(_DAMAGE)
 
     def close(self) -> None:
         with self._lock:
