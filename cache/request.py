@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from agentspec.cache.deletion import Decode
 from agentspec.cache.index import DEPTH, DraftJob, IndexDrafter, Sourced, SuffixIndex, propose_batch, require_budget
+from agentspec.cache.memory.sessions import TRANSCRIPT, Session
 from agentspec.cache.partition import Partition
 from agentspec.cache.pool import CachePool
-from agentspec.cache.sessions import TRANSCRIPT, Session
 from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
 from agentspec.errors import CacheClosedError, InvalidRequestError
 from agentspec.types import Draft, Labels, Source

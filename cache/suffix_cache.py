@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -65,6 +66,8 @@ class SuffixCache:
         )
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
+        self._starting = threading.Lock()
+        self._pool.namespaces.on_pressure = self._relieve_soon
         self._sync: StoreSync | None = None
         if store:
             from agentspec.cache.sync import StoreSync
@@ -243,7 +246,7 @@ class SuffixCache:
 
     def tenant_bytes(self) -> dict[str, int]:
         """The bytes that each tenant takes in memory, over all its namespaces."""
-        return dict(self._pool.bytes_by_tenant())
+        return dict(self._pool.namespaces.bytes_by_tenant())
 
     def stats(self) -> CacheStats:
         """A snapshot of sizes and counts. Raises `CacheClosedError` after close."""
@@ -292,11 +295,26 @@ class SuffixCache:
         if self._sync:
             self._sync.start()
         if self._store or self._deleter.expires:
-            self._maintenance = MaintenanceThread(
-                self._maintain, seconds=_MAINTENANCE_SECONDS, name="agentspec-cache-maintenance"
-            )
+            self._maintenance_thread()
+
+    def _maintenance_thread(self) -> MaintenanceThread:
+        """The thread; a cache in memory starts it when there is something to do beside the requests."""
+        with self._starting:
+            if self._maintenance is None:
+                self._maintenance = MaintenanceThread(
+                    self._maintain,
+                    seconds=_MAINTENANCE_SECONDS,
+                    name="agentspec-cache-maintenance",
+                    urgent=self._pool.namespaces.relieve,
+                )
+            return self._maintenance
+
+    def _relieve_soon(self) -> None:
+        if not self.closed:
+            (self._maintenance or self._maintenance_thread()).wake()
 
     def _maintain(self) -> None:
+        self._pool.namespaces.relieve()
         if self._sync:
             self._sync.follow()
         self._deleter.maintain()
@@ -305,28 +323,52 @@ class SuffixCache:
 
 
 class MaintenanceThread:
-    """Calls `work` every `seconds` in its own thread. A failure is logged unless it repeats the last message."""
+    """Calls `work` every `seconds` in its own thread, and `urgent` soon after each `wake`.
 
-    def __init__(self, work: Callable[[], None], *, seconds: float, name: str) -> None:
+    A failure is logged unless it repeats the last message.
+    """
+
+    def __init__(
+        self, work: Callable[[], None], *, seconds: float, name: str, urgent: Callable[[], None] | None = None
+    ) -> None:
         self._work = work
+        self._urgent = urgent
         self._seconds = seconds
-        self._closing = threading.Event()
+        self._closing = False
+        self._woken = threading.Event()
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def wake(self) -> None:
+        """Let the thread call `urgent`; returns at once."""
+        self._woken.set()
+
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
-        self._closing.set()
+        self._closing = True
+        self._woken.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
-        last = None
-        while not self._closing.wait(self._seconds):
-            try:
-                self._work()
-                last = None
-            except Exception as error:
-                if str(error) != last:
-                    _log.warning("looking after the cache failed: %s", error)
-                last = str(error)
+        due = time.monotonic() + self._seconds
+        while not self._closing:
+            self._woken.wait(max(0.0, due - time.monotonic()))
+            self._woken.clear()
+            if self._closing:
+                return
+            if time.monotonic() >= due:
+                self._try(self._work)
+                due = time.monotonic() + self._seconds
+            elif self._urgent:
+                self._try(self._urgent)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+            self._failure = None
+        except Exception as error:
+            if str(error) != self._failure:
+                _log.warning("looking after the cache failed: %s", error)
+            self._failure = str(error)

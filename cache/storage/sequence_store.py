@@ -16,12 +16,13 @@ from sqlalchemy import exc
 
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.record import SequenceRecord
-from agentspec.cache.storage import codec, deletion_log
+from agentspec.cache.storage import codec, deletion_log, namespace_totals
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.connection import acquire_writer, open_database, raise_unusable
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
+from agentspec.cache.storage.namespace_totals import StoredNamespace
 from agentspec.cache.storage.schema import damaged, learned, sequences
 from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
 from agentspec.errors import (
@@ -168,6 +169,39 @@ class SequenceStore:
             query = sa.select(sequences).where(id_ <= self.last_id, condition).order_by(id_.desc())
             with connection.execute(query.execution_options(yield_per=256)) as rows:
                 yield from rows
+
+    def namespaces(self) -> list[StoredNamespace]:
+        """All namespaces of the database, that of the newest row last."""
+        with self._reading() as connection:
+            return namespace_totals.read(connection)
+
+    def position(self) -> int:
+        """Count the rows so far as read; returns the last one's id. `poll` returns later ones."""
+        with self._poll_lock, self._reading() as connection:
+            self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+            return self.last_id
+
+    def load(self, namespace: Namespace, limit: int, beyond: int = 0) -> list[SequenceRecord]:
+        """The newest sequences of a namespace, at most `limit` tokens together, in rows after `beyond`, oldest first.
+
+        Rows that cannot be read are skipped.
+        """
+        mine = sequences.c.namespace == namespace.key, sequences.c.id > beyond
+        query = sa.select(sequences).where(*mine).order_by(sequences.c.id.desc()).execution_options(yield_per=256)
+        found = []
+        with self._reading() as connection, connection.execute(query) as rows:
+            for row in rows:
+                limit -= row.token_count
+                if limit < 0:
+                    break
+                found.append(row)
+        return list(self._readable(found[::-1]))
+
+    def learned_of(self, namespace: Namespace) -> bytes | None:
+        """The learned state of one namespace."""
+        query = sa.select(learned.c.state).where(learned.c.namespace == namespace.key)
+        with self._reading() as connection:
+            return connection.execute(query).scalar()
 
     def poll(self, process: int) -> list[SequenceRecord]:
         """Sequences that processes other than `process` added since the last call. Raises `CacheError`."""
