@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +25,7 @@ from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.namespace_totals import StoredNamespace
 from agentspec.cache.storage.schema import damaged, learned, sequences
 from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
-from agentspec.errors import (
-    CacheError,
-    CacheFormatError,
-    CacheUnavailableError,
-)
+from agentspec.errors import CacheError, CacheFormatError, CacheUnavailableError
 from agentspec.types import Namespace
 
 _REWRITTEN = 512 << 20  # bytes; rewriting a larger database would keep other processes from writing for too long
@@ -144,31 +140,21 @@ class SequenceStore:
         """Keep the database within its budgets, whichever process wrote to it. Called periodically."""
         self._budget.enforce()
 
-    def newest(self, limit: int, beyond: Mapping[str, int] | None = None) -> list[SequenceRecord]:
-        """The newest sequences of at most `limit` tokens together, oldest first. Raises `CacheFormatError` for damage.
+    def newest(self, limit: int) -> list[SequenceRecord]:
+        """The newest sequences, at most `limit` tokens together, oldest first. Raises `CacheFormatError` for damage."""
+        self.position()
+        return [self._decode(row) for row in self._newest(limit, sequences.c.id <= self.last_id)]
 
-        `beyond` maps namespaces (by key) to a row id: of these namespaces only later rows are read.
-        """
-        found: list[SequenceRecord] = []
-        with self._reading() as connection:
-            self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
-            with contextlib.closing(self._newest(connection, beyond or {})) as rows:
-                for row in rows:
-                    limit -= row.token_count
-                    if limit < 0:
-                        break
-                    found.append(self._decode(row))
+    def _newest(self, limit: int, *conditions: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
+        query = sa.select(sequences).where(*conditions).order_by(sequences.c.id.desc()).execution_options(yield_per=256)
+        found: list[sa.Row[Any]] = []
+        with self._reading() as connection, connection.execute(query) as rows:
+            for row in rows:
+                limit -= row.token_count
+                if limit < 0:
+                    break
+                found.append(row)
         return found[::-1]
-
-    def _newest(self, connection: sa.Connection, beyond: Mapping[str, int]) -> Generator[sa.Row[Any]]:
-        """Rows up to `last_id`, newest first: each namespace in `beyond`, then all others."""
-        id_, namespace = sequences.c.id, sequences.c.namespace
-        conditions = [sa.and_(namespace == key, id_ > last) for key, last in beyond.items()]
-        others = set(connection.execute(sa.select(namespace).distinct()).scalars()) - beyond.keys()
-        for condition in (*conditions, namespace.in_(others)):
-            query = sa.select(sequences).where(id_ <= self.last_id, condition).order_by(id_.desc())
-            with connection.execute(query.execution_options(yield_per=256)) as rows:
-                yield from rows
 
     def namespaces(self) -> list[StoredNamespace]:
         """All namespaces of the database, that of the newest row last."""
@@ -182,20 +168,9 @@ class SequenceStore:
             return self.last_id
 
     def load(self, namespace: Namespace, limit: int, beyond: int = 0) -> list[SequenceRecord]:
-        """The newest sequences of a namespace, at most `limit` tokens together, in rows after `beyond`, oldest first.
-
-        Rows that cannot be read are skipped.
-        """
+        """The newest readable sequences of a namespace after row `beyond`, at most `limit` tokens, oldest first."""
         mine = sequences.c.namespace == namespace.key, sequences.c.id > beyond
-        query = sa.select(sequences).where(*mine).order_by(sequences.c.id.desc()).execution_options(yield_per=256)
-        found = []
-        with self._reading() as connection, connection.execute(query) as rows:
-            for row in rows:
-                limit -= row.token_count
-                if limit < 0:
-                    break
-                found.append(row)
-        return list(self._readable(found[::-1]))
+        return list(self._readable(self._newest(limit, *mine)))
 
     def learned_of(self, namespace: Namespace) -> bytes | None:
         """The learned state of one namespace."""
