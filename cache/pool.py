@@ -13,12 +13,13 @@ from typing import Any, Literal
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deletion import Decode, Scope
 from agentspec.cache.index import SuffixIndex
+from agentspec.cache.memory.group import Membership
 from agentspec.cache.memory.sessions import Session
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import Partition
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheClosedError
+from agentspec.errors import CacheClosedError, InvalidRequestError
 from agentspec.types import Labels, Namespace
 
 BYTES_PER_TOKEN = 32
@@ -85,11 +86,6 @@ class CachePool:
     def closed(self) -> bool:
         return self._closed_because is not None
 
-    @property
-    def shares_open_outputs(self) -> bool:
-        """Whether groups may be used: the content filter sees finished outputs only."""
-        return self._content_filter is None
-
     def require_open(self) -> None:
         if self._closed_because is not None:
             raise CacheClosedError(self._closed_because)
@@ -140,6 +136,29 @@ class CachePool:
             else:
                 partition.sessions.forget(session)
             self.namespaces.book(partition)
+
+    def join(self, partition: Partition, session: Session, group: str, context: Tokens) -> Membership:
+        """Let the request that holds `session` draft from the open outputs of a group, and the others from its own.
+
+        Raises `InvalidRequestError` where patterns are refused: they are looked for in finished outputs only.
+        """
+        if self._content_filter:
+            message = "group: a cache with refuse_patterns shares finished outputs only; leave group out"
+            raise InvalidRequestError(message, param="group")
+        with partition.lock:
+            session.membership = partition.join(group, context)
+            if session.forgotten:
+                session.membership.withdraw()
+            return session.membership
+
+    def leave(self, partition: Partition, session: Session, group: str, *, keep: bool) -> None:
+        """End a request's part in a group. Its text stays for the others if `keep`, until the last has left."""
+        with partition.lock:
+            member, session.membership = session.membership, None
+            if member:
+                if not keep:
+                    member.withdraw()
+                partition.leave(group, member)
 
     def add_output(
         self,

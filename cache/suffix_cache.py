@@ -158,22 +158,31 @@ class SuffixCache:
         step: str | None = None,
         store: bool = True,
         decode: Decode | None = None,
+        group: str | None = None,
     ) -> CacheRequest:
         """Begin a request that continues `prompt`. With `store=False` the cache keeps nothing of it once it is closed.
+
+        Requests of one namespace that name the same `group`, such as several answers to one prompt, draft from each
+        other's outputs as these grow; what they put out is dropped with the group when its last request ends. A cache
+        with `refuse_patterns` refuses groups.
 
         `decode` turns token ids into text; only a cache with `refuse_patterns` needs and calls it. Without a session
         name, the request joins the session whose last prompt `prompt` continues. Raises `InvalidRequestError` unless
         `prompt` holds token ids, `CacheClosedError` after close.
         """
         tokens = as_tokens(prompt, "prompt")
-        for name, label in (("session", session), ("workflow", workflow), ("step", step)):
+        for name, label in (("session", session), ("workflow", workflow), ("step", step), ("group", group)):
             if not isinstance(label, str | None):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._pool.require_open()
         chosen = self._namespace if namespace is None else Namespace.of(namespace)
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
-        return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode)
+        try:
+            return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode, group=group)
+        except BaseException:
+            self._pool.release(partition, found)
+            raise
 
     def draft_batch(
         self,
