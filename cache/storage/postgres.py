@@ -8,11 +8,13 @@ import os
 import re
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import exc
+from sqlalchemy import event, exc
 from sqlalchemy.dialects.postgresql import insert
 
 from agentspec.cache.storage.database import Database, Upsert, reason
@@ -60,6 +62,8 @@ class PostgresDatabase(Database):
         except ModuleNotFoundError as error:
             advice = "install it with: pip install 'agentspec[postgres]'"
             raise ConfigurationError(f"{self.name} needs {error.name}; {advice}", param="path") from None
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+        event.listen(self.engine, "connect", lambda connection, _: self._connections.add(connection))
         self._lease: sa.Connection | None = None
         self._session = 0  # the server's number of the session that holds the lease
         self._is_candidate = False
@@ -184,6 +188,15 @@ class PostgresDatabase(Database):
     def is_damage(self, error: BaseException) -> bool:
         state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
         return state.startswith(_DAMAGE)
+
+    def leave_behind(self) -> None:
+        # Whenever the copies of the parent's connections are closed, nothing of it must reach the server.
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for connection in list(self._connections):
+            if not connection.closed:
+                os.dup2(nowhere, connection.fileno(), inheritable=False)
+        os.close(nowhere)
+        super().leave_behind()
 
     def close(self) -> None:
         with self._lock:

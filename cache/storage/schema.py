@@ -86,6 +86,7 @@ namespaces = sa.Table(
     sa.Column("sequences", sa.BigInteger, nullable=False),
     sa.Column("tokens", sa.BigInteger, nullable=False),
     sa.Column("bytes", sa.BigInteger, nullable=False),  # of packed tokens
+    sa.Column("last", sa.BigInteger, nullable=False),  # id of the newest row
 )
 
 processes = sa.Table(

@@ -8,9 +8,9 @@ from __future__ import annotations
 _NAMES = "tenant, model_fingerprint, tokenizer_hash, template_hash"
 
 FILL = f"""
-INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes)
+INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes, last)
 SELECT namespace, max(tenant), max(model_fingerprint), max(tokenizer_hash), max(template_hash),
-       count(*), sum(token_count), sum(size)
+       count(*), sum(token_count), sum(size), max(id)
 FROM sequences GROUP BY namespace
 """
 
@@ -19,10 +19,11 @@ _ADDED = "sequences = {t}sequences + ({n}), tokens = {t}tokens + ({k}), bytes = 
 SQLITE = (
     f"""
 CREATE TRIGGER sequences_added AFTER INSERT ON sequences BEGIN
-    INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes)
-    SELECT NEW.namespace, NEW.tenant, NEW.model_fingerprint, NEW.tokenizer_hash, NEW.template_hash, 0, 0, 0
+    INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes, last)
+    SELECT NEW.namespace, NEW.tenant, NEW.model_fingerprint, NEW.tokenizer_hash, NEW.template_hash, 0, 0, 0, 0
     WHERE NOT EXISTS (SELECT 1 FROM namespaces WHERE key = NEW.namespace);
-    UPDATE namespaces SET {_ADDED.format(t="", n="1", k="NEW.token_count", b="NEW.size")} WHERE key = NEW.namespace;
+    UPDATE namespaces SET last = NEW.id, {_ADDED.format(t="", n="1", k="NEW.token_count", b="NEW.size")}
+    WHERE key = NEW.namespace;
 END
 """,
     f"""
@@ -38,12 +39,13 @@ _FUNCTION = "RETURNS trigger LANGUAGE plpgsql SET search_path FROM CURRENT AS"
 POSTGRES = (
     f"""
 CREATE FUNCTION agentspec_sequences_added() {_FUNCTION} $$ BEGIN
-    INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes)
+    INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes, last)
     SELECT namespace, max(tenant), max(model_fingerprint), max(tokenizer_hash), max(template_hash),
-           count(*), sum(token_count), sum(size)
+           count(*), sum(token_count), sum(size), max(id)
     FROM added GROUP BY namespace
     ON CONFLICT (key) DO UPDATE
-    SET {_ADDED.format(t="namespaces.", n="excluded.sequences", k="excluded.tokens", b="excluded.bytes")};
+    SET {_ADDED.format(t="namespaces.", n="excluded.sequences", k="excluded.tokens", b="excluded.bytes")},
+        last = excluded.last;
     RETURN NULL;
 END $$
 """,

@@ -62,10 +62,11 @@ class SequenceReader:
         return self.last_id
 
     def namespaces(self) -> list[StoredNamespace]:
-        """Every namespace that has sequences, from running totals: no sequence is looked at."""
+        """Every namespace that has sequences, last used last, from running totals: no sequence is looked at."""
         columns = namespaces.c
         with self._reading() as connection:
-            rows = connection.execute(sa.select(namespaces).where(columns.sequences > 0)).all()
+            query = sa.select(namespaces).where(columns.sequences > 0).order_by(columns.last)
+            rows = connection.execute(query).all()
         found = (
             StoredNamespace(
                 Namespace(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash),
@@ -115,12 +116,9 @@ class SequenceReader:
         return self._within(limit, (row for part in parts for row in part))
 
     def load(self, namespace: Namespace, limit: int, beyond: int = 0) -> list[SequenceRecord]:
-        """The newest sequences of one namespace of at most `limit` tokens together, oldest first.
-
-        They are in rows after `beyond` and up to `last_id`.
-        """
+        """The newest sequences of one namespace, in rows after `beyond`, at most `limit` tokens, oldest first."""
         mine = [sequences.c.namespace == namespace.key]
-        return self._within(limit, self._pages(mine, beyond, self.last_id, newest_first=True))
+        return self._within(limit, self._pages(mine, beyond, self._newest_id(), newest_first=True))
 
     def _within(self, limit: int, rows: Iterator[sa.Row[Any]]) -> list[SequenceRecord]:
         found: list[SequenceRecord] = []

@@ -19,7 +19,7 @@ def upgrade() -> None:
         "namespaces",
         sa.Column("key", sa.String(64), primary_key=True),
         *(sa.Column(name, sa.String, nullable=False) for name in _NAMES),
-        *(sa.Column(name, sa.BigInteger, nullable=False) for name in ("sequences", "tokens", "bytes")),
+        *(sa.Column(name, sa.BigInteger, nullable=False) for name in ("sequences", "tokens", "bytes", "last")),
     )
     op.create_table("processes", sa.Column("id", _Id, primary_key=True), sqlite_autoincrement=True)
     dialect = op.get_bind().dialect.name
