@@ -8,7 +8,7 @@ constexpr std::size_t kMany = 64;  // matches that take as long to follow as a s
 }  // namespace
 
 RunMatches::RunMatches(const RunMatches& before, const Token* query_end, int most)
-    : RunMatches(before.log_, *before.run_, *before.table_, query_end, most) {
+    : RunMatches(before.log_, *before.run_, query_end, most) {
     const bool all = before.cursor_ ? follow(*before.cursor_) : follow(before.known_);
     if (!all) known_.clear();
     const int shorter = !all ? before.longest_ : before.cursor_ ? before.cursor_->next() : before.unknown_;
@@ -43,7 +43,7 @@ bool RunMatches::goes_on(Position position) const {
 }
 
 void RunMatches::search() {
-    cursor_.emplace(log_, *run_, *table_, query_end_);
+    cursor_.emplace(log_, run_->positions(), run_->table(), query_end_);
     longest_ = cursor_->next();
     cursor_->take(taken_);
 }

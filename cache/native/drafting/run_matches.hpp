@@ -17,8 +17,8 @@ namespace agentspec {
 class RunMatches {
 public:
     /// `most`: the query's length.
-    RunMatches(const Token* log, const Run& run, const RunTable& table, const Token* query_end, int most)
-        : log_(log), run_(&run), table_(&table), query_end_(query_end), longest_(most), unknown_(most), next_(most) {}
+    RunMatches(const Token* log, const Run& run, const Token* query_end, int most)
+        : log_(log), run_(&run), query_end_(query_end), longest_(most), unknown_(most), next_(most) {}
     /// For the query that extends the query of `before` by a token, in the same run. Not for a query after whose last
     /// tokens a piece may begin.
     RunMatches(const RunMatches& before, const Token* query_end, int most);
@@ -75,7 +75,6 @@ private:
 
     const Token* log_;
     const Run* run_;
-    const RunTable* table_;
     const Token* query_end_;
     int longest_;
     int unknown_;  // upper bound of the lengths of matches that are not known

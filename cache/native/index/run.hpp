@@ -1,57 +1,73 @@
-// A sorted run: positions that never change, in memory of their own or in a mapped file. Copies share them.
+// A sorted run: positions that never change, in memory of their own or in a mapped file, with a table over them.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <span>
 #include <utility>
+#include <vector>
 
+#include "index/account.hpp"
+#include "index/run_table.hpp"
 #include "index/sorted_run.hpp"
 #include "storage/mapping.hpp"
 
 namespace agentspec {
 
+/// Not empty.
 class Run {
 public:
-    Run(Positions positions) {  // NOLINT: a run is what sorting returns
-        const auto owned = std::make_shared<const Positions>(std::move(positions));
-        bytes_ = owned->capacity() * sizeof(Position);
-        positions_ = *owned;
-        owner_ = owned;
+    Run(const Token* log, Positions positions, const std::shared_ptr<Account>& account)
+        : owned_(std::move(positions)),
+          positions_(owned_),
+          table_(log, positions_),
+          charge_(account, owned_.capacity() * sizeof(Position) + sizeof(Run) + table_.memory_bytes()) {
         find_ends();
     }
-    Run(std::shared_ptr<const Mapping> file, std::span<const Position> positions)
-        : owner_(std::move(file)), positions_(positions), bytes_(positions.size_bytes()), mapped_(true) {
+    Run(const Token* log, std::shared_ptr<const Mapping> file, std::span<const Position> positions,
+        const std::shared_ptr<Account>& account)
+        : file_(std::move(file)),
+          positions_(positions),
+          table_(log, positions_),
+          charge_(account, positions.size_bytes() + sizeof(Run) + table_.memory_bytes()) {
         find_ends();
     }
+    Run(const Run&) = delete;
+    Run& operator=(const Run&) = delete;
 
-    const Position* data() const { return positions_.data(); }
+    std::span<const Position> positions() const { return positions_; }
     auto begin() const { return positions_.begin(); }
     auto end() const { return positions_.end(); }
     Position operator[](std::size_t place) const { return positions_[place]; }
     std::size_t size() const { return positions_.size(); }
-    bool empty() const { return positions_.empty(); }
-    /// The lowest and the highest position of a run that is not empty.
+    const RunTable& table() const { return table_; }
+    /// The lowest and the highest position.
     Position oldest() const { return oldest_; }
     Position newest() const { return newest_; }
-    /// Bytes taken, mapped pages included.
-    std::size_t bytes() const { return bytes_; }
-    std::size_t mapped_bytes() const { return mapped_ ? bytes_ : 0; }
+    std::size_t mapped_bytes() const { return file_ ? positions_.size_bytes() : 0; }
+
+    /// How many of the positions are of forgotten tokens.
+    std::size_t dead() const { return dead_.load(std::memory_order_relaxed); }
+    void count_dead(std::size_t more) const { dead_.fetch_add(more, std::memory_order_relaxed); }
 
 private:
     void find_ends() {
-        if (empty()) return;
         const auto [oldest, newest] = std::minmax_element(begin(), end());
         oldest_ = *oldest;
         newest_ = *newest;
     }
 
-    std::shared_ptr<const void> owner_;
+    std::shared_ptr<const Mapping> file_;
+    Positions owned_;
     std::span<const Position> positions_;
+    RunTable table_;
     Position oldest_ = 0, newest_ = 0;
-    std::size_t bytes_;
-    bool mapped_ = false;
+    mutable std::atomic<std::size_t> dead_{0};
+    Charge charge_;
 };
+
+using Runs = std::vector<std::shared_ptr<const Run>>;  // by position: each is older than the next
 
 }  // namespace agentspec

@@ -30,7 +30,7 @@ public:
             taken_ = wide->places;
             left_ = right_ = 0;
             const double weight = double(taken_.size()) / RunTable::kSample;
-            for (const Follower& next : table_->followers(*wide)) visit(next.token, next.newest, next.count * weight);
+            for (const Follower& next : table_->followers(*wide)) visit(next.token, next.position, weight);
             return;
         }
         take(length);

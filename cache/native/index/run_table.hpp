@@ -16,11 +16,10 @@ struct Places {
     bool operator==(const Places&) const = default;
 };
 
-/// A token that followed another, in an even sample of all its followers.
+/// A token that followed another, one of an even sample.
 struct Follower {
     Token token;
-    std::uint32_t count;  // in the sample
-    Position newest;      // in the sample
+    Position position;
     bool operator==(const Follower&) const = default;
 };
 
@@ -44,13 +43,13 @@ public:
     struct Wide {
         Token last;
         Places places;
-        std::uint32_t begin, end;  // among the followers
+        std::uint32_t begin;  // of its sample among the followers
         bool operator==(const Wide&) const = default;
     };
     /// nullptr for a token that is not so common.
     const Wide* wide(Token last) const;
     std::span<const Follower> followers(const Wide& wide) const {
-        return std::span(followers_).subspan(wide.begin, wide.end - wide.begin);
+        return std::span(followers_).subspan(wide.begin, kSample);
     }
 
     std::size_t memory_bytes() const;
