@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <queue>
 #include <stdexcept>
+#include <thread>
 
 namespace agentspec {
 namespace {
@@ -58,9 +60,31 @@ struct Learned {
     const EndRates& ends;
 };
 
-/// Walks own memory, so each thread keeps them from one draft to the next.
-std::deque<LevelWalk>& kept_walks() {
-    thread_local std::deque<LevelWalk> walks;
+/// Walks own memory, so they are kept from one draft to the next, whichever thread makes it.
+class KeptWalks {
+public:
+    using Walks = std::deque<LevelWalk>;
+
+    std::unique_ptr<Walks> take() {
+        const std::unique_lock lock(mutex_, std::try_to_lock);  // as in a child of a fork: it may never be free
+        if (!lock || kept_.empty()) return std::make_unique<Walks>();
+        auto walks = std::move(kept_.back());
+        kept_.pop_back();
+        return walks;
+    }
+    void give_back(std::unique_ptr<Walks> walks) {
+        if (walks->size() > kKeptWalks) walks->resize(kKeptWalks);
+        const std::unique_lock lock(mutex_, std::try_to_lock);
+        if (lock && kept_.size() < std::thread::hardware_concurrency()) kept_.push_back(std::move(walks));
+    }
+
+private:
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Walks>> kept_;
+};
+
+KeptWalks& kept_walks() {
+    static KeptWalks& walks = *new KeptWalks;  // never destroyed: threads may draft while the process ends
     return walks;
 }
 
@@ -73,9 +97,7 @@ public:
         reserve(std::min(max_tokens, kKeptWalks));
     }
     Growth(const Growth&) = delete;
-    ~Growth() {
-        if (walks_.size() > kKeptWalks) walks_.resize(kKeptWalks);
-    }
+    ~Growth() { kept_walks().give_back(std::move(walks_)); }
 
     DraftTree grow(const SearchedIndexes& searched, std::span<const Token> context) {
         if (max_tokens_ == 0 || context.empty()) return {};
@@ -93,8 +115,8 @@ private:
     };
 
     LevelWalk& walk(int node) {
-        if (walks_.size() < static_cast<std::size_t>(node) + 2) walks_.emplace_back();
-        return walks_[node + 1];
+        if (walks_->size() < static_cast<std::size_t>(node) + 2) walks_->emplace_back();
+        return (*walks_)[node + 1];
     }
 
     bool over() const { return until_ && std::chrono::steady_clock::now() >= *until_; }
@@ -179,7 +201,7 @@ private:
     Deadline until_;
     DraftTree tree_;
     std::vector<Reach> reaches_;  // of the context and of each node
-    std::deque<LevelWalk>& walks_ = kept_walks();  // likewise
+    std::unique_ptr<std::deque<LevelWalk>> walks_ = kept_walks().take();  // likewise
     std::priority_queue<Candidate> open_;
     std::priority_queue<Branch> branches_;
 };

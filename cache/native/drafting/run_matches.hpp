@@ -5,6 +5,7 @@
 #include <array>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "index/run.hpp"
 #include "index/run_cursor.hpp"
@@ -26,7 +27,12 @@ public:
     /// The longest shared context; before the first search an upper bound.
     int longest() const { return longest_; }
     /// The same for the positions not yet taken in; 0 when none of them shares a token.
-    int next() const { return cursor_ ? cursor_->next() : next_; }
+    int next() const {
+        if (!cursor_) return next_;
+        int next = cursor_->next();
+        for (const RunCursor& other : others_) next = std::max(next, other.next());
+        return next;
+    }
 
     /// As RunCursor::widen.
     template <class Visit>
@@ -36,6 +42,7 @@ public:
         } else {
             if (!cursor_) search();
             cursor_->widen(length, limit, visit);
+            for (RunCursor& other : others_) other.widen(length, limit, visit);
         }
     }
 
@@ -70,6 +77,7 @@ private:
     }
     void search();
     bool follow(const Few& before);
+    bool follow_found(const RunMatches& before);
     bool follow(const RunCursor& before);
     bool goes_on(Position position) const;
 
@@ -81,7 +89,8 @@ private:
     int next_;
     int taken_ = kDepth + 1;  // known matches as long as this are taken in
     Few known_;
-    std::optional<RunCursor> cursor_;
+    std::optional<RunCursor> cursor_;  // in the run's first part
+    std::vector<RunCursor> others_;    // in its others, while it is merged
 };
 
 }  // namespace agentspec

@@ -13,6 +13,21 @@ void require(bool holds, const std::string& what) {
     if (!holds) throw std::runtime_error("suffix index is damaged: " + what);
 }
 
+/// A part is in order, and its table is right. Returns how many of its positions are dead.
+std::size_t check_part(const TokenLog& log, const Run& run, const RunPart& part) {
+    const std::span<const Position> positions = part.positions();
+    require(run.parts().size() > 1 || part.table() == RunTable(log.data(), positions), "table of another run");
+    std::size_t dead = 0;
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+        require(positions[i] >= run.oldest() && positions[i] <= run.newest(), "a position outside its run");
+        dead += log.is_dead(positions[i]);
+        if (i == 0) continue;
+        const int order = compare_contexts(log.data() + positions[i - 1], log.data() + positions[i]);
+        require(order < 0 || (order == 0 && positions[i - 1] < positions[i]), "run out of order at " + std::to_string(i));
+    }
+    return dead;
+}
+
 }  // namespace
 
 void SuffixIndex::check_integrity() const {
@@ -31,16 +46,10 @@ void SuffixIndex::check_runs() const {
     require(newest.size() <= tail_limit_, "tail of " + std::to_string(newest.size()) + " positions");
     for (const auto& run : *runs_) {
         require(run->size() > 0, "empty run");
-        require(run->table() == RunTable(log_->data(), run->positions()), "table of another run");
         require(run->oldest() >= behind, "a run reaches into an older one");
         behind = std::size_t{run->newest()} + 1;
         std::size_t dead = 0;
-        for (std::size_t i = 0; i < run->size(); ++i) {
-            dead += log_->is_dead((*run)[i]);
-            if (i == 0) continue;
-            const int order = compare_contexts(log_->data() + (*run)[i - 1], log_->data() + (*run)[i]);
-            require(order < 0 || (order == 0 && (*run)[i - 1] < (*run)[i]), "run out of order at " + std::to_string(i));
-        }
+        for (const RunPart& part : run->parts()) dead += check_part(*log_, *run, part);
         require(dead == run->dead(), "a run with " + std::to_string(dead) + " dead, not " + std::to_string(run->dead()));
     }
     require(newest.empty() || newest.front() >= behind, "a run reaches into the tail");
@@ -55,7 +64,9 @@ void SuffixIndex::check_positions() const {
         if (!log_->is_dead(position)) indexed.push_back(position);
     };
     for (const Position position : tail()) index(position);
-    for (const auto& run : *runs_) std::for_each(run->begin(), run->end(), index);
+    for (const auto& run : *runs_) {
+        for (const RunPart& part : run->parts()) std::for_each(part.positions().begin(), part.positions().end(), index);
+    }
     std::sort(indexed.begin(), indexed.end());
     require(indexed.size() == live_, "indexed and living tokens differ");
 

@@ -39,6 +39,18 @@ Positions merge_all(const Token* log, std::vector<Part> parts, const std::shared
     return {parts[0].positions.begin(), parts[0].positions.end()};
 }
 
+/// Of a run that is not complete.
+const std::shared_ptr<const RunTable>& no_table() {
+    static const auto& none = *new std::shared_ptr<const RunTable>(std::make_shared<RunTable>());
+    return none;
+}
+
+std::size_t size_of(const Runs& runs, std::size_t first, std::size_t end) {
+    std::size_t size = 0;
+    for (std::size_t i = first; i < end; ++i) size += runs[i]->size();
+    return size;
+}
+
 }  // namespace
 
 /// Merging until nothing is left to do, unless others see to it.
@@ -61,6 +73,11 @@ bool SuffixIndex::step() {
     Job job;
     std::shared_ptr<const Snapshot> from;
     free_retired();
+    if (merge_) {
+        go_on();
+        free_retired();
+        return true;
+    }
     {
         const Hold hold(*this);
         job = next_job();
@@ -74,8 +91,10 @@ bool SuffixIndex::step() {
     try {
         if (job.rewrite) {
             rewrite();
-        } else {
+        } else if (size_of(*from->runs, job.first, job.end) <= kPiece) {
             merge(*from, job);
+        } else {
+            begin_merge(*from, job);
         }
     } catch (...) {
         const Hold hold(*this);
@@ -120,6 +139,67 @@ SuffixIndex::Job SuffixIndex::next_job() const {
         if (8 * (*runs_)[i]->dead() > (*runs_)[i]->size()) return {i, i + 1};
     }
     return {};
+}
+
+/// Begin to merge runs that are too large for one piece: the two smallest neighbours among them, or to filter one.
+void SuffixIndex::begin_merge(const Snapshot& from, Job job) {
+    const auto both = [&](std::size_t i) { return (*from.runs)[i]->size() + (*from.runs)[i + 1]->size(); };
+    std::size_t place = job.first;
+    for (std::size_t i = job.first; i + 1 < job.end; ++i) place = both(i) < both(place) ? i : place;
+    const std::size_t end = std::min(place + 2, job.end);
+    Merge merge{place, nullptr, 0, {}, nullptr};
+    std::size_t size = 0;
+    for (std::size_t i = place; i < end; ++i) {
+        merge.left.push_back((*from.runs)[i]->parts()[0]);
+        size += (*from.runs)[i]->size();
+    }
+    merge.merged = std::make_shared<RunStorage>(size, account_);
+    std::vector<RunPart> parts{{merge.merged, 0, no_table()}};
+    parts.insert(parts.end(), merge.left.begin(), merge.left.end());
+    const Position oldest = (*from.runs)[place]->oldest(), newest = (*from.runs)[end - 1]->newest();
+    merge.run = std::make_shared<Run>(std::move(parts), oldest, newest, 0);
+    const Hold hold(*this);
+    replace(place, end, merge.run, 0);
+    merging_end_ = place + 1;
+    merge_ = std::move(merge);
+    publish();
+}
+
+/// Merge a piece more. What is merged grows at its end and what is left shrinks at its beginning, so that never much
+/// more memory is needed than the result takes.
+void SuffixIndex::go_on() {
+    const std::shared_ptr<const TokenLog> log = snapshot()->log;
+    std::vector<RunPart>& left = merge_->left;
+    const std::span<const Position> newer = left.size() > 1 ? left[1].positions() : std::span<const Position>();
+    Position* piece = merge_->merged->room() + merge_->size;
+    const auto [first, second] = merge_some(log->data(), left[0].positions(), newer, kPiece, piece);
+    Position* const end = piece + first + second;
+    const std::size_t kept = std::remove_if(piece, end, [&](Position p) { return log->is_dead(p); }) - piece;
+    const std::size_t size = merge_->size + kept;
+    std::vector<RunPart> rest;
+    if (first < left[0].size()) rest.push_back(left[0].behind(first));
+    if (second < newer.size()) rest.push_back(left[1].behind(second));
+    std::shared_ptr<const RunTable> table = no_table();
+    const std::span<const Position> merged(merge_->merged->data(), size);
+    if (rest.empty()) table = std::make_shared<RunTable>(log->data(), merged, account_);
+    std::vector<RunPart> parts{{merge_->merged, size, table}};
+    parts.insert(parts.end(), rest.begin(), rest.end());
+    const auto run = std::make_shared<Run>(std::move(parts), merge_->run->oldest(), merge_->run->newest(), 0);
+
+    const Hold hold(*this);
+    work_.background += first + second;
+    merge_->merged->fill(size);
+    const std::size_t place = merge_->place;
+    const bool empty = rest.empty() && size == 0;
+    replace(place, place + 1, empty ? nullptr : run, first + second - kept);
+    merge_->size = size;
+    merge_->left = std::move(rest);
+    merge_->run = run;
+    if (merge_->left.empty()) {
+        merge_.reset();
+        merging_end_ = 0;
+    }
+    publish();
 }
 
 /// Merge runs of `from`, without what is forgotten by now.
@@ -250,7 +330,8 @@ void SuffixIndex::exchange(Relocation& relocation, Runs runs, std::span<const Re
         }
     }
     for (auto run = runs.begin() + older; run != runs.end(); ++run) {
-        (*run)->count_dead(std::count_if((*run)->begin(), (*run)->end(), [&](Position p) { return log->is_dead(p); }));
+        const std::span<const Position> all = (*run)->positions();
+        (*run)->count_dead(std::count_if(all.begin(), all.end(), [&](Position p) { return log->is_dead(p); }));
     }
     move_pieces(relocation, moved, known);
     retired_.insert(retired_.end(), runs_->begin(), runs_->end());

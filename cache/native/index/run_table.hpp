@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
+#include "index/account.hpp"
 #include "index/sorted_run.hpp"
 
 namespace agentspec {
@@ -31,6 +33,10 @@ public:
 
     RunTable() = default;
     RunTable(const Token* log, std::span<const Position> run);
+    RunTable(const Token* log, std::span<const Position> run, const std::shared_ptr<Account>& account)
+        : RunTable(log, run) {
+        charge_ = std::make_shared<Charge>(account, sizeof(*this) + memory_bytes());
+    }
 
     bool empty() const { return keys_.empty(); }
     /// Bounds of the first place whose context's nearest pair is `key` (an `order_key`) or more: at least low, at most
@@ -53,7 +59,9 @@ public:
     }
 
     std::size_t memory_bytes() const;
-    bool operator==(const RunTable&) const = default;
+    bool operator==(const RunTable& other) const {
+        return keys_ == other.keys_ && wide_ == other.wide_ && followers_ == other.followers_;
+    }
 
 private:
     void add_wide(const Token* log, std::span<const Position> run, Token last, Places around);
@@ -62,6 +70,7 @@ private:
     std::vector<std::uint64_t> keys_;  // of every stride_-th place
     std::vector<Wide> wide_;  // by token
     std::vector<Follower> followers_;
+    std::shared_ptr<Charge> charge_;
 };
 
 /// The first place in `within` whose context's nearest pair is `key` or more; within.high where there is none.

@@ -121,7 +121,7 @@ void SuffixIndex::publish() {
     std::size_t dead = 0;
     for (const auto& run : *runs_) dead += run->dead();
     reclaimable_ = dead * sizeof(Position) + (removed_ + truncated_) * sizeof(Token);
-    due_.store(!retired_.empty() || !next_job().none(), std::memory_order_release);
+    due_.store(!retired_.empty() || merging_end_ > 0 || !next_job().none(), std::memory_order_release);
 }
 
 std::shared_ptr<const Snapshot> SuffixIndex::snapshot() const {
@@ -277,9 +277,11 @@ void SuffixIndex::visit_matches(std::span<const Token> context, Visit&& visit) c
         if (!seen->log->is_dead(position)) visit(position, log[position]);
     };
     for (const auto& run : *seen->runs) {
-        RunCursor cursor(log, run->positions(), run->table(), query.end());
-        cursor.widen(query.length(), std::numeric_limits<std::uint32_t>::max(),
-                     [&](Token, Position position, double) { visit_living(position); });
+        for (const RunPart& part : run->parts()) {
+            RunCursor cursor(log, part, query.end());
+            cursor.widen(query.length(), std::numeric_limits<std::uint32_t>::max(),
+                         [&](Token, Position position, double) { visit_living(position); });
+        }
     }
     for (const Position position : seen->newest()) {
         if (shared_context(log + position, query.end()) >= query.length()) visit_living(position);

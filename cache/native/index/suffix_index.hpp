@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -78,6 +79,11 @@ struct FrozenLayout {
 class SuffixIndex {
 public:
     static constexpr std::size_t kTail = 128, kRatio = 8;
+#ifdef AGENTSPEC_MERGE_PIECE
+    static constexpr std::size_t kPiece = AGENTSPEC_MERGE_PIECE;  // small in tests
+#else
+    static constexpr std::size_t kPiece = std::size_t{1} << 16;  // positions merged at a time
+#endif
 
     /// At most `tail` positions are matched one by one; a sorted run is at least `ratio` times as large as the next.
     /// Drafts depend on neither. Unless `deferred`, merging is done when a change returns; otherwise it waits for
@@ -162,6 +168,14 @@ private:
         bool rewrite = false;            // the log, and so everything
         bool none() const { return !rewrite && first == end; }
     };
+    /// A merge of one or two runs in pieces: what is merged, and what is left of them.
+    struct Merge {
+        std::size_t place;  // among the runs
+        std::shared_ptr<RunStorage> merged;
+        std::size_t size = 0;
+        std::vector<RunPart> left;
+        std::shared_ptr<const Run> run;  // these three as readers see them
+    };
     /// Keeps other changes out, and counts the work done meanwhile.
     class Hold {
     public:
@@ -204,6 +218,8 @@ private:
     void settle();
     bool step();
     void merge(const Snapshot& from, Job job);
+    void begin_merge(const Snapshot& from, Job job);
+    void go_on();
     void rewrite();
     std::vector<std::shared_ptr<const void>> free_retired();
 
@@ -233,6 +249,7 @@ private:
     Sequence *oldest_ = nullptr, *newest_ = nullptr;  // by last use
     std::int64_t clock_ = 0;
     std::shared_ptr<const Runs> runs_ = std::make_shared<Runs>();  // every position below those of the tail
+    std::optional<Merge> merge_;     // under merging_
     std::size_t merging_end_ = 0;    // number of the runs at the beginning that a merge is at work on
     std::shared_ptr<Tail> tail_;
     std::size_t tail_size_ = 0;

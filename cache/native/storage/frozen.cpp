@@ -127,6 +127,17 @@ private:
     }
 };
 
+/// The positions of a run in the new log, in order.
+Positions moved(const Relocation& relocation, const Token* log, const Run& run) {
+    const std::vector<RunPart>& parts = run.parts();
+    Positions all = relocation.moved(parts[0].positions());  // all before the others, if there are others
+    if (parts.size() == 1) return all;
+    Positions rest = relocation.moved(parts[1].positions());
+    if (parts.size() == 3) rest = merge_runs(log, rest, relocation.moved(parts[2].positions()));
+    all.insert(all.end(), rest.begin(), rest.end());
+    return all;
+}
+
 }  // namespace
 
 Frozen SuffixIndex::freeze(std::span<const SequenceId> kept) const {
@@ -158,8 +169,7 @@ Frozen SuffixIndex::freeze(std::span<const SequenceId> kept) const {
     const Token* log = frozen.log->data();
     frozen.run = sort_positions(log, relocation.moved(seen->newest()));
     for (auto run = seen->runs->rbegin(); run != seen->runs->rend(); ++run) {
-        const Positions older = relocation.moved((*run)->positions());
-        frozen.run = frozen.run.empty() ? older : merge_runs(log, older, frozen.run);
+        frozen.run = merge_runs(log, moved(relocation, log, **run), frozen.run);
     }
     return frozen;
 }
