@@ -154,7 +154,10 @@ def listen_at(path: Path) -> socket.socket:
     try:
         listening.bind(str(path))
     except OSError as error:
-        raise ConfigurationError(f"cannot make the engine's socket {path}: {error.strerror or error}") from None
+        advice = "TMPDIR must name a folder that can be written to, with a short path"
+        raise ConfigurationError(
+            f"cannot make the engine's socket {path}: {error.strerror or error}; {advice}"
+        ) from None
     finally:
         os.umask(before)
     listening.listen(BACKLOG)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from typing import Any
 
 import anyio
 
-from agentspec.errors import AgentSpecError
+from agentspec.errors import AgentSpecError, NotReadyError
 from agentspec.proxy.app import Shared, create_app
 from agentspec.proxy.forwarding.engine_link import EngineLink
 from agentspec.proxy.middleware import GatewayMiddleware
@@ -36,7 +35,7 @@ class WorkerServer(MemberServer):
         self._limiter = SharedLimiter()
         self._engine = EngineLink(start.engine) if start.engine is not None else None
         server = start.settings.server
-        shared = Shared(self._limiter, body_share(server), self._engine, self._scrape)
+        shared = Shared(self._limiter, body_share(server), self._engine, self._scrape, start.since)
         runtime = Runtime(start.settings, local=False)
         app: GatewayMiddleware = create_app(runtime, start.settings, shared=shared)
         connections = Connections(server, start.capacity, processes=server.workers)
@@ -84,15 +83,16 @@ class WorkerServer(MemberServer):
         return self.open(connection, release)
 
     async def _scrape(self, metrics: Metrics) -> bytes:
-        """The metrics of all processes, added up."""
+        """The metrics of all processes, added up. Raises `NotReadyError` if the parent does not answer."""
         own = dump(metrics.registry)
         self._number += 1
         answer = self._scrapes[self._number] = asyncio.get_running_loop().create_future()
-        self.channel.send("scrape", self._number)
-        others: list[str] = []
-        with suppress(TimeoutError):
+        self.channel.send("scrape", self._number, await self.collect())  # so that the sums never fall, if it dies now
+        try:
             async with asyncio.timeout(SCRAPE_SECONDS):
                 others = await answer
+        except TimeoutError:
+            raise NotReadyError("the other processes did not report their metrics; try again") from None
         return await anyio.to_thread.run_sync(_summed, [own, *others])
 
 
