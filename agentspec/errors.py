@@ -14,6 +14,7 @@ AgentSpecError
 ├── RequestTooLargeError     413  body over the configured limit
 ├── OverloadedError          429  queue full; `retry_after` seconds
 ├── NotReadyError            503  the server is still loading its models
+├── AnswerMemoryError        503  there is no memory for an upstream's large answer now
 ├── ShuttingDownError        503  the server is draining
 ├── EngineRestartingError    503  the process of the local engine ended during the request
 ├── RequestTimeoutError      504  no answer within the request's time limit
@@ -128,6 +129,11 @@ class OverloadedError(AgentSpecError):
 class NotReadyError(AgentSpecError):
     status = 503
     code = "not_ready"
+
+
+class AnswerMemoryError(AgentSpecError):
+    status = 503
+    code = "answer_memory"
 
 
 class ShuttingDownError(AgentSpecError):

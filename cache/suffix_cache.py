@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +20,7 @@ from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, seconds_of, select
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.request import CacheRequest, draft_batch
+from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft, Labels, Namespace
@@ -51,6 +53,7 @@ class SuffixCache:
         retention: float | None,
         content_filter: ContentFilter | None,
         store_error: str | None,
+        responses: ResponseLimits,
     ) -> None:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
@@ -63,6 +66,12 @@ class SuffixCache:
             first_sequence=process << 32,  # numbers are unique among the processes that share a store
             persist=store.put if store else None,
         )
+        self.responses: ResponseStore = MemoryResponses(responses)
+        if store:
+            from agentspec.cache.responses.table import DatabaseResponses
+
+            self.responses = table = DatabaseResponses(store.database, responses)
+            store.also_forgets.append(table.forget_within)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
         self._sync: StoreSync | None = None
@@ -84,6 +93,8 @@ class SuffixCache:
         mode: Mode = "auto",
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
+        responses_bytes: int = 64 << 20,
+        responses_age: float | None = 30 * 86400.0,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
@@ -96,8 +107,9 @@ class SuffixCache:
 
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once and every hour. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
-        output serves its own session only. Raises `ConfigurationError` for settings that cannot work, and
-        `CacheFormatError` for a database that cannot be read.
+        output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
+        limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Raises
+        `ConfigurationError` for settings that cannot work, and `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
@@ -107,11 +119,13 @@ class SuffixCache:
                 raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
         try:
             kept = None if retention is None else seconds_of(retention, "retention")
+            default = namespace_of(namespace)
         except InvalidRequestError as error:
-            raise ConfigurationError(error.message, param="retention") from None
+            raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns else None
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
-        cache = cls(store, Namespace.of(namespace), memory_bytes, tenant_memory_bytes, kept, content_filter, missing)
+        limits = response_limits(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
+        cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing, limits)
         try:
             cache._start()
         except BaseException:
@@ -167,7 +181,7 @@ class SuffixCache:
             if not isinstance(label, str | None):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._pool.require_open()
-        chosen = self._namespace if namespace is None else Namespace.of(namespace)
+        chosen = self._namespace if namespace is None else namespace_of(namespace)
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
         return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode)
@@ -222,7 +236,10 @@ class SuffixCache:
             text=text,
             decode=decode,
         )
-        return self._deleter.forget(selection)
+        count = self._deleter.forget(selection)
+        if self._store is None:
+            self.responses.forget(selection)
+        return count
 
     def flush(self) -> None:
         """Wait until the outputs of all requests closed so far are on disk. Raises `CacheError` if writing fails."""
@@ -268,18 +285,15 @@ class SuffixCache:
 
     def close(self) -> None:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
-        if self._maintenance:
-            self._maintenance.close()
-        if self._sync and not self.closed:
-            self._sync.close()
-        with self._deleter.following:
-            if self.closed:
-                return
-            if self._sync:
+        with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
+            if self._store:
+                released.callback(self._store.close)
+            released.callback(self._pool.close)
+            if self._maintenance:
+                self._maintenance.close()
+            if self._sync and not self.closed:
+                self._sync.close()
                 self._sync.report_usage()
-            self._pool.close()
-        if self._store:
-            self._store.close()
 
     def __enter__(self) -> SuffixCache:
         return self
@@ -302,6 +316,26 @@ class SuffixCache:
         self._deleter.maintain()
         if self._sync:
             self._sync.maintain()
+        self.responses.maintain()
+
+
+def response_limits(
+    total: int, age: float | None, retention: float | None, disk: int | None, tenant_disk: int | None
+) -> ResponseLimits:
+    """The limits of stored answers: a quarter of the disk's at most, so that sequences can make room for the rest."""
+    ages = [seconds for seconds in (age, retention) if seconds is not None]
+    shares = [total] if disk is None else [total, disk // 4]
+    return ResponseLimits(min(shares), None if tenant_disk is None else tenant_disk // 4, min(ages, default=None))
+
+
+def namespace_of(value: str | Namespace) -> Namespace:
+    """The namespace, or that of the tenant. Raises `InvalidRequestError` unless all names are strings."""
+    if isinstance(value, str):
+        return Namespace(value)
+    if isinstance(value, Namespace) and all(isinstance(getattr(value, one.name), str) for one in fields(value)):
+        return value
+    message = f"namespace must be a string or a Namespace of strings, not {value!r}"
+    raise InvalidRequestError(message, param="namespace")
 
 
 class MaintenanceThread:

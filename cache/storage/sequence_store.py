@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,7 @@ class SequenceStore:
             room=_ROOM,
         )
         self._poll_lock = threading.Lock()
+        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
         self.last_id = 0  # rows up to this id were read, or skipped on purpose
         self._disk_bytes = 0
         self._erase_pending = database.is_writer  # a process killed after a deletion may have left bytes behind
@@ -98,9 +99,19 @@ class SequenceStore:
             raise
 
     @property
+    def name(self) -> str:
+        """The database, for messages."""
+        return self._database.name
+
+    @property
     def folder(self) -> Path | None:
         """The folder of the database's files; None for a database server."""
         return self._database.folder
+
+    @property
+    def database(self) -> Database:
+        """The database, for what else is kept in it."""
+        return self._database
 
     @property
     def mode(self) -> Literal["writer", "follower"]:
@@ -135,9 +146,13 @@ class SequenceStore:
         """Wait until everything put so far is durable. Raises `CacheError` if it cannot be written."""
         self._writer.flush()
 
-    def renew_lease(self) -> None:
-        """Stay the writer. Called periodically."""
+    def renew_lease(self) -> bool:
+        """Stay the writer, or succeed one that ended; whether this process has just become it. Called periodically."""
+        before = self._database.is_writer
         self._database.renew_lease()
+        elected = self._database.is_writer and not before
+        self._erase_pending = self._erase_pending or elected
+        return elected
 
     def enforce_budget(self) -> None:
         """Keep the database within its budgets, whichever process wrote to it. Called periodically."""
@@ -238,6 +253,8 @@ class SequenceStore:
                 found = deletion_log.search(connection, selection, self._holds)
             with self._database.writing() as connection:
                 count = deletion_log.delete(connection, selection, found, self._holds)
+                for forget in self.also_forgets:
+                    forget(connection, selection)
         except exc.DBAPIError as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         self._erase_pending = True
@@ -363,9 +380,12 @@ class SequenceStore:
         for number, hits in usage.hits:
             mine = sequences.update().where(sequences.c.number == number)
             connection.execute(mine.values(hits=sequences.c.hits + hits))
-        for namespace, state in usage.learned.items():
+        for namespace, state in self._mine(connection, usage.learned).items():
             saved = self._database.insert(learned).values(namespace=namespace, state=state)
             connection.execute(saved.on_conflict_do_update(index_elements=["namespace"], set_={"state": state}))
+
+    def _mine(self, connection: sa.Connection, states: dict[str, bytes]) -> dict[str, bytes]:
+        return states if states and self._database.confirm_writer(connection) else {}
 
 
 def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:

@@ -32,6 +32,8 @@ RELOADABLE = frozenset(
 class Applies(Protocol):
     """What takes over keys and limits: the gateway's application."""
 
+    async def check(self, settings: ServerSettings) -> None: ...
+
     def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None: ...
 
 
@@ -76,7 +78,9 @@ class Reloader:
         if self._load is None:
             return
         try:
-            self.apply(await anyio.to_thread.run_sync(self._load))
+            wanted = await anyio.to_thread.run_sync(self._load)
+            await self._app.check(wanted.server)
+            self.apply(wanted)
         except ConfigurationError as error:
             logger.error("configuration not reloaded; the old one stays", reason=error.message)
         except Exception as error:

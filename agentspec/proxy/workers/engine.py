@@ -71,10 +71,14 @@ class RelayedCallers:
         return True
 
     def identify(self, headers: Headers) -> Identity:
-        given = headers.getlist(TENANT_HEADER.decode())
-        if len(given) != 1:
+        identity = self.find(headers)
+        if identity is None:
             raise AuthenticationError("only the workers of this gateway are answered here")
-        return Identity(unquote(given[0]))
+        return identity
+
+    def find(self, headers: Headers) -> Identity | None:
+        given = headers.getlist(TENANT_HEADER.decode())
+        return Identity(unquote(given[0])) if len(given) == 1 else None
 
 
 class EngineServer(MemberServer):

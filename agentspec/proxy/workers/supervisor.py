@@ -35,6 +35,7 @@ from agentspec.proxy.workers.places import WorkerPlaces
 from agentspec.proxy.workers.process import packed
 from agentspec.proxy.workers.scrapes import Scrapes
 from agentspec.reasoning.settings import StrategySettings
+from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 
@@ -122,6 +123,15 @@ class Supervisor:
             raise self._failure
 
     # What the reloader calls.
+
+    async def check(self, settings: ServerSettings) -> None:
+        """Raises `ConfigurationError` for keys that cannot be used with the upstreams that there are."""
+        upstreams = Runtime(self._reloader.settings, local=False)
+        try:
+            await asyncio.to_thread(upstreams.start)
+            await upstreams.check_tenants(settings.tenant_names)
+        finally:
+            await upstreams.aclose()
 
     def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
         """Apply limits that hold for all processes together."""
