@@ -24,6 +24,7 @@ from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.listener import BACKLOG
 from agentspec.proxy.workers.member import MemberServer, report, run
 from agentspec.proxy.workers.process import Start, read_start
+from agentspec.proxy.workers.stored import with_stored
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
@@ -90,7 +91,7 @@ class EngineServer(MemberServer):
         app = create_app(self._runtime, settings, shared=Shared(Unlimited(), settings.server.max_body_memory))
         app.authenticator, app.logs_requests = RelayedCallers(), False
         super().__init__(app, replace(start, settings=settings), Connections(settings.server, _MOST_CONNECTIONS))
-        self.config.app = noting(cast(ASGIApp, self.config.app))
+        self.config.app = with_stored(noting(cast(ASGIApp, self.config.app)), self._runtime)
         self._samples: list[BackendSample] = []
         self._metrics = Metrics(
             version=VERSION, index_size=lambda: index_size(self._runtime), backends=lambda: self._samples

@@ -300,9 +300,9 @@ class Supervisor:
 
 
 def needs_engine(settings: Settings) -> bool:
-    """Whether something must be computed in a process of its own: a local model, or a strategy."""
+    """Whether something must be in a process of its own: a local model, a strategy, or stored responses."""
     strategies = any(isinstance(model, StrategySettings) for model in settings.models.values())
-    return strategies or any(backend.local for backend in settings.backends.values())
+    return settings.cache.store or strategies or any(backend.local for backend in settings.backends.values())
 
 
 def _secret(server: ServerSettings) -> str:

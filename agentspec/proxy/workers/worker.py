@@ -19,6 +19,7 @@ from agentspec.proxy.workers.handover import HandedConnections
 from agentspec.proxy.workers.member import MemberServer, report, run
 from agentspec.proxy.workers.places import SharedLimiter
 from agentspec.proxy.workers.process import Start, adopt, read_start
+from agentspec.proxy.workers.stored import RemoteResponses
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
@@ -36,7 +37,8 @@ class WorkerServer(MemberServer):
         self._engine = EngineLink(start.engine) if start.engine is not None else None
         server = start.settings.server
         shared = Shared(self._limiter, body_share(server), self._engine, self._scrape, start.since)
-        runtime = Runtime(start.settings, local=False)
+        responses = None if start.engine is None else RemoteResponses(start.engine)
+        runtime = Runtime(start.settings, local=False, responses=responses)
         app: GatewayMiddleware = create_app(runtime, start.settings, shared=shared)
         connections = Connections(server, start.capacity, processes=server.workers)
         super().__init__(app, start, connections)

@@ -173,6 +173,29 @@ def test_connections_are_counted_over_all_workers(start_workers: Any, upstream: 
         time.sleep(0.05)
 
 
+def test_stored_responses_of_upstreams_are_those_of_every_worker(start_workers: Any, upstream: Any) -> None:
+    def program(request: Any) -> None:
+        message = {"role": "assistant", "content": "hi"}
+        answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+        chat = request.target.endswith("/chat/completions")
+        request.answer(json.dumps(answer).encode() if chat else b"{}", 200 if chat else 404)
+
+    gateway = start_workers(CONFIGURATION.format(url=upstream(program).url, drain=1, more="")).ready()
+    gateway.said("ready", worker="engine")  # the process that keeps them
+    with gateway.clients(2) as (one, other):
+        answer = one.post("/v1/responses", json={"model": "any", "input": "hi"})
+        assert answer.status_code == 200 and answer.json()["store"] is True, answer.text
+        path = f"/v1/responses/{answer.json()['id']}"
+        assert other.get(path).json() == answer.json()
+        assert other.get(f"{path}/input_items").json()["data"][0]["content"][0]["text"] == "hi"
+        os.kill(gateway.pid("engine"), signal.SIGSTOP)
+        assert one.get("/health").status_code == 200
+        os.kill(gateway.pid("engine"), signal.SIGCONT)
+        assert other.delete(path).status_code == 200
+        assert one.get(path).status_code == 404
+    assert gateway.end() == 0
+
+
 def test_what_a_worker_reports_at_its_start_ends_serve(start_workers: Any, tmp_path: Path) -> None:
     missing = f'base_url = "http://127.0.0.1:9/v1"\napi_key_file = "{tmp_path}/none"\n'
     text = CONFIGURATION.format(url="x", drain=1, more="").replace('base_url = "x"', missing)

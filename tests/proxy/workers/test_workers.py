@@ -44,6 +44,8 @@ key_file = "light"
 [[server.api_keys]]
 role = "operator"
 key_file = "operator"
+[cache]
+store = false
 [backends.up]
 kind = "openai"
 vllm = "on"
