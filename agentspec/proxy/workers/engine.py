@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -177,4 +177,10 @@ def main() -> None:
         server, listening = EngineServer(start), listen_at(start.engine)
     except AgentSpecError as error:
         report(start, error)
-    run(server, [listening])
+    try:
+        run(server, [listening])
+    finally:
+        if server.orphaned:  # nobody else cleans up
+            start.engine.unlink(missing_ok=True)
+            with suppress(OSError):
+                start.engine.parent.rmdir()
