@@ -93,7 +93,7 @@ def _in_head(body: bytes, key: str) -> Any:
 
 def _anywhere(body: bytes, key: str) -> Any:
     """The value, found by counting the brackets before each place where the key stands."""
-    outline = _Outline(body)
+    outline = _Nesting(body)
     needle = json.dumps(key).encode()
     for place in islice(_places(body, needle), _MOST_PLACES):
         if body[place - 1 : place] == b"\\":
@@ -117,7 +117,7 @@ def _places(body: bytes, needle: bytes) -> Iterator[int]:
             place = body.find(needle, place + 1, end)
 
 
-class _Outline:
+class _Nesting:
     """Reads on in a JSON text and tells how many arrays and objects, and whether a string, are open where it is."""
 
     def __init__(self, body: bytes) -> None:
