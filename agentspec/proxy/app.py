@@ -61,13 +61,15 @@ class Shared:
     """What a gateway of several processes has in common with the others.
 
     `body_memory` is this process's share in bytes, `engine` the process of local models, None if it is this one.
-    `scrape` returns the metrics of all processes, given those of this one.
+    `scrape` returns the metrics of all processes, given those of this one. The gateway was started at `since`, in
+    seconds since 1970; None is now.
     """
 
     limiter: Admission
     body_memory: int
     engine: EngineLink | None = None
     scrape: Callable[[Metrics], Awaitable[bytes]] | None = None
+    since: int | None = None
 
 
 def create_app(
@@ -118,7 +120,7 @@ class Pages:
         self._runtime = runtime
         self._limiter, self._engine = shared.limiter, shared.engine
         self._scrape = shared.scrape or _rendered
-        self._created = int(time.time())
+        self._created = shared.since or int(time.time())
         self._samples: list[BackendSample] = []
         self._sampling: asyncio.Task[list[BackendSample]] | None = None
         self.registry = Metrics(

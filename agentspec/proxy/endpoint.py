@@ -29,7 +29,7 @@ from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import log_unexpected, outcome
-from agentspec.proxy.forwarding.engine_link import EngineLink
+from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
@@ -114,7 +114,7 @@ class GenerationEndpoint:
             del fields
             record.model = model
             async with until_disconnect(receive) as client:
-                await self.engine.relay(scope, send, body, deadline)
+                await self.engine.relay(scope, send, body, deadline, self._follower())
             _note_disconnect(client, record)
             return
         route = runtime.route(model)
@@ -124,6 +124,10 @@ class GenerationEndpoint:
         async with until_disconnect(receive) as client, self.places.enter(route.backend_name, tenant):
             await self._respond(exchange)
         _note_disconnect(client, record)
+
+    def _follower(self) -> Follows:
+        """What follows a stream from the process of the engine."""
+        return FramedStream(self.framing)
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""
