@@ -105,6 +105,18 @@ class OpenAISettings(BaseModel):
         default="auto",
         description="Whether it has Anthropic's /messages; auto asks it. Without, requests become chats",
     )
+    session_names: bool = Field(
+        default=True, description="Tell a server that knows sessions (vLLM, SGLang, Dynamo, routers) the session's name"
+    )
+    session_headers: tuple[Annotated[str, Field(pattern=r"^x-[a-z0-9-]{1,62}$")], ...] = Field(
+        default=(), description="Headers in which a router in front of it looks for the session's name"
+    )
+    dynamo: bool = Field(default=False, description="Whether it is NVIDIA Dynamo, which is told of sessions and hints")
+    priority: Literal["off", "auto", "lowest_first", "highest_first"] = Field(
+        default="off",
+        description="Which `priority` it serves first, so that clients may send one (0: first); auto: its kind's."
+        " Only for servers that schedule by priority: vLLM refuses it otherwise",
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

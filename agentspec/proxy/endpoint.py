@@ -102,7 +102,9 @@ class GenerationEndpoint:
         model = _model(fields)
         route = self._ready().route(model)
         record.model = model if model in self.runtime.models() else OTHER
-        exchange = Exchange(scope, send, record, deadline, read_caller(headers, tenant), route, body, fields)
+        caller = read_caller(headers, tenant, fields)
+        record.labels = caller.labels
+        exchange = Exchange(scope, send, record, deadline, caller, route, body, fields)
         del body, fields  # an answer can take minutes
         async with until_disconnect(receive) as client:
             await self._respond(exchange)

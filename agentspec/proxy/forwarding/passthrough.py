@@ -13,6 +13,7 @@ from starlette.types import Scope, Send
 from agentspec.backends.base import Forwards
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.anthropic.errors import anthropic_error
+from agentspec.protocol.headers import label_headers
 from agentspec.protocol.sse import EventSplitter
 from agentspec.protocol.upstream_errors import error_object, without_account
 from agentspec.proxy.admission.auth import Caller
@@ -76,8 +77,8 @@ async def pass_through(
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
-    """The client's headers, without those that hold a key for this gateway."""
-    headers = dict(Headers(scope=scope)) | {"x-request-id": record.request_id}
+    """The client's headers with the request's labels, without those that hold a key for this gateway."""
+    headers = dict(Headers(scope=scope)) | label_headers(record.labels) | {"x-request-id": record.request_id}
     if record.has_gateway_key:
         headers = {name: value for name, value in headers.items() if name not in _KEYS}
     return headers
