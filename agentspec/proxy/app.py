@@ -129,17 +129,17 @@ class Pages:
         return _json(found)
 
     async def _objects(self, request: Request) -> list[dict[str, Any]]:
-        """The configured models; without any, the models of the sole upstream, which then accepts any name."""
-        names = self._runtime.models()
+        """The configured models and their aliases; without any, those of the sole upstream, which accepts any name."""
+        names, aliases = self._runtime.models(), [self._object(alias) for alias in self._runtime.aliases]
         if names or not (self._runtime.ready and self._runtime.takes_any_model):
-            return [self._object(name) for name in names]
+            return [self._object(name) for name in names] + aliases
         backend = self._runtime.route("*").backend
         check_head(request.scope)
         record = RequestRecord.of(request.scope)
         try:
             headers = request_headers(request.scope, record)
             async with asyncio.timeout(MODELS_SECONDS):
-                return await backend.models(headers) if isinstance(backend, Forwards) else []
+                return (await backend.models(headers) if isinstance(backend, Forwards) else []) + aliases
         except TimeoutError:
             raise UpstreamTimeoutError("the upstream did not list its models in time") from None
         except UpstreamStatusError as error:

@@ -101,7 +101,8 @@ class GenerationEndpoint:
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
         route = self._ready().route(model)
-        record.model = model if model in self.runtime.models() else OTHER
+        name = self.runtime.aliases.meant(model)
+        record.model = name if name in self.runtime.models() else OTHER
         caller = read_caller(headers, tenant, fields)
         record.labels = caller.labels
         exchange = Exchange(scope, send, record, deadline, caller, route, body, fields)

@@ -86,6 +86,11 @@ class Settings(BaseSettings):
     models: dict[str, AnyModel] = Field(default_factory=dict)
     knowledge: dict[str, KnowledgeSettings] = Field(default_factory=dict)
     traces: TraceSettings = Field(default_factory=TraceSettings)
+    model_aliases: dict[str, str] = Field(
+        default_factory=dict,
+        description="Further names of models, for clients that have names built in; one that ends in * is for all that begin"
+        " so",
+    )
 
     _origins: dict[Key, tuple[SourceKind, str]] = PrivateAttr(default_factory=dict)
 

@@ -32,8 +32,7 @@ from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import to_delta
-from agentspec.protocol.headers import label_headers, read_labels
-from agentspec.protocol.identity import SESSION_FINAL, SESSION_PARENT
+from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, read_labels
 from agentspec.protocol.json_scan import array_items, member_span
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample

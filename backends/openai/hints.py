@@ -9,7 +9,7 @@ from urllib.parse import quote
 from agentspec.backends.openai.server_kind import ServerKind
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.identity import SESSION_FINAL, SESSION_PARENT
+from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT
 
 Order = Literal["lowest_first", "highest_first"]
 SESSION, PRIORITY, NVEXT = "session_id", "priority", "nvext"

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 
 from agentspec.errors import AuthenticationError
 from agentspec.protocol.headers import read_labels, read_switch
-from agentspec.protocol.identity import identified
+from agentspec.proxy.admission.identity import identified
 from agentspec.settings.api_keys import ApiKey, read_keys
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
 

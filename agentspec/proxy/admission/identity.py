@@ -1,6 +1,6 @@
 """Who is asking, by what agents send already: the one table of their headers and fields, read as labels.
 
-Our own headers (`headers.py`) count first. Labels select statistics and drafts within a tenant. They isolate
+Our own headers count first. Labels select statistics and drafts within a tenant. They isolate
 nothing, so a name that somebody else uses does no harm.
 """
 
@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.protocol.headers import MAX_LABEL
+from agentspec.protocol.headers import MAX_LABEL, SESSION_PARENT
 from agentspec.types import Labels
 
-SESSION_PARENT, SESSION_FINAL = "x-dynamo-parent-session-id", "x-dynamo-session-final"
 MAX_READ = 4096  # characters of a name that are looked at; longer ones are no names
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.protocol.identity import SOURCES, identified
+from agentspec.proxy.admission.identity import SOURCES, identified
 from agentspec.types import Labels
 
 CLAUDE = json.dumps({"device_id": "d", "account_uuid": "", "session_id": "s-1"})
