@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, closing_items
-from agentspec.backends.settings import BackendSettings, OpenAISettings
+from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings
 from agentspec.errors import (
     AgentSpecError,
     ConfigurationError,
@@ -202,6 +202,10 @@ class Runtime:
 
             return OpenAIBackend(settings, name=name)
         try:
+            if isinstance(settings, EncoderSettings):
+                from agentspec.backends.torch.encoder_backend import EncoderBackend
+
+                return EncoderBackend.load(settings)
             from agentspec.backends.torch import TorchBackend
         except ModuleNotFoundError as error:
             advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'

@@ -125,4 +125,15 @@ class OpenAISettings(BaseModel):
         return self
 
 
-BackendSettings = Annotated[TorchSettings | OpenAISettings, Field(discriminator="kind")]
+class EncoderSettings(BaseModel):
+    """`[backends.NAME] kind = "encoder"`: an embedding model in this process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    local: ClassVar[bool] = True
+
+    kind: Literal["encoder"] = "encoder"
+    model: str = Field(default="minilm", description="Embedding model: built-in name, folder or model-hub id")
+    device: str = Field(default="auto", description="Device to run it on; auto takes the fastest there is")
+
+
+BackendSettings = Annotated[TorchSettings | OpenAISettings | EncoderSettings, Field(discriminator="kind")]

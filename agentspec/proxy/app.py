@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -15,15 +16,33 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, Forwards, ReportsMetrics
-from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.backends.base import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    MESSAGES,
+    TOKENIZE,
+    Forwards,
+    ReportsMetrics,
+)
+from agentspec.errors import (
+    ConfigurationError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    UpstreamStatusError,
+    UpstreamTimeoutError,
+)
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.admission.limits import Deadlines
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
+from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
+from agentspec.proxy.forwarding.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
@@ -32,6 +51,7 @@ from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.tokenization import TokenizationEndpoint
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -56,13 +76,24 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     if server.stream_pacing and upstreams:
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
     pages = Pages(runtime, limiter)
-    paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
+    paths, deadlines = (CHAT, COMPLETIONS), Deadlines()
     endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines) for path in paths]
+    endpoints.append(EmbeddingsEndpoint(EMBEDDINGS, runtime, server, limiter, budget, deadlines))
     endpoints.append(MessagesEndpoint(MESSAGES, runtime, server, limiter, budget, deadlines))
     endpoints.append(CountTokensEndpoint(COUNT_TOKENS, runtime, server, limiter, budget, deadlines))
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
+    sides: list[GenerationEndpoint]
+    sides = [TokenizationEndpoint(path, runtime, server, limiter, budget, deadlines) for path in (TOKENIZE, DETOKENIZE)]
+    if server.extra_routes:
+        upstream = sole_upstream(settings)
+        sides += [
+            ExtraRoute(path, runtime, server, limiter, budget, deadlines, upstream) for path in server.extra_routes
+        ]
+    routes += [_RecordedRoute(one.path, one, "POST", "uses_models") for one in sides]
+    endpoints += sides
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
+    _refuse_twice(routes)
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)
@@ -174,6 +205,13 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "websocket.close", "code": 1000})
         return
     raise HTTPException(404)
+
+
+def _refuse_twice(routes: Sequence[Route]) -> None:
+    """Raises `ConfigurationError` for an extra route that the gateway answers itself."""
+    twice = [path for path, count in Counter(route.path for route in routes).items() if count > 1]
+    if twice:
+        raise ConfigurationError(f"server.extra_routes names {twice[0]!r}, which the gateway answers itself")
 
 
 def _index_size(runtime: Runtime) -> tuple[int, int] | None:

@@ -135,8 +135,10 @@ class OpenAIBackend:
         body: bytes = b"",
         query: str = "",
         tenant: str = DEFAULT_TENANT,
+        above: bool = False,
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Forward a request byte for byte to `path` below the base URL; the caller allow-lists paths.
+        """Forward a request byte for byte to `path` below the base URL, or, `above`, beside its /v1; the caller
+        allow-lists paths.
 
         With several tenants, request ids and the names of sessions and workflows in `headers` (lower case) are made the
         tenant's own. Error answers are returned like others, with status and body. Leaving the block cancels the
@@ -146,7 +148,7 @@ class OpenAIBackend:
         told = self._session_headers(tenant, labels, headers)
         if self._isolation is not None and self._isolation.required:
             headers = self._isolation.headers(tenant, headers) | label_headers(labels)
-        return self._endpoint.send(method, path, headers=headers, body=body, query=query, told=told)
+        return self._endpoint.send(method, path, headers=headers, body=body, query=query, told=told, above=above)
 
     def isolate(self, isolation: TenantIsolation) -> None:
         """Keep tenants apart from now on, unless the settings let them share this upstream."""
@@ -200,6 +202,11 @@ class OpenAIBackend:
             session = None  # the client's own stays
         fields = added if kind == "vllm" else {}
         return fields | session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
+
+    @property
+    def needs_salt(self) -> bool:
+        """Whether requests must carry a salt, which only chats, completions and embeddings can."""
+        return self._apart is not None
 
     async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
         """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there, which only

@@ -50,9 +50,20 @@ async def upstream_body(
 
 
 async def pass_through(
-    scope: Scope, send: Send, backend: Forwards, path: str, body: bytes, deadline: Deadline, inspector: Inspector
+    scope: Scope,
+    send: Send,
+    backend: Forwards,
+    path: str,
+    body: bytes,
+    deadline: Deadline,
+    inspector: Inspector,
+    *,
+    method: str = "POST",
+    above: bool = False,
 ) -> None:
     """Forward `body` to the upstream and send its answer back: streamed, followed by `inspector`, or whole.
+
+    `above`: `path` stands beside the upstream's /v1.
 
     Raises `UpstreamError` before anything is sent; a stream that fails later ends with an error event.
     """
@@ -62,7 +73,9 @@ async def pass_through(
     async with AsyncExitStack() as stack:
         async with deadline.limit():
             response = await stack.enter_async_context(
-                backend.forward("POST", path, headers=headers, body=body, query=query, tenant=record.tenant)
+                backend.forward(
+                    method, path, headers=headers, body=body, query=query, tenant=record.tenant, above=above
+                )
             )
             record.stream = response.is_stream and response.status < 400
             if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
