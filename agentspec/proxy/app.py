@@ -50,6 +50,7 @@ from agentspec.proxy.logs import logger
 from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.proxy.middleware import GatewayMiddleware
+from agentspec.proxy.prompts import CompletionsEndpoint
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.tokenization import TokenizationEndpoint
 from agentspec.runtime import Runtime
@@ -76,8 +77,9 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     if server.stream_pacing and upstreams:
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
     pages = Pages(runtime, limiter)
-    paths, deadlines = (CHAT, COMPLETIONS), Deadlines()
-    endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines) for path in paths]
+    deadlines = Deadlines()
+    endpoints = [GenerationEndpoint(CHAT, runtime, server, limiter, budget, deadlines)]
+    endpoints.append(CompletionsEndpoint(COMPLETIONS, runtime, server, limiter, budget, deadlines))
     endpoints.append(EmbeddingsEndpoint(EMBEDDINGS, runtime, server, limiter, budget, deadlines))
     endpoints.append(MessagesEndpoint(MESSAGES, runtime, server, limiter, budget, deadlines))
     endpoints.append(CountTokensEndpoint(COUNT_TOKENS, runtime, server, limiter, budget, deadlines))
