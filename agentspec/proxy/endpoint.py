@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -81,6 +81,7 @@ class GenerationEndpoint:
     """
 
     framing: ClassVar[Framing] = CHUNKS
+    generates: ClassVar[bool] = True  # else an engine has no work with it, and it needs no place there
     path: str
     runtime: Runtime
     settings: ServerSettings
@@ -121,9 +122,12 @@ class GenerationEndpoint:
         record.model = model if model in runtime.models() else OTHER
         exchange = Exchange(scope, send, record, deadline, read_caller(headers, tenant), route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client, self.places.enter(route.backend_name, tenant):
+        async with until_disconnect(receive) as client, self._place(route, tenant):
             await self._respond(exchange)
         _note_disconnect(client, record)
+
+    def _place(self, route: Route, tenant: str) -> AbstractAsyncContextManager[Any]:
+        return self.places.enter(route.backend_name, tenant) if self.generates else nullcontext()
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""
