@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -81,6 +81,7 @@ class GenerationEndpoint:
     """
 
     framing: ClassVar[Framing] = CHUNKS
+    generates: ClassVar[bool] = True  # else an engine has no work with it, and it needs no place there
     path: str
     runtime: Runtime
     settings: ServerSettings
@@ -101,7 +102,7 @@ class GenerationEndpoint:
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
         deadline = self.deadlines.start(self.settings.request_timeout)
-        body = await self._read(headers, receive, deadline)
+        body = await self._read_body(headers, receive, deadline)
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
         runtime = self._ready()
@@ -119,11 +120,11 @@ class GenerationEndpoint:
         record.labels = caller.labels
         exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client, self.places.enter(route.backend_name, tenant):
+        async with until_disconnect(receive) as client, self._place(route, tenant):
             await self._respond(exchange)
         _note_disconnect(client, record)
 
-    async def _read(self, headers: Headers, receive: Receive, deadline: Deadline) -> bytes:
+    async def _read_body(self, headers: Headers, receive: Receive, deadline: Deadline) -> bytes:
         """The body. Raises `SlowClientError` if it has not arrived at the deadline."""
         try:
             async with deadline.limit():
@@ -135,6 +136,9 @@ class GenerationEndpoint:
     def _follower(self) -> Follows:
         """What follows a stream from the process of the engine."""
         return FramedStream(self.framing)
+
+    def _place(self, route: Route, tenant: str) -> AbstractAsyncContextManager[Any]:
+        return self.places.enter(route.backend_name, tenant) if self.generates else nullcontext()
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""

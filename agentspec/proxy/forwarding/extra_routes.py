@@ -46,7 +46,7 @@ class ExtraRoute(GenerationEndpoint):
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
     ) -> None:
         deadline = self.deadlines.start(self.settings.request_timeout)
-        body = await self._read(Headers(scope=scope), receive, deadline)
+        body = await self._read_body(Headers(scope=scope), receive, deadline)
         fields = await self.budget.run(record.tenant, len(body), parse_object, body)
         backend = self._ready().backends()[self.upstream]
         assert is_forwarding(backend)
