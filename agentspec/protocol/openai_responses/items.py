@@ -125,7 +125,7 @@ def _part(value: Any, name: str, media: bool) -> Item:
         return {"type": "input_text", "text": _Part.parse(value, name).text}
     if kind == "refusal":
         return {"type": kind, "refusal": _Refusal.parse(value, name).refusal}
-    if kind in _MEDIA and media:
+    if media and isinstance(kind, str) and kind in _MEDIA:
         return _medium(value, kind, name)
     known = "text (input_text, output_text)" + (f" and {', '.join(_MEDIA)}" if media else "")
     shown = shown_name(kind) if isinstance(kind, str) else kind_of(kind)
