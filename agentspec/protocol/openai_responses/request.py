@@ -115,6 +115,7 @@ class _ResponsesBody(Body):
     prompt_cache_key: Text | None = None
     service_tier: Text | None = None
     prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None  # what Codex tells about itself
     background: Annotated[Any, only(False)] = None
     conversation: Annotated[Any, _refuse(" is not kept here; use previous_response_id")] = None
     prompt: Annotated[Any, _refuse(" templates are not kept here; send instructions and input")] = None
