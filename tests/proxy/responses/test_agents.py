@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
-agents = pytest.importorskip("agents", reason="openai-agents is not installed")
 MODEL = "fake"
+pytestmark = pytest.mark.slow
 
 
 class Weather(BaseModel):
@@ -44,6 +44,12 @@ def script(request: GenerateRequest) -> Any:
 
 
 @pytest.fixture(scope="module")
+def agents() -> Any:
+    """The SDK, imported when needed: it takes seconds."""
+    return pytest.importorskip("agents", reason="openai-agents is not installed")
+
+
+@pytest.fixture(scope="module")
 def backend() -> FakeBackend:
     return FakeBackend(script)
 
@@ -54,18 +60,18 @@ def url(shared_gateway: Any, backend: FakeBackend) -> str:
 
 
 @pytest.fixture
-async def provider(url: str) -> AsyncIterator[Any]:
+async def provider(agents: Any, url: str) -> AsyncIterator[Any]:
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         yield agents.OpenAIProvider(openai_client=client)
 
 
 @pytest.fixture
-def config(provider: Any) -> Any:
+def config(agents: Any, provider: Any) -> Any:
     return agents.RunConfig(model_provider=provider, tracing_disabled=True)
 
 
 @pytest.fixture
-def temperature() -> Any:
+def temperature(agents: Any) -> Any:
     def temperature(place: str) -> str:
         """The temperature of a place."""
         assert place == "Rome"
@@ -75,12 +81,12 @@ def temperature() -> Any:
 
 
 @pytest.mark.anyio
-async def test_the_default_model_class_speaks_responses(provider: Any) -> None:
+async def test_the_default_model_class_speaks_responses(agents: Any, provider: Any) -> None:
     assert isinstance(provider.get_model(MODEL), agents.OpenAIResponsesModel)
 
 
 @pytest.mark.anyio
-async def test_a_tool_is_called(config: Any, temperature: Any, backend: FakeBackend) -> None:
+async def test_a_tool_is_called(agents: Any, config: Any, temperature: Any, backend: FakeBackend) -> None:
     agent = agents.Agent(name="guide", instructions="be brief", model=MODEL, tools=[temperature])
     result = await agents.Runner.run(agent, "how warm is Rome?", run_config=config)
     assert result.final_output == "It has 21 degrees."
@@ -92,7 +98,7 @@ async def test_a_tool_is_called(config: Any, temperature: Any, backend: FakeBack
 
 
 @pytest.mark.anyio
-async def test_streaming(config: Any, temperature: Any) -> None:
+async def test_streaming(agents: Any, config: Any, temperature: Any) -> None:
     agent = agents.Agent(name="guide", model=MODEL, tools=[temperature])
     result = agents.Runner.run_streamed(agent, "how warm is Rome?", run_config=config)
     events = [event async for event in result.stream_events()]
@@ -105,7 +111,7 @@ async def test_streaming(config: Any, temperature: Any) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_handoff(config: Any, temperature: Any, backend: FakeBackend, streamed: bool) -> None:
+async def test_a_handoff(agents: Any, config: Any, temperature: Any, backend: FakeBackend, streamed: bool) -> None:
     expert = agents.Agent(name="expert", instructions="you know", model=MODEL, tools=[temperature])
     guide = agents.Agent(name="guide", model=MODEL, handoffs=[expert])
     if streamed:
@@ -119,7 +125,7 @@ async def test_a_handoff(config: Any, temperature: Any, backend: FakeBackend, st
 
 
 @pytest.mark.anyio
-async def test_structured_output(config: Any, backend: FakeBackend) -> None:
+async def test_structured_output(agents: Any, config: Any, backend: FakeBackend) -> None:
     agent = agents.Agent(name="guide", model=MODEL, output_type=Weather)
     result = await agents.Runner.run(agent, "how warm is Rome?", run_config=config)
     assert result.final_output == Weather(place="Rome", degrees=21)
@@ -128,7 +134,7 @@ async def test_structured_output(config: Any, backend: FakeBackend) -> None:
 
 
 @pytest.mark.anyio
-async def test_conversations_go_on_by_id(config: Any, backend: FakeBackend) -> None:
+async def test_conversations_go_on_by_id(agents: Any, config: Any, backend: FakeBackend) -> None:
     agent = agents.Agent(name="guide", model=MODEL)
     first = await agents.Runner.run(agent, "one", run_config=config)
     await agents.Runner.run(agent, "two", previous_response_id=first.last_response_id, run_config=config)

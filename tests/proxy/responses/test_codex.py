@@ -11,6 +11,7 @@ import pytest
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
+HTTP = httpx.Client(timeout=60)  # shared: a client of its own costs more than a request
 SHELL = {
     "type": "function",
     "name": "shell",
@@ -76,7 +77,7 @@ def running(shared_gateway: Any, backend: FakeBackend) -> Any:
 
 def turn(running: Any, items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The items that are done, which Codex keeps, and the response that ends the turn."""
-    answer = httpx.post(f"{running.url}/v1/responses", json={**BODY, "input": items}, headers=HEADERS, timeout=60)
+    answer = HTTP.post(f"{running.url}/v1/responses", json={**BODY, "input": items}, headers=HEADERS, timeout=60)
     assert answer.status_code == 200, answer.text
     events = [json.loads(block.split("data: ")[1]) for block in answer.text.strip().split("\n\n")]
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -108,6 +109,6 @@ def test_two_turns(running: Any, backend: FakeBackend) -> None:
 @pytest.mark.parametrize("tool", [{"type": "web_search", "external_web_access": False}, {"type": "local_shell"}])
 def test_hosted_tools_are_refused_by_name(running: Any, tool: Any) -> None:
     body = {**BODY, "input": FIRST, "tools": [SHELL, tool]}
-    refused = httpx.post(f"{running.url}/v1/responses", json=body, headers=HEADERS)
+    refused = HTTP.post(f"{running.url}/v1/responses", json=body, headers=HEADERS)
     error = refused.json()["error"]
     assert refused.status_code == 400 and error["param"] == "tools[1].type" and tool["type"] in error["message"]

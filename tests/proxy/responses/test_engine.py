@@ -13,12 +13,13 @@ import pytest
 from agentspec.backends.settings import TorchSettings
 from agentspec.settings.load import ModelSettings, Settings
 
-torch = pytest.importorskip("torch")
 MODEL = "tiny"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def client(shared_gateway: Any, tiny_model: Path) -> Iterator[openai.OpenAI]:
+    pytest.importorskip("torch")
     settings = Settings(
         backends={"local": TorchSettings(model=str(tiny_model), device="cpu")},
         models={MODEL: ModelSettings(backend="local")},

@@ -13,6 +13,8 @@ from pydantic import BaseModel, SecretStr
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
+pytestmark = pytest.mark.slow
+
 
 class Weather(BaseModel):
     degrees: int

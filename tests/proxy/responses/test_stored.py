@@ -18,6 +18,7 @@ from agentspec.settings.server import ServerSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
+HTTP = httpx.Client(timeout=60)  # shared: a client of its own costs more than a request
 MODEL = "fake"
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 
@@ -102,7 +103,7 @@ def test_the_items_of_an_input_are_listed(alice: openai.OpenAI, running: Any) ->
     assert newest.data[0].id == listed[-1].id and newest.has_more
     page = alice.responses.input_items.list(second.id, limit=2, order="asc", after=listed[0].id)
     assert [one.id for one in page.data] == [one.id for one in listed[1:3]]
-    raw = httpx.get(
+    raw = HTTP.get(
         f"{running.url}/v1/responses/{second.id}/input_items", headers={"authorization": "Bearer key-of-alice"}
     )
     ResponseItemList.model_validate(raw.json())
