@@ -11,7 +11,8 @@ import pytest
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
-HTTP = httpx.Client(timeout=60)  # shared: a client of its own costs more than a request
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 SHELL = {
     "type": "function",
     "name": "shell",

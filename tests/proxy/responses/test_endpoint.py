@@ -17,7 +17,8 @@ from agentspec.errors import EngineError
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest, Labels, Speculation, Usage
 
-HTTP = httpx.Client(timeout=60)  # shared: a client of its own costs more than a request
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 MODEL = "fake"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}

@@ -18,7 +18,8 @@ from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 
-HTTP = httpx.Client(timeout=60)  # shared: a client of its own costs more than a request
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 ROUTE = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 RESPONSE = (
