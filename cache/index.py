@@ -289,6 +289,15 @@ class IndexDrafter:
         except ValueError as error:
             raise CacheFormatError(str(error)) from error
 
+    @property
+    def version(self) -> int:
+        """Grows with every change of the learned state."""
+        return self.native.version
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds: the tables it starts with are shared by all. Constant time."""
+        return self.native.memory_bytes()
+
 
 DraftJob = tuple[IndexDrafter, Sequence[Sourced], Tokens, int, float, bool]
 """A drafter and the arguments of `IndexDrafter.propose`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -118,14 +119,13 @@ class SuffixCache:
                 raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
         try:
             kept = None if retention is None else seconds_of(retention, "retention")
+            default = namespace_of(namespace)
         except InvalidRequestError as error:
-            raise ConfigurationError(error.message, param="retention") from None
+            raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns else None
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
         limits = response_limits(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
-        cache = cls(
-            store, Namespace.of(namespace), memory_bytes, tenant_memory_bytes, kept, content_filter, missing, limits
-        )
+        cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing, limits)
         try:
             cache._start()
         except BaseException:
@@ -181,7 +181,7 @@ class SuffixCache:
             if not isinstance(label, str | None):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._pool.require_open()
-        chosen = self._namespace if namespace is None else Namespace.of(namespace)
+        chosen = self._namespace if namespace is None else namespace_of(namespace)
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
         return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode)
@@ -285,18 +285,15 @@ class SuffixCache:
 
     def close(self) -> None:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
-        if self._maintenance:
-            self._maintenance.close()
-        if self._sync and not self.closed:
-            self._sync.close()
-        with self._deleter.following:
-            if self.closed:
-                return
-            if self._sync:
+        with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
+            if self._store:
+                released.callback(self._store.close)
+            released.callback(self._pool.close)
+            if self._maintenance:
+                self._maintenance.close()
+            if self._sync and not self.closed:
+                self._sync.close()
                 self._sync.report_usage()
-            self._pool.close()
-        if self._store:
-            self._store.close()
 
     def __enter__(self) -> SuffixCache:
         return self
@@ -329,6 +326,16 @@ def response_limits(
     ages = [seconds for seconds in (age, retention) if seconds is not None]
     shares = [total] if disk is None else [total, disk // 4]
     return ResponseLimits(min(shares), None if tenant_disk is None else tenant_disk // 4, min(ages, default=None))
+
+
+def namespace_of(value: str | Namespace) -> Namespace:
+    """The namespace, or that of the tenant. Raises `InvalidRequestError` unless all names are strings."""
+    if isinstance(value, str):
+        return Namespace(value)
+    if isinstance(value, Namespace) and all(isinstance(getattr(value, one.name), str) for one in fields(value)):
+        return value
+    message = f"namespace must be a string or a Namespace of strings, not {value!r}"
+    raise InvalidRequestError(message, param="namespace")
 
 
 class MaintenanceThread:

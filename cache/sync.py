@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 
 from agentspec.cache.deleter import Deleter
@@ -12,6 +13,8 @@ from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
 from agentspec.cache.storage.segment_folder import LoadedSegment
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import CacheError, CacheLockedError
+
+_log = logging.getLogger(__name__)
 
 _BYTES_PER_SEQUENCE = 512  # least bytes that an index takes for a sequence besides its tokens
 _GROWN = 1 << 16  # a running process rewrites a segment that lacks so many tokens,
@@ -94,7 +97,10 @@ class StoreSync:
 
     def follow(self) -> None:
         """Load sequences that other processes wrote since the last call, and stay the writer. Raises `CacheError`."""
-        self._store.renew_lease()
+        if self._store.renew_lease():
+            _log.info("now the writer of %s: the last one has ended", self._store.name)
+            self._segments.sweep()
+            self._deleter.expire_soon()
         with self._deleter.following:
             self._pool.ingest(self._store.poll(self._process))
 
@@ -169,7 +175,7 @@ class StoreSync:
         self._tried[partition.namespace.key] = time.monotonic()
         try:
             self._save(partition)
-        except (OSError, MemoryError, CacheError) as error:
+        except Exception as error:  # a segment can be built again: nothing that fails here may keep the cache open
             self._segments.failed("a segment cannot be written", error)
 
     def _save(self, partition: Partition) -> None:

@@ -93,7 +93,9 @@ class RequestRecord:
         yield b"x-request-id", self.request_id.encode()
         if self.anthropic:
             yield b"request-id", self.request_id.encode()
-        if self.large_body and self.status >= 400:  # the server would go on to read it, however long it is
+        if self.large_body and (
+            self.status >= 400 or self.method != "POST"
+        ):  # the server would go on to read it, however long it is
             yield b"connection", b"close"
         for name, value in self.response_headers.items():
             yield name.encode(), value.encode()

@@ -194,7 +194,9 @@ void bind_drafter(nb::module_& m) {
         .def("state", [](const Drafter& self) { return array_of(unlocked([&] { return self.state(); })); })
         .def(
             "restore", [](Drafter& self, const Input<double>& state) { unlocked([&] { self.restore(view(state)); }); },
-            "state"_a.noconvert());
+            "state"_a.noconvert())
+        .def_prop_ro("version", &Drafter::version)
+        .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<nb::gil_scoped_release>());
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 

@@ -99,6 +99,11 @@ class SequenceStore:
             raise
 
     @property
+    def name(self) -> str:
+        """The database, for messages."""
+        return self._database.name
+
+    @property
     def folder(self) -> Path | None:
         """The folder of the database's files; None for a database server."""
         return self._database.folder
@@ -141,9 +146,13 @@ class SequenceStore:
         """Wait until everything put so far is durable. Raises `CacheError` if it cannot be written."""
         self._writer.flush()
 
-    def renew_lease(self) -> None:
-        """Stay the writer. Called periodically."""
+    def renew_lease(self) -> bool:
+        """Stay the writer, or succeed one that ended; whether this process has just become it. Called periodically."""
+        before = self._database.is_writer
         self._database.renew_lease()
+        elected = self._database.is_writer and not before
+        self._erase_pending = self._erase_pending or elected
+        return elected
 
     def enforce_budget(self) -> None:
         """Keep the database within its budgets, whichever process wrote to it. Called periodically."""
@@ -371,9 +380,12 @@ class SequenceStore:
         for number, hits in usage.hits:
             mine = sequences.update().where(sequences.c.number == number)
             connection.execute(mine.values(hits=sequences.c.hits + hits))
-        for namespace, state in usage.learned.items():
+        for namespace, state in self._mine(connection, usage.learned).items():
             saved = self._database.insert(learned).values(namespace=namespace, state=state)
             connection.execute(saved.on_conflict_do_update(index_elements=["namespace"], set_={"state": state}))
+
+    def _mine(self, connection: sa.Connection, states: dict[str, bytes]) -> dict[str, bytes]:
+        return states if states and self._database.confirm_writer(connection) else {}
 
 
 def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from starlette.datastructures import Headers
 
@@ -48,6 +49,19 @@ class Identity:
 EVERYBODY = Identity(DEFAULT_TENANT, reads_metrics=True)
 
 
+class Identifies(Protocol):
+    """Tells by its headers whose request it is, or raises `AuthenticationError`; true if callers need a key.
+
+    `find` returns None where `identify` raises.
+    """
+
+    def __bool__(self) -> bool: ...
+
+    def find(self, headers: Headers) -> Identity | None: ...
+
+    def identify(self, headers: Headers) -> Identity: ...
+
+
 class Authenticator:
     """Checks API keys. Keeps only their SHA-256, and compares a client's key with every one in constant time."""
 
@@ -59,7 +73,14 @@ class Authenticator:
         return bool(self._known)
 
     def identify(self, headers: Headers) -> Identity:
-        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key.
+        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key."""
+        identity = self.find(headers)
+        if identity is None:
+            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY, or as x-api-key")
+        return identity
+
+    def find(self, headers: Headers) -> Identity | None:
+        """Whose key the request has, None for a missing or wrong key.
 
         The work is the same for every wrong key: a hash, and a comparison with each known one.
         """
@@ -67,9 +88,7 @@ class Authenticator:
             return EVERYBODY
         digest = _digest((key := _given_key(headers)).encode("latin-1", "replace"))
         matches = [identity for known, identity in self._known if hmac.compare_digest(known, digest)]
-        if not key or not matches:
-            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY, or as x-api-key")
-        return matches[0]
+        return matches[0] if key and matches else None
 
 
 def read_caller(headers: Headers, tenant: str) -> Caller:

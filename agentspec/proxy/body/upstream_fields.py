@@ -124,14 +124,15 @@ class UpstreamFields:
             raise InvalidRequestError("model must be a name, not an address", param="model")
         if not isinstance(fields.get("metadata", {}), (dict, type(None))):
             raise InvalidRequestError("metadata must be an object", param="metadata")
-        self._check_template_arguments(fields.get("chat_template_kwargs"))
+        self.check_template_arguments(fields.get("chat_template_kwargs"))
         for name, value in fields.items():
             if (known := _SPELLINGS.get(plain_name(name[:128]), name)) != name:
                 raise InvalidRequestError(f"{_shown(name)} must be spelled {known}", param=_shown(name))
             if name not in _TEXT_FIELDS:
                 self._walk(name, value, _REGIONS.get(name, _OTHER))
 
-    def _check_template_arguments(self, arguments: Any) -> None:
+    def check_template_arguments(self, arguments: Any) -> None:
+        """Raise `InvalidRequestError` for an argument of the chat template that is not allowed."""
         for name in arguments if isinstance(arguments, dict) else ():
             if name not in self._arguments:
                 param = f"chat_template_kwargs.{_shown(name)}"

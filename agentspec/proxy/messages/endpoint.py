@@ -45,8 +45,8 @@ class MessagesEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
         exchange.release()
-        inspector = MessagesInspector()
-        await pass_through(exchange.scope, exchange.send, backend, self.path, body, exchange.deadline, inspector)
+        scope, send, account, inspector = exchange.scope, exchange.send, exchange.account, MessagesInspector()
+        await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
 
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
@@ -71,7 +71,9 @@ class MessagesEndpoint(GenerationEndpoint):
     ) -> tuple[GenerateRequest, ResponseWriter]:
         parsed = self._local(fields, backend, record)
         request, _ = parse_chat(parsed.chat, max_messages=len(parsed.chat["messages"]))
-        request, record.stream = caller.sign(replace(request, return_prompt=parsed.stream)), parsed.stream
+        if parsed.stream and backend in self.runtime.backends().values():  # no strategy: its prompt is counted first
+            request = replace(request, return_prompt=True)
+        request, record.stream = caller.sign(request), parsed.stream
         if isinstance(backend, AddsHeaders):
             record.response_headers = backend.response_headers(request)
         return request, MessagesWriter(fields["model"], parsed, self.settings.speculation_object)

@@ -74,7 +74,8 @@ class ResponsesEndpoint(GenerationEndpoint):
             found = self._owning(exchange)
             send = telling_id(send, found, stream=fields.get("stream") is True)
         exchange.release()
-        await pass_through(exchange.scope, send, backend, RESPONSES, body, exchange.deadline, ResponsesInspector())
+        scope, account, inspector = exchange.scope, exchange.account, ResponsesInspector()
+        await pass_through(scope, send, backend, RESPONSES, body, exchange.deadline, inspector, account=account)
 
     async def _check_ownership(self, exchange: Exchange) -> None:
         """Raise `ResponseNotFoundError` if the request continues a response that its tenant did not get there."""

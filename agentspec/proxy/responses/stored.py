@@ -80,7 +80,9 @@ class StoredRoute:
         path = f"{RESPONSES}/{quote(stored.id, safe='')}" + ("/input_items" if self.items else "")
         if request.method == "DELETE" and self.endpoint.keeper.stores:
             send = self._discarding(send, record.tenant, stored.id)
-        await pass_through(request.scope, send, backend, path, b"", deadline, ResponsesInspector(), request.method)
+        inspector, method = ResponsesInspector(), request.method
+        with self.endpoint.budget.account(record.tenant) as account:
+            await pass_through(request.scope, send, backend, path, b"", deadline, inspector, method, account=account)
 
     def _discarding(self, send: Send, tenant: str, id: str) -> Send:
         """Wrap `send` to forget whose the response was before the client is told that it is gone."""

@@ -161,7 +161,15 @@ def test_a_model_of_this_process(tiny: tuple[anthropic.Anthropic, str]) -> None:
 
 def test_a_forced_call_of_a_model_of_this_process(tiny: tuple[anthropic.Anthropic, str]) -> None:
     client, _ = tiny
-    tool = {"name": "pick", "input_schema": {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"], "additionalProperties": False}}  # fmt: skip
+    tool = {
+        "name": "pick",
+        "input_schema": {
+            "type": "object",
+            "properties": {"x": {"enum": ["a", "b"]}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    }
     choice = {"type": "tool", "name": "pick", "disable_parallel_tool_use": True}
     message = ask(client, tools=[tool], tool_choice=choice, max_tokens=200)
     assert message.stop_reason == "tool_use" and message.content[-1].input["x"] in ("a", "b")
@@ -173,3 +181,25 @@ def test_a_forced_call_of_a_model_of_this_process(tiny: tuple[anthropic.Anthropi
     }
     shaped = ask(client, max_tokens=200, output_config={"format": {"type": "json_schema", "schema": schema}})
     assert type(json.loads(shaped.content[0].text)["y"]) is bool
+
+
+def test_a_strategy_answers_and_counts(gateway: Any) -> None:
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.reasoning.settings import SpecReasonSettings
+    from agentspec.settings.load import Settings
+    from agentspec.testing import ThinkingModel
+
+    def step(thinking: str) -> str:
+        return "One. Answer: 4\n\n"
+
+    local = {"large": TorchSettings(model="l"), "tiny": TorchSettings(model="t")}
+    strategy = SpecReasonSettings(base="large", small="tiny")
+    running = gateway({name: ThinkingModel(step) for name in local}, Settings(backends=local, models={"m": strategy}))
+    client = client_of(running)
+    with client.messages.with_streaming_response.create(
+        model="m", max_tokens=500, messages=ASKED, stream=True, thinking={"type": "enabled", "budget_tokens": 100}
+    ) as response:
+        assert response.headers["x-agentspec-lossy"].startswith("specreason")
+        kinds = [event.content_block.type for event in response.parse() if event.type == "content_block_start"]
+    assert kinds == ["thinking", "text"]
+    assert client.messages.count_tokens(model="m", messages=ASKED).input_tokens > 0
