@@ -25,7 +25,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-class _Part(Model):
+class _TextPart(Model):
     """A piece of a message's text. Annotations and log-probabilities of an earlier answer tell a model nothing."""
 
     text: Text = REQUIRED
@@ -122,7 +122,7 @@ def _part(value: Any, name: str, media: bool) -> Item:
         raise wrong_type(name, "an object", value)
     kind = value.get("type")
     if kind in ("input_text", "output_text"):
-        return {"type": "input_text", "text": _Part.parse(value, name).text}
+        return {"type": "input_text", "text": _TextPart.parse(value, name).text}
     if kind == "refusal":
         return {"type": kind, "refusal": _Refusal.parse(value, name).refusal}
     if media and isinstance(kind, str) and kind in _MEDIA:

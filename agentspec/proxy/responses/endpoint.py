@@ -43,6 +43,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             await self._forward(exchange, backend)
             return
         self._check_answers(backend, exchange)
+        await self._run(exchange, self._check_roles, exchange.fields, backend)
         request = await self._run(exchange, self._read, exchange.fields, True)
         history = await self._history(exchange, request)
         answer = LocalAnswer(self.runtime, request, exchange.caller, history, self.settings.max_messages)
