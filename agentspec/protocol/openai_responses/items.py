@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
@@ -17,7 +18,13 @@ ROLES = ("user", "system", "developer", "assistant")
 _Id = Annotated[Text, must(lambda text: 0 < len(text) <= MAX_ID, f" must have 1 to {MAX_ID} characters")]
 _MEDIA = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "filename", "file_id", "file_url")}
 _TEXT: TypeAdapter[str] = TypeAdapter(Text)
+_STORED_ID = re.compile(r"[!-~]{1,128}")
 _INERT = {"id", "status", "type"}
+
+
+def is_id(value: object) -> TypeGuard[str]:
+    """Whether `value` can be the id of a stored response: short, and of characters that every store takes."""
+    return isinstance(value, str) and _STORED_ID.fullmatch(value) is not None
 
 
 def new_id(prefix: str) -> str:
