@@ -29,6 +29,7 @@ from agentspec.types import Delta, GenerateRequest
 if TYPE_CHECKING:
     from agentspec.backends.openai.isolation import TenantIsolation
     from agentspec.cache import SuffixCache
+    from agentspec.cache.responses import KeepsResponses
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
     from agentspec.reasoning.strategy import Strategy
 
@@ -48,7 +49,8 @@ class Runtime:
     `backends` are ready backends: each replaces the configured backend of its name; a name that is not configured
     becomes a model name as well. Without `settings`, only these backends exist. `cache` is an open cache, which the
     caller closes; `knowledge` are open knowledge bases, which replace the configured ones of the same names. With
-    `local` false another process answers for local backends and strategies, and none of them is built here. Nothing is
+    `local` false another process answers for local backends and strategies, and none of them is built here;
+    `responses` then is the store of stored responses, in place of the cache's. Nothing is
     built before `start()`. Thread-safe, except that `aclose` may only be called once no new request arrives.
     """
 
@@ -60,6 +62,7 @@ class Runtime:
         cache: SuffixCache | None = None,
         knowledge: Mapping[str, KnowledgeBase] | None = None,
         local: bool = True,
+        responses: KeepsResponses | None = None,
     ) -> None:
         self.settings = settings or (Settings(backends={}) if backends else Settings())
         self._backends: dict[str, Backend] = dict(backends or {})
@@ -72,6 +75,7 @@ class Runtime:
         self._knowledge: dict[str, KnowledgeBase] = dict(knowledge or {})
         self._given_cache = cache
         self._local = local
+        self._responses = responses
         self._own_cache: SuffixCache | None = None
         self._building = threading.Lock()
         self._opening = threading.Lock()
@@ -104,6 +108,11 @@ class Runtime:
             if self._own_cache is None:
                 self._own_cache = self.settings.cache.open()
             return self._own_cache
+
+    @property
+    def responses(self) -> KeepsResponses:
+        """The stored answers of the Responses API. Raises `CacheError` if the cache cannot be opened."""
+        return self.cache.responses if self._responses is None else self._responses
 
     def start(self) -> None:
         """Build the backends. Blocks until their models are loaded. Idempotent.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, seconds_of, select
 from agentspec.cache.pool import CachePool, CacheStats
+from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest, draft_batch
 from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore
 from agentspec.cache.tokens import TokensLike, as_tokens
@@ -58,12 +59,11 @@ class SuffixCache:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
         self._namespace = namespace
-        process = int.from_bytes(os.urandom(4)) >> 1
         self._pool = CachePool(
             memory_bytes,
             tenant_memory_bytes,
             content_filter=content_filter,
-            first_sequence=process << 32,  # numbers are unique among the processes that share a store
+            numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
         self.responses: ResponseStore = MemoryResponses(responses)
@@ -74,11 +74,14 @@ class SuffixCache:
             store.also_forgets.append(table.forget_within)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
+        self._left_behind = False
+        self._starting = threading.Lock()
+        self._pool.namespaces.on_pressure = self._relieve_soon
         self._sync: StoreSync | None = None
         if store:
             from agentspec.cache.sync import StoreSync
 
-            self._sync = StoreSync(self._pool, store, self._deleter, process)
+            self._sync = StoreSync(self._pool, store, self._deleter)
 
     @classmethod
     def open(
@@ -127,7 +130,8 @@ class SuffixCache:
         limits = response_limits(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
         cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing, limits)
         try:
-            cache._start()
+            lifetime.register(cache)
+            cache._start(mode)
         except BaseException:
             cache.close()
             raise
@@ -169,22 +173,31 @@ class SuffixCache:
         step: str | None = None,
         store: bool = True,
         decode: Decode | None = None,
+        group: str | None = None,
     ) -> CacheRequest:
         """Begin a request that continues `prompt`. With `store=False` the cache keeps nothing of it once it is closed.
+
+        Requests of one namespace that name the same `group`, such as several answers to one prompt, draft from each
+        other's outputs as these grow; what they put out is dropped with the group when its last request ends. A cache
+        with `refuse_patterns` refuses groups.
 
         `decode` turns token ids into text; only a cache with `refuse_patterns` needs and calls it. Without a session
         name, the request joins the session whose last prompt `prompt` continues. Raises `InvalidRequestError` unless
         `prompt` holds token ids, `CacheClosedError` after close.
         """
         tokens = as_tokens(prompt, "prompt")
-        for name, label in (("session", session), ("workflow", workflow), ("step", step)):
+        for name, label in (("session", session), ("workflow", workflow), ("step", step), ("group", group)):
             if not isinstance(label, str | None):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._pool.require_open()
         chosen = self._namespace if namespace is None else namespace_of(namespace)
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
-        return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode)
+        try:
+            return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode, group=group)
+        except BaseException:
+            self._pool.release(partition, found)
+            raise
 
     def draft_batch(
         self,
@@ -260,7 +273,8 @@ class SuffixCache:
 
     def tenant_bytes(self) -> dict[str, int]:
         """The bytes that each tenant takes in memory, over all its namespaces."""
-        return dict(self._pool.bytes_by_tenant())
+        self._pool.require_open()
+        return dict(self._pool.namespaces.bytes_by_tenant())
 
     def stats(self) -> CacheStats:
         """A snapshot of sizes and counts. Raises `CacheClosedError` after close."""
@@ -275,6 +289,7 @@ class SuffixCache:
             store_error=self._store.error,
             segment_error=self._sync.segment_error,
             unwritten=self._store.dropped,
+            damaged=self._store.damaged,
         )
 
     def check_integrity(self) -> None:
@@ -285,6 +300,9 @@ class SuffixCache:
 
     def close(self) -> None:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
+        if self._left_behind:
+            return
+        lifetime.unregister(self)
         with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
             if self._store:
                 released.callback(self._store.close)
@@ -295,22 +313,51 @@ class SuffixCache:
                 self._sync.close()
                 self._sync.report_usage()
 
+    def leave_behind(self, reason: str) -> None:
+        """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open."""
+        self._left_behind = True
+        self._maintenance = None
+        self._pool.leave_behind(reason)
+        if self._store:
+            self._store.leave_behind()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a SuffixCache cannot be pickled or copied: it belongs to the process that opened it. Send its path, and"
+            " open it there with SuffixCache.open"
+        )
+
     def __enter__(self) -> SuffixCache:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start(self, mode: Mode) -> None:
         """Load the sequences kept on disk and start the maintenance thread."""
         if self._sync:
-            self._sync.start()
+            self._sync.start(claim=mode != "follower")
         if self._store or self._deleter.expires:
-            self._maintenance = MaintenanceThread(
-                self._maintain, seconds=_MAINTENANCE_SECONDS, name="agentspec-cache-maintenance"
-            )
+            self._maintenance_thread()
+
+    def _maintenance_thread(self) -> MaintenanceThread:
+        """The thread; a cache in memory starts it when there is something to do beside the requests."""
+        with self._starting:
+            if self._maintenance is None:
+                self._maintenance = MaintenanceThread(
+                    self._maintain,
+                    seconds=_MAINTENANCE_SECONDS,
+                    name="agentspec-cache-maintenance",
+                    urgent=self._pool.namespaces.relieve,
+                )
+            return self._maintenance
+
+    def _relieve_soon(self) -> None:
+        if not self.closed:
+            (self._maintenance or self._maintenance_thread()).wake()
 
     def _maintain(self) -> None:
+        self._pool.namespaces.relieve()
         if self._sync:
             self._sync.follow()
         self._deleter.maintain()
@@ -339,28 +386,52 @@ def namespace_of(value: str | Namespace) -> Namespace:
 
 
 class MaintenanceThread:
-    """Calls `work` every `seconds` in its own thread. A failure is logged unless it repeats the last message."""
+    """Calls `work` every `seconds` in its own thread, and `urgent` soon after each `wake`.
 
-    def __init__(self, work: Callable[[], None], *, seconds: float, name: str) -> None:
+    A failure is logged unless it repeats the last message.
+    """
+
+    def __init__(
+        self, work: Callable[[], None], *, seconds: float, name: str, urgent: Callable[[], None] | None = None
+    ) -> None:
         self._work = work
+        self._urgent = urgent
         self._seconds = seconds
-        self._closing = threading.Event()
+        self._closing = False
+        self._woken = threading.Event()
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def wake(self) -> None:
+        """Let the thread call `urgent`; returns at once."""
+        self._woken.set()
+
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
-        self._closing.set()
+        self._closing = True
+        self._woken.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
-        last = None
-        while not self._closing.wait(self._seconds):
-            try:
-                self._work()
-                last = None
-            except Exception as error:
-                if str(error) != last:
-                    _log.warning("looking after the cache failed: %s", error)
-                last = str(error)
+        due = time.monotonic() + self._seconds
+        while not self._closing:
+            self._woken.wait(max(0.0, due - time.monotonic()))
+            self._woken.clear()
+            if self._closing:
+                return
+            if time.monotonic() >= due:
+                self._try(self._work)
+                due = time.monotonic() + self._seconds
+            elif self._urgent:
+                self._try(self._urgent)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+            self._failure = None
+        except Exception as error:
+            if str(error) != self._failure:
+                _log.warning("looking after the cache failed: %s", error)
+            self._failure = str(error)

@@ -30,6 +30,7 @@ from agentspec.errors import ModelNotFoundError, PermissionDeniedError, Upstream
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import Admission, ConcurrencyLimiter
+from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadlines, until_disconnect
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
@@ -60,13 +61,15 @@ class Shared:
     """What a gateway of several processes has in common with the others.
 
     `body_memory` is this process's share in bytes, `engine` the process of local models, None if it is this one.
-    `scrape` returns the metrics of all processes, given those of this one.
+    `scrape` returns the metrics of all processes, given those of this one. The gateway was started at `since`, in
+    seconds since 1970; None is now.
     """
 
     limiter: Admission
     body_memory: int
     engine: EngineLink | None = None
     scrape: Callable[[Metrics], Awaitable[bytes]] | None = None
+    since: int | None = None
 
 
 def create_app(
@@ -85,12 +88,14 @@ def create_app(
     upstreams = [name for name, backend in settings.backends.items() if not backend.local]
     if server.stream_pacing and upstreams:
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
-    pages = Pages(runtime, shared)
+    places = EnginePlaces(server, settings.backends)
+    pages = Pages(runtime, shared, places)
     paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
-    endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines, engine) for path in paths]
-    endpoints.append(MessagesEndpoint(MESSAGES, runtime, server, limiter, budget, deadlines, engine))
-    endpoints.append(CountTokensEndpoint(COUNT_TOKENS, runtime, server, limiter, budget, deadlines, engine))
-    responses = ResponsesEndpoint(RESPONSES, runtime, server, limiter, budget, deadlines, engine)
+    common = (runtime, server, limiter, budget, deadlines, places, engine)
+    endpoints = [GenerationEndpoint(path, *common) for path in paths]
+    endpoints.append(MessagesEndpoint(MESSAGES, *common))
+    endpoints.append(CountTokensEndpoint(COUNT_TOKENS, *common))
+    responses = ResponsesEndpoint(RESPONSES, *common)
     endpoints.append(responses)
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
@@ -111,11 +116,11 @@ def create_app(
 class Pages:
     """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
 
-    def __init__(self, runtime: Runtime, shared: Shared) -> None:
+    def __init__(self, runtime: Runtime, shared: Shared, places: EnginePlaces) -> None:
         self._runtime = runtime
         self._limiter, self._engine = shared.limiter, shared.engine
         self._scrape = shared.scrape or _rendered
-        self._created = int(time.time())
+        self._created = shared.since or int(time.time())
         self._samples: list[BackendSample] = []
         self._sampling: asyncio.Task[list[BackendSample]] | None = None
         self.registry = Metrics(
@@ -123,7 +128,7 @@ class Pages:
             models=runtime.models(),
             index_size=lambda: index_size(runtime),
             backends=lambda: self._samples,
-            tenants=shared.limiter.samples,
+            tenants=lambda: places.add_to(shared.limiter.samples()),
         )
 
     def routes(self) -> dict[str, Handler]:

@@ -20,6 +20,7 @@ from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import Admission
+from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadline, Deadlines, DisconnectWatch, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
@@ -28,7 +29,7 @@ from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import log_unexpected, outcome
-from agentspec.proxy.forwarding.engine_link import EngineLink
+from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
@@ -86,6 +87,7 @@ class GenerationEndpoint:
     limiter: Admission
     budget: BodyBudget
     deadlines: Deadlines
+    places: EnginePlaces
     engine: EngineLink | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,16 +114,20 @@ class GenerationEndpoint:
             del fields
             record.model = model
             async with until_disconnect(receive) as client:
-                await self.engine.relay(scope, send, body, deadline)
+                await self.engine.relay(scope, send, body, deadline, self._follower())
             _note_disconnect(client, record)
             return
         route = runtime.route(model)
         record.model = model if model in runtime.models() else OTHER
         exchange = Exchange(scope, send, record, deadline, read_caller(headers, tenant), route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client:
+        async with until_disconnect(receive) as client, self.places.enter(route.backend_name, tenant):
             await self._respond(exchange)
         _note_disconnect(client, record)
+
+    def _follower(self) -> Follows:
+        """What follows a stream from the process of the engine."""
+        return FramedStream(self.framing)
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""

@@ -46,7 +46,7 @@ class StoredResponse:
     items: Sequence[Mapping[str, Any]] = ()
 
 
-class ResponseStore(Protocol):
+class KeepsResponses(Protocol):
     """Stored answers. Blocking and thread-safe. All methods raise `CacheError` if the store cannot be used."""
 
     def put(self, stored: StoredResponse) -> bool:
@@ -60,6 +60,10 @@ class ResponseStore(Protocol):
     def delete(self, tenant: str, id: str) -> bool:
         """Delete the tenant's answer of that id; returns whether there was one."""
         ...
+
+
+class ResponseStore(KeepsResponses, Protocol):
+    """Stored answers that age, and that are forgotten with the rest of the cache."""
 
     def forget(self, selection: Selection) -> int:
         """Delete the answers that a selection covers; returns how many."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from starlette.types import Scope, Send
 
 from agentspec.errors import AgentSpecError, EngineRestartingError, NotReadyError, UpstreamError
-from agentspec.protocol.sse import DONE, EventSplitter
+from agentspec.protocol.sse import EventSplitter
 from agentspec.protocol.usage import read_speculation, read_usage, speculation_object, usage_object
 from agentspec.proxy.admission.limits import Deadline
-from agentspec.proxy.errors import error_event, outcome
+from agentspec.proxy.errors import outcome
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.streaming.framing import CHUNKS, Framing
 
 if TYPE_CHECKING:
     from agentspec.backends.http.connections import RawAnswer
@@ -26,7 +28,29 @@ TENANT_HEADER = b"x-agentspec-relayed-tenant"
 MARK = b"\0"
 """Stands behind an answer and before its record; neither JSON nor our events hold such a byte."""
 _PASSED_ON = (b"content-type", b"x-agentspec-")
-_OUR_OWN = (b"x-request-id", b"connection", b"transfer-encoding", b"date")
+_OUR_OWN = (b"x-request-id", b"request-id", b"connection", b"transfer-encoding", b"date")
+
+
+class Follows(Protocol):
+    """Follows a stream of whole events, to end it in its own form if it is cut."""
+
+    def read(self, events: bytes) -> None: ...
+
+    def failure(self, error: Exception, request_id: str) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FramedStream:
+    """A stream whose end does not depend on what came before."""
+
+    framing: Framing = CHUNKS
+
+    def read(self, events: bytes) -> None:
+        """Nothing to note."""
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """The event that tells the error, and what ends the stream."""
+        return self.framing.error(error, request_id) + self.framing.end
 
 
 class EngineLink:
@@ -41,8 +65,10 @@ class EngineLink:
         self.ready = False
         self._server = LocalServer(path)
 
-    async def relay(self, scope: Scope, send: Send, body: bytes, deadline: Deadline) -> None:
-        """Let the engine answer a request, and note in its record what the engine noted.
+    async def relay(
+        self, scope: Scope, send: Send, body: bytes, deadline: Deadline, follower: Follows | None = None
+    ) -> None:
+        """Let the engine answer a request, and note in its record what the engine noted. `follower` follows a stream.
 
         Raises `NotReadyError`, and `EngineRestartingError` where the engine ends before it has begun to answer; an
         answer that it has begun ends with an error.
@@ -58,18 +84,20 @@ class EngineLink:
         except UpstreamError:
             raise _lost() from None
         try:
-            await _pass_back(response, record, sent, send, deadline)
+            await _pass_back(response, record, sent, send, deadline, follower or FramedStream())
         finally:
             await asked.__aexit__(None, None, None)
 
 
-async def _pass_back(response: RawAnswer, record: RequestRecord, sent: float, send: Send, deadline: Deadline) -> None:
+async def _pass_back(
+    response: RawAnswer, record: RequestRecord, sent: float, send: Send, deadline: Deadline, follower: Follows
+) -> None:
     headers = [pair for pair in response.headers if pair[0] not in _OUR_OWN]
     answer = _Answer(response)
     record.stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
     if record.stream:
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
-        await _stream(answer, record, sent, send, deadline)
+        await _stream(answer, record, sent, send, deadline, follower)
         return
     try:
         async with deadline.limit():
@@ -82,20 +110,23 @@ async def _pass_back(response: RawAnswer, record: RequestRecord, sent: float, se
     await send({"type": "http.response.body", "body": content})
 
 
-async def _stream(answer: _Answer, record: RequestRecord, sent: float, send: Send, deadline: Deadline) -> None:
+async def _stream(
+    answer: _Answer, record: RequestRecord, sent: float, send: Send, deadline: Deadline, follower: Follows
+) -> None:
     """Send whole events. A stream that the engine does not complete ends with an error event."""
     splitter, rest = EventSplitter(), b""
     try:
         async with deadline.limit(), aclosing(answer.pieces()) as pieces:
             async for piece in pieces:
                 if events := splitter.feed(piece):
+                    follower.read(events)
                     record.token_arrived()
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         answer.note(record, sent)
     except AgentSpecError as error:
         told = _lost() if isinstance(error, UpstreamError) else error
         record.fail(outcome(told), told.code)
-        rest = splitter.separator() + error_event(told, record.request_id) + DONE
+        rest = splitter.separator() + follower.failure(told, record.request_id)
     await send({"type": "http.response.body", "body": rest})
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from agentspec.cache.responses import ResponseStore, StoredResponse
+from agentspec.cache.responses import KeepsResponses, StoredResponse
 from agentspec.errors import CacheError, InvalidRequestError
 from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.proxy.logs import logger
@@ -94,8 +94,8 @@ class Keeper:
         return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads)
 
     @property
-    def _store(self) -> ResponseStore:
-        return self.runtime.cache.responses
+    def _store(self) -> KeepsResponses:
+        return self.runtime.responses
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Child:
         received: Callable[[Child, Message], None],
         make_places: Callable[[Callable[..., None]], WorkerPlaces],
     ) -> None:
-        """Start the process, which is told `told`; its messages go to `received`."""
+        """Start the process, which is told `told`; its messages go to `received`. Raises `OSError` if that fails."""
         ours, theirs = socket.socketpair()
         pairs = [theirs]
         start = {**told, "name": self.name, "channel": theirs.fileno(), "handover": -1}
@@ -79,9 +79,14 @@ class Child:
             give, take = socket.socketpair()
             pairs.append(take)
             start["handover"], recipient = take.fileno(), Recipient(give)
-        process = await asyncio.to_thread(spawn, self.module, start, pairs)
-        for one in pairs:
-            one.close()
+        try:
+            process = await asyncio.to_thread(spawn, self.module, start, pairs)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            for one in pairs:
+                one.close()
         loop = asyncio.get_running_loop()
         channel = Channel(lambda message: received(self, message), lambda: self._gone(loop.time()))
         await channel.open(ours)
@@ -120,6 +125,12 @@ class Child:
             self.life.gone = now
             if self.life.places is not None:
                 self.life.places.leave_all()
+
+    def not_started(self, now: float) -> None:
+        """Note that the system could not start it now."""
+        self.failed_starts += 1
+        self._delay = min(2 * self._delay, LONGEST_DELAY)
+        self.restart_at = now + self._delay
 
     def log_end(self) -> None:
         """Log an end that nobody asked for."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.listener import BACKLOG
 from agentspec.proxy.workers.member import MemberServer, report, run
 from agentspec.proxy.workers.process import Start, read_start
+from agentspec.proxy.workers.stored import with_stored
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
@@ -90,7 +91,7 @@ class EngineServer(MemberServer):
         app = create_app(self._runtime, settings, shared=Shared(Unlimited(), settings.server.max_body_memory))
         app.authenticator, app.logs_requests = RelayedCallers(), False
         super().__init__(app, replace(start, settings=settings), Connections(settings.server, _MOST_CONNECTIONS))
-        self.config.app = noting(cast(ASGIApp, self.config.app))
+        self.config.app = with_stored(noting(cast(ASGIApp, self.config.app)), self._runtime)
         self._samples: list[BackendSample] = []
         self._metrics = Metrics(
             version=VERSION, index_size=lambda: index_size(self._runtime), backends=lambda: self._samples
@@ -158,7 +159,10 @@ def listen_at(path: Path) -> socket.socket:
     try:
         listening.bind(str(path))
     except OSError as error:
-        raise ConfigurationError(f"cannot make the engine's socket {path}: {error.strerror or error}") from None
+        advice = "TMPDIR must name a folder that can be written to, with a short path"
+        raise ConfigurationError(
+            f"cannot make the engine's socket {path}: {error.strerror or error}; {advice}"
+        ) from None
     finally:
         os.umask(before)
     listening.listen(BACKLOG)
@@ -173,4 +177,10 @@ def main() -> None:
         server, listening = EngineServer(start), listen_at(start.engine)
     except AgentSpecError as error:
         report(start, error)
-    run(server, [listening])
+    try:
+        run(server, [listening])
+    finally:
+        if server.orphaned:  # nobody else cleans up
+            start.engine.unlink(missing_ok=True)
+            with suppress(OSError):
+                start.engine.parent.rmdir()

@@ -38,6 +38,7 @@ class MemberServer(GatewayServer):
         self.channel = Channel(self._received, self._orphaned)
         self._socket = adopt(start.channel)
         self._told: str | None = None
+        self.orphaned = False  # the parent is gone
         app.loading.when_ready = self._ready
 
     # What the kinds of processes do in their own ways.
@@ -127,6 +128,7 @@ class MemberServer(GatewayServer):
         if self.should_exit or self.draining:
             return
         logger.error("the parent process is gone")
+        self.orphaned = True
         self._end()
         timer = threading.Timer(ORPHANED_SECONDS, end_process)
         timer.daemon = True

@@ -18,10 +18,12 @@ from typing import Any
 from agentspec.proxy import logs
 from agentspec.settings.load import Settings
 
-# Runs with the module search path of the parent, which is the third argument.
+# Runs with the module search path of the parent, which is the third argument. A terminal signals every process, but
+# only the parent acts on it.
 _PROGRAM = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); from importlib import import_module;"
-    " import_module(sys.argv[1]).main()"
+    "import signal, sys, json; from importlib import import_module;"
+    " signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGHUP, signal.SIG_IGN);"
+    " sys.path[:] = json.loads(sys.argv[3]); import_module(sys.argv[1]).main()"
 )
 
 
@@ -31,7 +33,7 @@ class Start:
 
     `name` stands in its log lines; `channel` and `handover` are numbers of open files, ends of socket pairs with the
     parent (`handover` of workers only). `engine` is the socket of the engine's process, None without one. `capacity` is
-    the number of connections to all workers.
+    the number of connections to all workers. The parent was started at `since`, in seconds since 1970.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Start:
     handover: int
     engine: Path | None
     capacity: int
+    since: int
 
 
 def spawn(module: str, start: Mapping[str, Any], files: Sequence[socket.socket]) -> subprocess.Popen[bytes]:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import ssl
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ class Supervisor:
             "log_level": log_level,
             "engine": folder / "engine" if self._engine else None,
             "capacity": capacity,
+            "since": int(time.time()),
         }
         self._draining_since: float | None = None
         self._ends = False
@@ -161,10 +163,7 @@ class Supervisor:
             return self._drained(now)
         for child in self._children():
             if child.life is None and now >= child.restart_at and self._failure is None:
-                await child.start({**self._told, "settings": self._settings()}, self._received, self._places)
-                child.send("engine", self._engine_ready)
-                if self._draining_since is not None:  # a signal came meanwhile
-                    child.send("drain")
+                await self._start(child)
         before = self._reloader.settings
         await self._reloader.reload_if_asked()
         if self._reloader.settings is not before:
@@ -172,6 +171,16 @@ class Supervisor:
         if tick % SWEEP_TICKS == 0:
             self._handover.connections.sweep((), now)  # logs what was refused
         return False
+
+    async def _start(self, child: Child) -> None:
+        try:
+            await child.start({**self._told, "settings": self._settings()}, self._received, self._places)
+        except OSError as error:
+            child.not_started(asyncio.get_running_loop().time())
+            logs.logger.error("process not started", process=child.name, reason=error.strerror)
+        child.send("engine", self._engine_ready)
+        if self._draining_since is not None:  # a signal came meanwhile
+            child.send("drain")
 
     def _ended(self, child: Child, life: Life) -> None:
         """Take back what an ended process had, and give up if starting it again makes no sense."""
@@ -218,7 +227,9 @@ class Supervisor:
         elif name == "metrics":
             self._scrapes.reported(child, *told)
         elif name == "scrape":
-            self._scrapes.begin(child, told[0], [one for one in self._children() if one.life and one.life.started])
+            number, dumped = told
+            self._scrapes.reported(child, dumped)
+            self._scrapes.begin(child, number, [one for one in self._children() if one.life and one.life.started])
         else:
             self._state(child, life, name, told)
 
@@ -289,9 +300,9 @@ class Supervisor:
 
 
 def needs_engine(settings: Settings) -> bool:
-    """Whether something must be computed in a process of its own: a local model, or a strategy."""
+    """Whether something must be in a process of its own: a local model, a strategy, or stored responses."""
     strategies = any(isinstance(model, StrategySettings) for model in settings.models.values())
-    return strategies or any(backend.local for backend in settings.backends.values())
+    return settings.cache.store or strategies or any(backend.local for backend in settings.backends.values())
 
 
 def _secret(server: ServerSettings) -> str:

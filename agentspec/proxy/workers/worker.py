@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from typing import Any
 
 import anyio
 
-from agentspec.errors import AgentSpecError
+from agentspec.errors import AgentSpecError, NotReadyError
 from agentspec.proxy.app import Shared, create_app
 from agentspec.proxy.forwarding.engine_link import EngineLink
 from agentspec.proxy.middleware import GatewayMiddleware
@@ -20,6 +19,7 @@ from agentspec.proxy.workers.handover import HandedConnections
 from agentspec.proxy.workers.member import MemberServer, report, run
 from agentspec.proxy.workers.places import SharedLimiter
 from agentspec.proxy.workers.process import Start, adopt, read_start
+from agentspec.proxy.workers.stored import RemoteResponses
 from agentspec.runtime import Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
@@ -36,8 +36,9 @@ class WorkerServer(MemberServer):
         self._limiter = SharedLimiter()
         self._engine = EngineLink(start.engine) if start.engine is not None else None
         server = start.settings.server
-        shared = Shared(self._limiter, body_share(server), self._engine, self._scrape)
-        runtime = Runtime(start.settings, local=False)
+        shared = Shared(self._limiter, body_share(server), self._engine, self._scrape, start.since)
+        responses = None if start.engine is None else RemoteResponses(start.engine)
+        runtime = Runtime(start.settings, local=False, responses=responses)
         app: GatewayMiddleware = create_app(runtime, start.settings, shared=shared)
         connections = Connections(server, start.capacity, processes=server.workers)
         super().__init__(app, start, connections)
@@ -84,15 +85,16 @@ class WorkerServer(MemberServer):
         return self.open(connection, release)
 
     async def _scrape(self, metrics: Metrics) -> bytes:
-        """The metrics of all processes, added up."""
+        """The metrics of all processes, added up. Raises `NotReadyError` if the parent does not answer."""
         own = dump(metrics.registry)
         self._number += 1
         answer = self._scrapes[self._number] = asyncio.get_running_loop().create_future()
-        self.channel.send("scrape", self._number)
-        others: list[str] = []
-        with suppress(TimeoutError):
+        self.channel.send("scrape", self._number, await self.collect())  # so that the sums never fall, if it dies now
+        try:
             async with asyncio.timeout(SCRAPE_SECONDS):
                 others = await answer
+        except TimeoutError:
+            raise NotReadyError("the other processes did not report their metrics; try again") from None
         return await anyio.to_thread.run_sync(_summed, [own, *others])
 
 

@@ -119,18 +119,21 @@ def test_a_worker_that_is_told_to_end_is_replaced(start_workers: Any, upstream: 
         assert {client.get("/ready").status_code for client in clients} == {200}
 
 
-def test_a_connection_that_waits_for_a_worker_outlives_it(start_workers: Any, upstream: Any) -> None:
+def test_a_connection_that_waits_for_a_worker_outlives_it(start_workers: Any, upstream: Any, until: Any) -> None:
     gateway = start_workers(CONFIGURATION.format(url=upstream(Streaming()).url, drain=1, more="")).ready()
     stopped = gateway.pid(1)
     os.kill(stopped, signal.SIGSTOP)
-    with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(lambda: gateway.client().get("/health").status_code) for _ in range(4)]
-        deadline = time.monotonic() + 300
-        while sum(answer.done() for answer in answers) < 3:  # one of them was given to the stopped worker
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+
+    def health() -> int:
+        with gateway.client() as client:
+            return int(client.get("/health").status_code)
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(health) for _ in range(6)]
+        until(lambda: sum(answer.done() for answer in answers) >= 3, 300)  # half of them go to the other worker
+        assert not all(answer.done() for answer in answers)
         os.kill(stopped, signal.SIGKILL)
-        assert [answer.result() for answer in answers] == [200] * 4
+        assert [answer.result() for answer in answers] == [200] * 6
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
@@ -168,6 +171,29 @@ def test_connections_are_counted_over_all_workers(start_workers: Any, upstream: 
                 break
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_stored_responses_of_upstreams_are_those_of_every_worker(start_workers: Any, upstream: Any) -> None:
+    def program(request: Any) -> None:
+        message = {"role": "assistant", "content": "hi"}
+        answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+        chat = request.target.endswith("/chat/completions")
+        request.answer(json.dumps(answer).encode() if chat else b"{}", 200 if chat else 404)
+
+    gateway = start_workers(CONFIGURATION.format(url=upstream(program).url, drain=1, more="")).ready()
+    gateway.said("ready", worker="engine")  # the process that keeps them
+    with gateway.clients(2) as (one, other):
+        answer = one.post("/v1/responses", json={"model": "any", "input": "hi"})
+        assert answer.status_code == 200 and answer.json()["store"] is True, answer.text
+        path = f"/v1/responses/{answer.json()['id']}"
+        assert other.get(path).json() == answer.json()
+        assert other.get(f"{path}/input_items").json()["data"][0]["content"][0]["text"] == "hi"
+        os.kill(gateway.pid("engine"), signal.SIGSTOP)
+        assert one.get("/health").status_code == 200
+        os.kill(gateway.pid("engine"), signal.SIGCONT)
+        assert other.delete(path).status_code == 200
+        assert one.get(path).status_code == 404
+    assert gateway.end() == 0
 
 
 def test_what_a_worker_reports_at_its_start_ends_serve(start_workers: Any, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ key_file = "light"
 [[server.api_keys]]
 role = "operator"
 key_file = "operator"
+[cache]
+store = false
 [backends.up]
 kind = "openai"
 vllm = "on"
@@ -168,16 +170,18 @@ def test_weights_hold_across_workers(gateway: Any, upstream_program: Held) -> No
         gateway.client("canary-operator") as operator,
         ThreadPoolExecutor(2 * each) as pool,
     ):
-        for name, clients in (("heavy", heavy), ("light", light)):
-            for client in clients:
+        for number, pair in enumerate(zip(heavy, light, strict=True)):
+            for name, client in zip(("heavy", "light"), pair, strict=True):
                 pool.submit(client.post, COMPLETIONS, json=body(f"hold {name}"))
+            if 2 * number + 2 == PLACES:  # both tenants hold places for equally long, which decides what one costs
+                wait_for(lambda: len(upstream_program.waiting) == PLACES)
         wait_for(lambda: metric(operator, "agentspec_tenant_waiting") == 2 * each - PLACES)
         upstream_program.order.clear()
         for number in range(2 * each):
             wait_for(lambda: len(upstream_program.waiting) == min(PLACES, 2 * each - number))  # noqa: B023
             upstream_program.let_go()
     shares = Counter(upstream_program.order[:observed])
-    assert 2 <= shares["hold heavy"] / shares["hold light"] <= 4.5, shares
+    assert shares["hold heavy"] >= 2 * shares["hold light"] > 0, shares
 
 
 def test_a_reload_reaches_every_worker(gateway: Any) -> None:
