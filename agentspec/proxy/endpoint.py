@@ -172,6 +172,12 @@ class GenerationEndpoint:
         check_amounts(fields, self.path, self.settings)
         UpstreamFields(backend.settings).check(fields)
 
+    def _check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
+        """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
+        for upstream in _upstreams(backend):
+            check_amounts(fields, self.path, self.settings)
+            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
+
     def _parse(
         self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
     ) -> tuple[GenerateRequest, ResponseWriter]:
@@ -179,9 +185,7 @@ class GenerationEndpoint:
         if self.path not in (routes := backend.capabilities.routes):
             refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
             raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
-        for upstream in _upstreams(backend):
-            check_amounts(fields, self.path, self.settings)
-            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
+        self._check_roles(fields, backend)
         kind: type[ChatWriter | CompletionWriter]
         if self.path == CHAT:
             (request, form), kind = parse_chat(fields, max_messages=self.settings.max_messages), ChatWriter
