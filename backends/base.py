@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,10 +17,13 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Mess
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
     from agentspec.backends.openai.isolation import TenantIsolation
+    from agentspec.backends.openai.tokenization import ServerTokenization
     from agentspec.backends.settings import OpenAISettings
     from agentspec.errors import AgentSpecError
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
+MESSAGES, COUNT_TOKENS = "/messages", "/messages/count_tokens"
+RESPONSES = "/responses"
 NONE: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
 Floats = NDArray[np.float32]
@@ -127,6 +130,24 @@ class Forwards(Protocol):
         """
         ...
 
+    async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether requests to `path` can be forwarded, by a tenant whose `headers` may carry a client's key."""
+        ...
+
+    async def server_kind(self) -> str | None:
+        """What the server is: "vllm", "sglang" or "other"; None if it has never answered."""
+        ...
+
+    def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
+        """The answer to a request for completions, streamed or whole, as `generate` yields it. Raises `UpstreamError`,
+        for an error answer `UpstreamStatusError`.
+        """
+        ...
+
+    def tokenizer_of(self, model: str) -> ServerTokenization:
+        """The server's tokenizer for `model`, whether it has such endpoints or not."""
+        ...
+
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """The server's own model list; `headers` may carry a client's key. Raises `UpstreamError`."""
         ...
@@ -152,11 +173,20 @@ class SharesCaches(Protocol):
         ...
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the server cannot keep tenants apart although it must."""
+        """Raises `ConfigurationError` if the server could not keep several tenants apart, and they may not share it."""
         ...
 
     async def leave_loop(self) -> None:
         """Close the connections of the running loop, which is about to end."""
+        ...
+
+
+@runtime_checkable
+class TakesLimits(Protocol):
+    """A backend whose server others share, so that its operator bounds what is asked of it."""
+
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on."""
         ...
 
 

@@ -101,6 +101,15 @@ class OpenAISettings(BaseModel):
         description="Let all tenants share what this upstream caches: their requests then carry no salt of their own."
         " Needed with several tenants in front of an upstream that is neither vLLM nor SGLang",
     )
+    messages: KindChoice = Field(
+        default="auto",
+        description="Whether it has Anthropic's /messages; auto asks it. Without, requests become chats",
+    )
+
+    responses: KindChoice = Field(
+        default="auto",
+        description="Whether it has OpenAI's /responses; auto asks it. Without, requests become chats",
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

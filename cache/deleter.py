@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from agentspec.cache.pool import CachePool
 if TYPE_CHECKING:
     from agentspec.cache.storage.sequence_store import SequenceStore
 
-_RETENTION_SECONDS = 3600.0
+_SELDOM, _OFTEN, _SHARE = 3600.0, 1.0, 1 / 24  # old sequences are looked for after this share of the retention
 
 
 class Deleter:
@@ -47,9 +48,17 @@ class Deleter:
 
     def expire(self) -> None:
         """Delete sequences older than the retention, unless this process is a follower."""
-        self._expires_at = time.monotonic() + _RETENTION_SECONDS
-        if self._retention is not None and not (self._store and self._store.mode == "follower"):
+        if self._retention is None:
+            self._expires_at = math.inf
+            return
+        self._expires_at = time.monotonic() + _OFTEN  # again soon if it fails
+        if not (self._store and self._store.mode == "follower"):
             self.forget(select(older_than=self._retention), expiring=True)
+        self._expires_at = time.monotonic() + min(_SELDOM, max(_OFTEN, _SHARE * self._retention))
+
+    def expire_soon(self) -> None:
+        """Let the next `maintain` delete old sequences: this process has become the writer."""
+        self._expires_at = time.monotonic()
 
     def maintain(self) -> None:
         """Called periodically: apply other processes' deletions, finish a pending erasure, expire old sequences."""

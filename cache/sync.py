@@ -13,6 +13,7 @@ from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
 from agentspec.cache.storage.segment_folder import LoadedSegment
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import CacheError, CacheLockedError
+from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class StoreSync:
         self._store.position()
         saved = self._segments.namespaces()  # before the rows: those of a segment are committed before it is written
         stored = [one.namespace for one in self._store.namespaces()]
+        self._store.learned_of(Namespace(""))  # raises where a table is missing: better now than later
         for key in set(saved) - {namespace.key for namespace in stored}:
             self._segments.delete(key)
         self._pool.namespaces.source = self
@@ -127,7 +129,10 @@ class StoreSync:
 
     def follow(self) -> None:
         """Load sequences that other processes wrote since the last call, and stay the writer. Raises `CacheError`."""
-        self._store.renew_lease()
+        if self._store.renew_lease():
+            _log.info("now the writer of %s: the last one has ended", self._store.name)
+            self._segments.sweep()
+            self._deleter.expire_soon()
         with self._deleter.following:
             self._pool.ingest(self._store.poll(self._process))
 
@@ -198,7 +203,7 @@ class StoreSync:
         self._tried[partition.namespace.key] = time.monotonic()
         try:
             self._save(partition)
-        except (OSError, MemoryError, CacheError) as error:
+        except Exception as error:  # a segment can be built again: nothing that fails here may keep the cache open
             self._segments.failed("a segment cannot be written", error)
 
     def _save(self, partition: Partition) -> None:

@@ -15,14 +15,15 @@ TokensLike = NDArray[np.integer] | Sequence[int]
 
 MOST_LEARNED = 16 << 20  # bytes of a drafter's learned state; a forged one cannot take more memory
 EMPTY: Tokens = np.zeros(0, dtype=np.int32)
-_MAX = int(np.iinfo(np.int32).max)
+MOST_TOKEN = 2**31 - 2
+"""The highest token id: orders of contexts need one number above it."""
 
 
 def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
     """`value` as a one-dimensional contiguous int32 array, without a copy if it is such an array already.
 
     Raises `InvalidRequestError`, with `param` set to `name`, for another dtype or shape and for ids outside
-    0 .. 2^31 - 1.
+    0 .. 2^31 - 2.
     """
     try:
         array = np.asarray(value)
@@ -34,9 +35,12 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
         return EMPTY
     if array.dtype.kind not in "iu":
         raise InvalidRequestError(f"{name} must be integers, not of dtype {array.dtype}", param=name)
-    low, high = int(array.min()), _MAX if array.dtype == np.int32 else int(array.max())
-    if low < 0 or high > _MAX:
-        raise InvalidRequestError(f"{name} must be ids from 0 to {_MAX}, not {low if low < 0 else high}", param=name)
+    if array.dtype == np.int32 and int(array.view(np.uint32).max()) <= MOST_TOKEN:
+        return np.ascontiguousarray(array)  # the usual case: one pass finds what is too low and too high
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > MOST_TOKEN:
+        wrong = low if low < 0 else high
+        raise InvalidRequestError(f"{name} must be ids from 0 to {MOST_TOKEN}, not {wrong}", param=name)
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

@@ -25,12 +25,14 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
+    stop_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason = delta.stop_reason or self.stop_reason
         for name, value in delta.extra.items():
             before = self.extra.get(name)
             if name == "tool_calls":

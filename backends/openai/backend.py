@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -9,9 +10,8 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import Any
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import (
-    MAX_ANSWER_BYTES,
     MAX_LIST_BYTES,
     Endpoint,
     Transport,
@@ -21,21 +21,26 @@ from agentspec.backends.http import (
 )
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
+from agentspec.backends.openai.prediction import prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
-from agentspec.backends.openai.server_kind import ServerDetector
+from agentspec.backends.openai.routes import RouteDetector
+from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import to_delta
 from agentspec.protocol.headers import label_headers, read_labels
+from agentspec.protocol.json_scan import array_items, member_span
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
-_LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
+MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
+INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
+_LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments besides OpenAI's
 
 
 class OpenAIBackend:
@@ -52,7 +57,9 @@ class OpenAIBackend:
         self.settings = settings
         self._endpoint = Endpoint(settings, name=name, transport=transport)
         self._detector = ServerDetector(self._endpoint, settings)
+        self._routes = RouteDetector(self._endpoint, settings)
         self._isolation: TenantIsolation | None = None
+        self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._tokenization: ServerTokenization | None = None
 
@@ -83,7 +90,7 @@ class OpenAIBackend:
         Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for any other
         failure: also for a stream that ends without a finish reason, so that a cut answer never looks complete.
         """
-        path, body = payload(request, request.model or self.settings.model or "")
+        path, body = payload(self._limited(request), request.model or self.settings.model or "")
         if await self._detector.is_vllm():
             body |= token_id_fields(body)
         body |= await self.body_fields(path, request.tenant, request.labels, body)
@@ -94,11 +101,17 @@ class OpenAIBackend:
                 self._own_labels(request.tenant, request.labels), speculation=request.speculation, store=request.store
             ),
         }
-        last: Delta | None = None
         async with (
             self._endpoint.send("POST", path, headers=headers, body=_encode(body)) as response,
-            aclosing(self._chunks(response)) as chunks,
+            aclosing(self.deltas(response)) as deltas,
         ):
+            async for delta in deltas:
+                yield delta
+
+    async def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
+        """The answer in `response`, streamed or whole. Raises as `generate` does."""
+        last: Delta | None = None
+        async with aclosing(self._chunks(response)) as chunks:
             async for chunk in chunks:
                 delta = to_delta(chunk)
                 if last is not None:
@@ -133,16 +146,20 @@ class OpenAIBackend:
             )
         return self._endpoint.send(method, path, headers=headers, body=body, query=query)
 
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on; `forward` sends what it is given."""
+        self._most_tokens = max_tokens
+
     def isolate(self, isolation: TenantIsolation) -> None:
         """Keep tenants apart from now on, unless the settings let them share this upstream."""
         self._isolation = isolation
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the upstream cannot keep tenants apart although it must.
+        """Raises `ConfigurationError` if the upstream could not keep several tenants apart, and may not be shared.
 
         One that does not answer now is asked again by each request.
         """
-        kind = await self._detector.kind() if self._apart else "vllm"
+        kind = "vllm" if self.settings.shared_upstream else await self._detector.kind()
         if kind is None:
             logger.warning(
                 "upstream %s does not answer: until it does, requests to it are refused", self._endpoint.name
@@ -157,10 +174,10 @@ class OpenAIBackend:
     async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
-        A vLLM server is sent the labels, if the settings allow it. With several tenants, vLLM and SGLang are sent a
-        salt for each tenant, and names of sessions and workflows are made the tenant's own. May wait until the upstream
-        is recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt that is no
-        text.
+        A vLLM server is sent the labels and the tokens of a prediction, if the settings allow it. With several tenants,
+        vLLM and SGLang are sent a salt for each tenant, and names of sessions and workflows are made the tenant's own.
+        May wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither,
+        `InvalidRequestError` for a salt that is no text.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -171,7 +188,27 @@ class OpenAIBackend:
             named = Labels(sent.session or own.session, sent.workflow or own.workflow, sent.step)
             sent = self._apart.labels(tenant, named)
         added = label_fields(sent, given)
-        return salts | (added if added and await self._detector.is_vllm() else {})
+        predicts = self.settings.vllm_labels and given.get("prediction") is not None
+        if not (added or predicts) or not await self._detector.is_vllm():
+            return salts
+        if predicts:
+            model = self.settings.model or str(given.get("model"))
+            added |= await prediction_fields(self._endpoint, model, {**given, **added})
+        return salts | added
+
+    async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
+        route cannot carry.
+        """
+        return (self._apart is None or path in _LABELLED) and await self._routes.has(path, headers)
+
+    async def server_kind(self) -> ServerKind | None:
+        """What the upstream is; None if it has never answered."""
+        return await self._detector.kind()
+
+    def tokenizer_of(self, model: str) -> ServerTokenization:
+        """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""
+        return ServerTokenization(self._endpoint, model)
 
     async def metrics(self, name: str) -> UpstreamSample | None:
         """The draft counts of a vLLM upstream; None for other upstreams, without drafting, or without an answer."""
@@ -209,13 +246,13 @@ class OpenAIBackend:
         return report
 
     async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
-        """One vector for each text. Raises as `generate` does."""
+        """One vector for each text. Raises as `generate` does. A long answer is parsed in a thread."""
         given = {"model": model, "input": list(texts), "encoding_format": "float"}
         body = _encode(given | await self.body_fields(EMBEDDINGS, tenant, Labels(), given))
-        answer = decode_json(await self._endpoint.fetch("POST", EMBEDDINGS, body=body), self._endpoint.name)
+        answer = await self._endpoint.fetch("POST", EMBEDDINGS, body=body)
         try:
-            return [[float(number) for number in item["embedding"]] for item in answer["data"]]
-        except (KeyError, TypeError, ValueError):
+            return _vectors(answer) if len(answer) <= INLINE_BYTES else await asyncio.to_thread(_vectors, answer)
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
 
     async def aclose(self) -> None:
@@ -224,6 +261,12 @@ class OpenAIBackend:
     async def leave_loop(self) -> None:
         """Close the connections of the running loop, which is about to end; connections of other loops stay."""
         await self._endpoint.leave_loop()
+
+    def _limited(self, request: GenerateRequest) -> GenerateRequest:
+        asked, most = request.sampling.max_tokens, self._most_tokens
+        if asked is None or most is None or asked <= most:
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=most))
 
     @property
     def _apart(self) -> TenantIsolation | None:
@@ -257,7 +300,7 @@ class OpenAIBackend:
     async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
         if response.status >= 400 or not response.is_stream:
-            yield decode_json(await self._checked(response), self._endpoint.name)
+            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES), self._endpoint.name)
             return
         if response.is_encoded:
             raise UpstreamError(f"upstream {self._endpoint.name} sent a compressed stream, which was not asked for")
@@ -269,7 +312,7 @@ class OpenAIBackend:
                         return
                     yield decode_json(data.encode(), self._endpoint.name)
 
-    async def _checked(self, response: UpstreamResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+    async def _checked(self, response: UpstreamResponse, limit: int) -> bytes:
         body = await response.aread(limit)
         if response.status >= 400:
             error = status_error(self._endpoint.name, response.status, body, response.headers)
@@ -288,6 +331,17 @@ def _merged(last: Delta, late: Delta) -> Delta:
         speculation=late.speculation or last.speculation,
         extra={**last.extra, **late.extra},
     )
+
+
+def _vectors(answer: bytes) -> list[list[float]]:
+    """The vectors of an answer to /embeddings, each parsed by itself: Python switches no threads inside one parse.
+
+    Raises KeyError, TypeError, ValueError or RecursionError for what is no such answer.
+    """
+    start, end = member_span(answer, "data")
+    if answer[start : start + 1] != b"[":
+        raise TypeError("data is no array")
+    return [[float(number) for number in json.loads(item)["embedding"]] for item in array_items(answer, start, end)]
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:

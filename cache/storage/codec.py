@@ -1,4 +1,4 @@
-"""Converts a sequence to a row of the database and back."""
+"""Rows of the database: converts a sequence to a row and back, and reads rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import sqlalchemy as sa
 
 from agentspec.cache.index import DEPTH
-from agentspec.cache.record import SequenceRecord
-from agentspec.cache.storage.schema import damaged
+from agentspec.cache.record import SequenceRecord, StoredNamespace
+from agentspec.cache.storage.schema import damaged, sequences
 from agentspec.cache.tokens import inflate
 from agentspec.types import Labels, Namespace
 
@@ -56,3 +56,37 @@ def decode(row: sa.Row[Any], database: str) -> SequenceRecord:
         packed[:split],
         row.created_at,
     )
+
+
+def newest_rows(connection: sa.Connection, limit: int, *conditions: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
+    """The newest rows of at most `limit` tokens together, oldest first."""
+    query = sa.select(sequences).where(*conditions).order_by(sequences.c.id.desc()).execution_options(yield_per=256)
+    found: list[sa.Row[Any]] = []
+    with connection.execute(query) as rows:
+        for row in rows:
+            limit -= row.token_count
+            if limit < 0:
+                break
+            found.append(row)
+    return found[::-1]
+
+
+def stored_namespaces(connection: sa.Connection) -> list[StoredNamespace]:
+    """All namespaces, that of the newest row last."""
+    columns = sequences.c
+    counts = (sa.func.count(), sa.func.sum(columns.token_count), sa.func.sum(columns.size))
+    names = (columns.tenant, columns.model_fingerprint, columns.tokenizer_hash, columns.template_hash)
+    query = sa.select(*(sa.func.min(name) for name in names), *counts).group_by(columns.namespace)
+    rows = connection.execute(query.order_by(sa.func.max(columns.id)))
+    return [StoredNamespace(Namespace(*row[:4]), *map(int, row[4:])) for row in rows]
+
+
+def last_row(connection: sa.Connection) -> int:
+    """Id of the newest row; 0 if there is none."""
+    return int(connection.scalar(sa.select(sa.func.max(sequences.c.id))) or 0)
+
+
+def rows_of(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool]]:
+    """What holds for the rows of a namespace, up to the row `until` if given."""
+    mine = sequences.c.namespace == namespace.key
+    return [mine] if until is None else [mine, sequences.c.id <= until]

@@ -25,7 +25,10 @@ class Database(ABC):
 
     @abstractmethod
     def acquire_writer(self) -> None:
-        """Become the writer until `close`. Raises `CacheLockedError`, naming the present writer."""
+        """Become the writer until `close`. Raises `CacheLockedError`, naming the present writer.
+
+        From now on this process is a candidate: `renew_lease` makes it the writer when there is none.
+        """
 
     @abstractmethod
     def connect(self) -> None:
@@ -38,7 +41,14 @@ class Database(ABC):
 
     @abstractmethod
     def renew_lease(self) -> None:
-        """Called periodically: stay the writer, or become it again if this process was and lost the role."""
+        """Called periodically: stay the writer, or become it where there is none and this process is a candidate."""
+
+    @abstractmethod
+    def confirm_writer(self, connection: sa.Connection) -> bool:
+        """Whether this process is the writer still, asked inside a write transaction.
+
+        A process that was cut off may learn late that another took its place; that one's transactions come later.
+        """
 
     @abstractmethod
     def writing(self) -> AbstractContextManager[sa.Connection]:
@@ -62,6 +72,10 @@ class Database(ABC):
     @abstractmethod
     def secure_erase(self, *, rewrite: bool) -> bool:
         """Erase every byte of deleted rows, with `rewrite` by rewriting the database; false as in `shrink`."""
+
+    @abstractmethod
+    def include(self, table: str) -> None:
+        """Count `table` among the tables that `disk_bytes` measures and `secure_erase` erases. Idempotent."""
 
     @abstractmethod
     def problems(self, connection: sa.Connection) -> list[str]:

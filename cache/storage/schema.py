@@ -53,9 +53,9 @@ sequences = sa.Table(
     sa.Column("number", sa.BigInteger, nullable=False, unique=True),  # (process << 32) + count: unique among processes
     sa.Column("namespace", sa.String(64), nullable=False, index=True),  # Namespace.key of the next four
     sa.Column("tenant", Name, nullable=False),
-    sa.Column("model_fingerprint", sa.String, nullable=False),
-    sa.Column("tokenizer_hash", sa.String, nullable=False),
-    sa.Column("template_hash", sa.String, nullable=False),
+    sa.Column("model_fingerprint", Name, nullable=False),
+    sa.Column("tokenizer_hash", Name, nullable=False),
+    sa.Column("template_hash", Name, nullable=False),
     sa.Column("session", Name),
     sa.Column("workflow", Name),
     sa.Column("step", Name),

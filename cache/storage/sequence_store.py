@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,14 +15,13 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.record import SequenceRecord
-from agentspec.cache.storage import codec, deletion_log, namespace_totals
+from agentspec.cache.record import SequenceRecord, StoredNamespace
+from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.connection import acquire_writer, open_database, raise_unusable
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
-from agentspec.cache.storage.namespace_totals import StoredNamespace
 from agentspec.cache.storage.schema import damaged, learned, sequences
 from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
 from agentspec.errors import CacheError, CacheFormatError, CacheUnavailableError
@@ -60,6 +59,7 @@ class SequenceStore:
             room=_ROOM,
         )
         self._poll_lock = threading.Lock()
+        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
         self.last_id = 0  # rows up to this id were read, or skipped on purpose
         self._disk_bytes = 0
         self._erase_pending = database.is_writer  # a process killed after a deletion may have left bytes behind
@@ -95,9 +95,19 @@ class SequenceStore:
             raise
 
     @property
+    def name(self) -> str:
+        """The database, for messages."""
+        return self._database.name
+
+    @property
     def folder(self) -> Path | None:
         """The folder of the database's files; None for a database server."""
         return self._database.folder
+
+    @property
+    def database(self) -> Database:
+        """The database, for what else is kept in it."""
+        return self._database
 
     @property
     def mode(self) -> Literal["writer", "follower"]:
@@ -124,17 +134,21 @@ class SequenceStore:
 
     def put_usage(self, hits: list[tuple[int, int]], learned: dict[str, bytes]) -> None:
         """Add hits to sequences; the writer process also saves each namespace's (by key) learned state."""
-        is_writer = self._database.is_writer
-        if hits or (learned and is_writer):
-            self._writer.put(_UsageUpdate(hits, learned if is_writer else {}))
+        kept = learned if self._database.is_writer else {}
+        if hits or kept:
+            self._writer.put(_UsageUpdate(hits, kept))
 
     def flush(self) -> None:
         """Wait until everything put so far is durable. Raises `CacheError` if it cannot be written."""
         self._writer.flush()
 
-    def renew_lease(self) -> None:
-        """Stay the writer. Called periodically."""
+    def renew_lease(self) -> bool:
+        """Stay the writer, or succeed one that ended; whether this process has just become it. Called periodically."""
+        before = self._database.is_writer
         self._database.renew_lease()
+        elected = self._database.is_writer and not before
+        self._erase_pending = self._erase_pending or elected
+        return elected
 
     def enforce_budget(self) -> None:
         """Keep the database within its budgets, whichever process wrote to it. Called periodically."""
@@ -143,45 +157,35 @@ class SequenceStore:
     def newest(self, limit: int) -> list[SequenceRecord]:
         """The newest sequences, at most `limit` tokens together, oldest first. Raises `CacheFormatError` for damage."""
         self.position()
-        return [self._decode(row) for row in self._newest(limit, sequences.c.id <= self.last_id)]
-
-    def _newest(self, limit: int, *conditions: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
-        query = sa.select(sequences).where(*conditions).order_by(sequences.c.id.desc()).execution_options(yield_per=256)
-        found: list[sa.Row[Any]] = []
-        with self._reading() as connection, connection.execute(query) as rows:
-            for row in rows:
-                limit -= row.token_count
-                if limit < 0:
-                    break
-                found.append(row)
-        return found[::-1]
+        with self._reading() as connection:
+            return [self._decode(row) for row in codec.newest_rows(connection, limit, sequences.c.id <= self.last_id)]
 
     def namespaces(self) -> list[StoredNamespace]:
         """All namespaces of the database, that of the newest row last."""
         with self._reading() as connection:
-            return namespace_totals.read(connection)
+            return codec.stored_namespaces(connection)
 
     def position(self) -> int:
         """Count the rows so far as read; returns the last one's id. `poll` returns later ones."""
         with self._poll_lock, self._reading() as connection:
-            self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
-            return self.last_id
+            self.last_id = codec.last_row(connection)
+        return self.last_id
 
     def load(self, namespace: Namespace, limit: int, beyond: int = 0) -> list[SequenceRecord]:
         """The newest readable sequences of a namespace after row `beyond`, at most `limit` tokens, oldest first."""
-        mine = sequences.c.namespace == namespace.key, sequences.c.id > beyond
-        return list(self._readable(self._newest(limit, *mine)))
+        with self._reading() as connection:
+            mine = sequences.c.namespace == namespace.key, sequences.c.id > beyond
+            return list(self._readable(codec.newest_rows(connection, limit, *mine)))
 
     def learned_of(self, namespace: Namespace) -> bytes | None:
         """The learned state of one namespace."""
-        query = sa.select(learned.c.state).where(learned.c.namespace == namespace.key)
         with self._reading() as connection:
-            return connection.execute(query).scalar()
+            return connection.scalar(sa.select(learned.c.state).where(learned.c.namespace == namespace.key))
 
     def poll(self, process: int) -> list[SequenceRecord]:
         """Sequences that processes other than `process` added since the last call. Raises `CacheError`."""
         with self._poll_lock, self._reading() as connection:
-            newest = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+            newest = codec.last_row(connection)
             if newest <= self.last_id:
                 return []
             query = sa.select(sequences).where(
@@ -247,6 +251,8 @@ class SequenceStore:
                 found = deletion_log.search(connection, selection, self._holds)
             with self._database.writing() as connection:
                 count = deletion_log.delete(connection, selection, found, self._holds)
+                for forget in self.also_forgets:
+                    forget(connection, selection)
         except exc.DBAPIError as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         self._erase_pending = True
@@ -287,11 +293,11 @@ class SequenceStore:
     def numbers(self, namespace: Namespace, *, until: int | None = None) -> set[int]:
         """The numbers of a namespace's stored sequences, in rows up to `until` if given."""
         with self._reading() as connection:
-            return set(connection.execute(sa.select(sequences.c.number).where(*_rows(namespace, until))).scalars())
+            return set(connection.scalars(sa.select(sequences.c.number).where(*codec.rows_of(namespace, until))))
 
     def extent(self, namespace: Namespace, *, until: int) -> tuple[int, int]:
         """A namespace's count of rows up to `until`, and the last row's sequence number. Much faster than `numbers`."""
-        mine = _rows(namespace, until)
+        mine = codec.rows_of(namespace, until)
         newest = sa.select(sequences.c.number).where(*mine).order_by(sequences.c.id.desc()).limit(1)
         with self._reading() as connection:
             count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
@@ -327,11 +333,6 @@ class SequenceStore:
         except CacheFormatError:
             return True  # a damaged row cannot be searched, and is of no use
         return selection.holds(np.concatenate((record.context, record.tokens)))
-
-    def learned(self) -> dict[str, bytes]:
-        """The drafters' learned states, by namespace key. Raises `CacheFormatError` for damage."""
-        with self._reading() as connection:
-            return {row.namespace: row.state for row in connection.execute(sa.select(learned))}
 
     def disk_bytes(self) -> int:
         """Size of the database with its journal; the last known size if it does not answer."""
@@ -372,9 +373,12 @@ class SequenceStore:
         for number, hits in usage.hits:
             mine = sequences.update().where(sequences.c.number == number)
             connection.execute(mine.values(hits=sequences.c.hits + hits))
-        for namespace, state in usage.learned.items():
+        for namespace, state in self._mine(connection, usage.learned).items():
             saved = self._database.insert(learned).values(namespace=namespace, state=state)
             connection.execute(saved.on_conflict_do_update(index_elements=["namespace"], set_={"state": state}))
+
+    def _mine(self, connection: sa.Connection, states: dict[str, bytes]) -> dict[str, bytes]:
+        return states if states and self._database.confirm_writer(connection) else {}
 
 
 def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:
@@ -383,11 +387,6 @@ def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:
         return list(jobs)
     kept = (job for job in jobs if not (isinstance(job, SequenceRecord) and _covered(job, scopes)))
     return [_UsageUpdate(job.hits, {}) if isinstance(job, _UsageUpdate) else job for job in kept]
-
-
-def _rows(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool]]:
-    mine = sequences.c.namespace == namespace.key
-    return [mine] if until is None else [mine, sequences.c.id <= until]
 
 
 def _covered(record: SequenceRecord, scopes: Sequence[Scope]) -> bool:

@@ -72,6 +72,38 @@ def test_unknown_and_closed_sequences() -> None:
         index.count([])
 
 
+@pytest.mark.parametrize("token", [2**31 - 2, 2**31 - 3, 0])
+def test_the_highest_token_is_like_any_other(token: int) -> None:
+    """Common enough for every table; searches need a key behind it."""
+    text = [token, token, 5] * 300
+    index = index_of(text, text)
+    assert index.successors([token]).counts.tolist() == [600, 600]
+    assert index.count([token, token]) == 600
+    assert len(IndexDrafter().draft([(index, Source.SHARED)], [token], 8)) == 8
+    index.check_integrity()
+
+
+def test_a_token_above_the_highest_is_refused() -> None:
+    """By the native code too, whoever calls it."""
+    index, drafter, none = index_of([1, 2, 3]), IndexDrafter(), np.zeros(0, dtype=np.int32)
+    for bad in ([2**31 - 1], [-1], [-(2**31)]):
+        array = np.array(bad, dtype=np.int32)
+        for call in (
+            lambda array=array: index.native.append(7, array, none),
+            lambda array=array: index.native.append(7, none, array),
+            lambda array=array: index.native.count(array),
+            lambda array=array: index.native.successors(array),
+            lambda array=array: drafter.native.draft([(index.native, 0)], array, 8, 0.0),
+            lambda array=array: drafter.native.observe([(index.native, 0)], array, none),
+            lambda array=array: drafter.native.observe([(index.native, 0)], none, array),
+        ):
+            with pytest.raises(ValueError, match="from 0 to 2"):
+                call()
+    with pytest.raises(InvalidRequestError, match=str(2**31 - 2)):
+        drafter.draft([(index, Source.SHARED)], [2**31 - 1])
+    assert index.sequence_count == 1
+
+
 def test_common_prefix_over_interleaved_pieces() -> None:
     index = SuffixIndex()
     for step in range(5):

@@ -19,7 +19,7 @@ def periodic(pattern: list[int], length: int) -> list[int]:
 
 
 tiny = st.lists(st.integers(0, 2), max_size=60)
-wide = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+wide = st.lists(st.integers(0, 2**31 - 2), max_size=40)
 repetitive = st.builds(periodic, st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(0, 100))
 texts = st.one_of(tiny, wide, repetitive)
 contexts = st.one_of(st.lists(st.integers(0, 3), min_size=1, max_size=8), repetitive.filter(bool))

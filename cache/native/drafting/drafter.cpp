@@ -204,6 +204,7 @@ private:
 
 DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
                          double min_probability, bool chain, const Deadline& until) const {
+    require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
     const LockedIndexes locked(indexes, scan_limit_, until);
     const std::shared_lock lock(mutex_);
     return Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain).grow(locked.searched, context);
@@ -211,6 +212,8 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
 
 void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                       std::span<const Token> tokens) {
+    require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
+    require_tokens(tokens);
     const std::vector<Outcome> outcomes = look_back(indexes, context, tokens);
     const std::unique_lock lock(mutex_);
     ++version_;

@@ -8,6 +8,9 @@ namespace {
 constexpr int kUnknown = -1;
 constexpr int kSteps = 4;  // places tried one by one before a search
 
+/// No places, where a run out of order has them end before they begin.
+Places clipped(Places places) { return {std::min(places.low, places.high), places.high}; }
+
 }  // namespace
 
 RunCursor::RunCursor(const Token* log, std::span<const Position> run, const RunTable& table, const Token* query_end)
@@ -53,7 +56,7 @@ void RunCursor::widen_left(int length) {
     if (length <= 2 && !table_->empty()) {
         const std::uint64_t key = length == 1 ? lowest_key(query_end_[-1]) : order_key(query_end_);
         const Places around = table_->around(key);
-        low = first_at_least(log_, run_, {around.low, std::min(around.high, low)}, key);
+        low = std::min(low, first_at_least(log_, run_, clipped({around.low, std::min(around.high, low)}), key));
     } else {
         std::uint32_t step = 1;
         for (; step <= low && shared_at(low - step) >= length; step *= 2) low -= step;
@@ -72,9 +75,9 @@ void RunCursor::widen_right(int length) {
     }
     if (right_ < length) return;
     if (length <= 2 && !table_->empty()) {
-        const std::uint64_t key = length == 1 ? lowest_key(query_end_[-1] + 1) : order_key(query_end_) + 1;
+        const std::uint64_t key = length == 1 ? key_behind(query_end_[-1]) : order_key(query_end_) + 1;
         const Places around = table_->around(key);
-        high = first_at_least(log_, run_, {std::max(around.low, high), around.high}, key);
+        high = std::max(high, first_at_least(log_, run_, clipped({std::max(around.low, high), around.high}), key));
     } else {
         std::uint32_t step = 1;
         for (; step <= count_ - high && shared_at(high + step - 1) >= length; step *= 2) high += step;

@@ -34,7 +34,7 @@ RunTable::RunTable(const Token* log, std::span<const Position> run) {
 
 void RunTable::add_wide(const Token* log, std::span<const Position> run, Token last, Places around) {
     const std::uint32_t low = first_at_least(log, run.data(), around, lowest_key(last));
-    const std::uint32_t high = first_at_least(log, run.data(), {low, around.high}, lowest_key(last + 1));
+    const std::uint32_t high = first_at_least(log, run.data(), {low, around.high}, key_behind(last));
     if (high - low <= kWide) return;
     const auto begin = static_cast<std::uint32_t>(followers_.size());
     const auto sample = [&](std::uint32_t i) { return run[low + std::uint64_t{i} * (high - low) / kSample]; };

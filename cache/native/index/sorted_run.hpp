@@ -21,6 +21,7 @@ using Position = std::uint32_t;
 using Positions = std::vector<Position, PageAllocator<Position>>;
 
 inline constexpr int kDepth = 64;  // contexts are ordered by at most this many tokens
+inline constexpr Token kMostToken = 0x7ffffffe;  // there are order_keys behind those of every token
 inline constexpr Token kBoundary = -1;  // stands before each piece of the log
 inline constexpr Token kNoContext = -2;  // pads queries: equals nothing in the log
 inline constexpr int kPadding = kDepth + 2;
@@ -40,6 +41,9 @@ inline std::uint64_t order_key(const Token* end) { return pair_before(end) ^ 0x8
 inline std::uint64_t lowest_key(Token last) {
     return std::uint64_t{static_cast<std::uint32_t>(last) ^ 0x80000000u} << 32;
 }
+
+/// A key behind every order_key of a context that ends with `last` (at most kMostToken).
+inline std::uint64_t key_behind(Token last) { return lowest_key(last) + (std::uint64_t{1} << 32); }
 
 /// Number of tokens (at most kDepth) that a log context shares with a query, given that they share `known`.
 inline int shared_context(const Token* log_end, const Token* query_end, int known = 0) {

@@ -14,12 +14,6 @@
 namespace agentspec {
 namespace {
 
-void require_tokens(std::span<const Token> tokens) {
-    for (const Token token : tokens) {
-        if (token < 0) throw std::invalid_argument("token ids must not be negative: " + std::to_string(token));
-    }
-}
-
 template <class IsDead>
 Run without(const Run& run, const IsDead& is_dead) {
     if (std::none_of(run.begin(), run.end(), is_dead)) return run;

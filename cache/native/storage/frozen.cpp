@@ -26,12 +26,14 @@ void require(bool holds, const std::string& what) {
 /// Every token is one or a boundary; boundaries stand before pieces and nowhere else; pieces fill the log.
 void check_log(std::span<const Token> log, std::span<const PieceRecord> pieces) {
     std::size_t boundaries = 0;
-    Token least = 0;
+    Token least = 0, most = 0;
     for (const Token token : log) {
         boundaries += token == kBoundary;
         least = std::min(least, token);
+        most = std::max(most, token);
     }
     require(least >= kBoundary, "a negative token");
+    require(most <= kMostToken, "a token above 2^31 - 2");
     require(log.size() >= kPadding && std::count(log.begin(), log.begin() + kPadding, kBoundary) == kPadding,
             "no padding");
     require(boundaries == kPadding + pieces.size(), "boundaries and pieces differ");
