@@ -259,7 +259,7 @@ class NamespaceTable:
             over = excess()
             if over <= 0 or victim.retired or (self._may_leave(victim) and self._leave(victim)):
                 return True
-            gone = victim.evict(over)
+            gone = victim.evict(min(over, victim.measured // 4))  # the next may be larger then
             if not gone and victim.is_empty:
                 self.retire(victim, keep_learned=True)
                 gone = 1

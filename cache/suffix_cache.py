@@ -51,6 +51,7 @@ class SuffixCache:
         namespace: Namespace,
         memory_bytes: int,
         tenant_memory_bytes: int | None,
+        tenant_namespaces: int | None,
         retention: float | None,
         content_filter: ContentFilter | None,
         store_error: str | None,
@@ -63,6 +64,7 @@ class SuffixCache:
         self._pool = CachePool(
             memory_bytes,
             tenant_memory_bytes,
+            tenant_namespaces=tenant_namespaces,
             content_filter=content_filter,
             first_sequence=process << 32,  # numbers are unique among the processes that share a store
             persist=store.put if store else None,
@@ -93,6 +95,7 @@ class SuffixCache:
         disk_bytes: int | None = None,
         tenant_memory_bytes: int | None = None,
         tenant_disk_bytes: int | None = None,
+        tenant_namespaces: int | None = 4096,
         mode: Mode = "auto",
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
@@ -102,8 +105,9 @@ class SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
         Requests that name no namespace use `namespace`. `memory_bytes` bounds the index and `disk_bytes` the database
-        with its segments; the tenant limits bound one tenant's part of each. In memory the least recently used
-        sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
+        with its segments; the tenant limits bound one tenant's part of each, `tenant_namespaces` how many of its
+        namespaces are in memory at once (those that no request uses leave it; from a database they come back). In
+        memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
         bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
         `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no permission, no room, no
         server), "auto" warns and goes on in memory, and the other modes raise `CacheUnavailableError`.
@@ -120,6 +124,8 @@ class SuffixCache:
         for name, limit in {"memory_bytes": memory_bytes, "tenant_memory_bytes": tenant_memory_bytes, **disk}.items():
             if limit is not None and not (isinstance(limit, int) and limit > 0):
                 raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
+        if tenant_namespaces is not None and not (isinstance(tenant_namespaces, int) and tenant_namespaces > 0):
+            raise ConfigurationError(f"tenant_namespaces must be 1 or more, or None, not {tenant_namespaces!r}")
         try:
             kept = None if retention is None else seconds_of(retention, "retention")
             default = namespace_of(namespace)
@@ -128,7 +134,8 @@ class SuffixCache:
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns else None
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
         limits = response_limits(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
-        cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing, limits)
+        memory = memory_bytes, tenant_memory_bytes, tenant_namespaces
+        cache = cls(store, default, *memory, kept, content_filter, missing, limits)
         try:
             cache._start()
         except BaseException:
