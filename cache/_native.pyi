@@ -12,6 +12,8 @@ import numpy
 from numpy.typing import NDArray
 
 
+def quiesce() -> None: ...
+
 def checksum(bytes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int: ...
 
 class SuffixIndex:

@@ -102,6 +102,14 @@ def checksum(data: bytes | NDArray[np.uint8]) -> int:
     return _native.checksum(np.frombuffer(data, dtype=np.uint8))
 
 
+def quiesce() -> None:
+    """Wait until no thread is inside the native code; from now on it keeps the interpreter's lock.
+
+    For the end of the process: a thread that asks for that lock while the interpreter ends would abort the process.
+    """
+    _native.quiesce()
+
+
 class SuffixIndex:
     """Finds the tokens that followed a context in many sequences of token ids. Integers name the sequences.
 

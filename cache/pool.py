@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
@@ -51,13 +51,14 @@ class CacheStats:
     store_error: str | None = None  # why nothing is written now
     unwritten: int = 0  # outputs and updates that the store gave up writing
     segment_error: str | None = None  # why a segment could not be written or used
+    damaged: int = 0  # rows of the database that were found unreadable, and are left out
 
 
 class CachePool:
     """The partitions that the requests, the deletions and the store of one cache work on. Thread-safe.
 
     `memory_bytes` bounds all partitions, `tenant_memory_bytes` the partitions of each tenant, `tenant_namespaces` their
-    number. The pool passes every output that it shares to `persist`; the first gets the number `first_sequence`.
+    number. The pool passes every output that it shares to `persist`; sequences get the next of `numbers`.
 
     Threads take locks in this order: `Deleter.following`; `Partition.lock`, under which all work on one namespace is
     done; the lock of the table and that of the counts, under which nothing takes longer with more text. No request
@@ -71,13 +72,13 @@ class CachePool:
         *,
         tenant_namespaces: int | None = None,
         content_filter: ContentFilter | None = None,
-        first_sequence: int = 0,
+        numbers: Iterator[int] | None = None,
         persist: Callable[[SequenceRecord], None] | None = None,
     ) -> None:
         self.namespaces = NamespaceTable(memory_bytes, tenant_memory_bytes, tenant_namespaces)
         self._content_filter = content_filter
         self._persist = persist
-        self._numbers = count(first_sequence)
+        self._numbers = count() if numbers is None else numbers
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._closed_because: str | None = None

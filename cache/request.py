@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,6 +177,9 @@ class CacheRequest:
         """Stop drafting from the session's own text if the session was deleted meanwhile."""
         if self._session.forgotten:
             self._indexes = [pair for pair in self._indexes if pair[0] is not self._session.index]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a CacheRequest cannot be pickled or copied: it belongs to the cache that began it")
 
     def __enter__(self) -> CacheRequest:
         return self

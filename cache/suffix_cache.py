@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, seconds_of, select
 from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
+from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest, draft_batch
 from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore
 from agentspec.cache.tokens import TokensLike, as_tokens
@@ -60,13 +60,12 @@ class SuffixCache:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
         self._namespace = namespace
-        process = int.from_bytes(os.urandom(4)) >> 1
         self._pool = CachePool(
             memory_bytes,
             tenant_memory_bytes,
             tenant_namespaces=tenant_namespaces,
             content_filter=content_filter,
-            first_sequence=process << 32,  # numbers are unique among the processes that share a store
+            numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
         self.responses: ResponseStore = MemoryResponses(responses)
@@ -77,13 +76,14 @@ class SuffixCache:
             store.also_forgets.append(table.forget_within)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
+        self._left_behind = False
         self._starting = threading.Lock()
         self._pool.namespaces.on_pressure = self._relieve_soon
         self._sync: StoreSync | None = None
         if store:
             from agentspec.cache.sync import StoreSync
 
-            self._sync = StoreSync(self._pool, store, self._deleter, process)
+            self._sync = StoreSync(self._pool, store, self._deleter)
 
     @classmethod
     def open(
@@ -107,8 +107,8 @@ class SuffixCache:
         Requests that name no namespace use `namespace`. `memory_bytes` bounds the index and `disk_bytes` the database
         with its segments; the tenant limits bound one tenant's part of each, `tenant_namespaces` how many of its
         namespaces are in memory at once (those that no request uses leave it; from a database they come back). In
-        memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
-        bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
+        memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its
+        writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
         `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no permission, no room, no
         server), "auto" warns and goes on in memory, and the other modes raise `CacheUnavailableError`.
 
@@ -137,7 +137,8 @@ class SuffixCache:
         memory = memory_bytes, tenant_memory_bytes, tenant_namespaces
         cache = cls(store, default, *memory, kept, content_filter, missing, limits)
         try:
-            cache._start()
+            lifetime.register(cache)
+            cache._start(mode)
         except BaseException:
             cache.close()
             raise
@@ -279,6 +280,7 @@ class SuffixCache:
 
     def tenant_bytes(self) -> dict[str, int]:
         """The bytes that each tenant takes in memory, over all its namespaces."""
+        self._pool.require_open()
         return dict(self._pool.namespaces.bytes_by_tenant())
 
     def stats(self) -> CacheStats:
@@ -294,6 +296,7 @@ class SuffixCache:
             store_error=self._store.error,
             segment_error=self._sync.segment_error,
             unwritten=self._store.dropped,
+            damaged=self._store.damaged,
         )
 
     def check_integrity(self) -> None:
@@ -304,6 +307,9 @@ class SuffixCache:
 
     def close(self) -> None:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
+        if self._left_behind:
+            return
+        lifetime.unregister(self)
         with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
             if self._store:
                 released.callback(self._store.close)
@@ -314,16 +320,30 @@ class SuffixCache:
                 self._sync.close()
                 self._sync.report_usage()
 
+    def leave_behind(self, reason: str) -> None:
+        """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open."""
+        self._left_behind = True
+        self._maintenance = None
+        self._pool.leave_behind(reason)
+        if self._store:
+            self._store.leave_behind()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a SuffixCache cannot be pickled or copied: it belongs to the process that opened it. Send its path, and"
+            " open it there with SuffixCache.open"
+        )
+
     def __enter__(self) -> SuffixCache:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start(self, mode: Mode) -> None:
         """Load the sequences kept on disk and start the maintenance thread."""
         if self._sync:
-            self._sync.start()
+            self._sync.start(claim=mode != "follower")
         if self._store or self._deleter.expires:
             self._maintenance_thread()
 

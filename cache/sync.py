@@ -27,18 +27,16 @@ _PAUSE = 60.0  # seconds between two attempts to save a namespace's segment
 
 
 class StoreSync:
-    """Moves sequences between a cache's pool and its store. The store's writer saves segments; all processes map them.
-    A namespace is loaded when a request uses it.
+    """Moves sequences between a cache's pool and its store. The writer saves segments, and all processes map them.
 
-    `process` is the upper half of the sequence numbers that this process assigns.
+    A namespace is loaded when a request uses it.
     """
 
-    def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter, process: int) -> None:
+    def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter) -> None:
         self._pool = pool
         self._store = store
         self._segments = store.segments
         self._deleter = deleter
-        self._process = process
         self._started = False
         self._saved: dict[str, int] = {}  # Partition.added when the segment on disk was saved, by namespace key
         self._tried: dict[str, float] = {}
@@ -54,8 +52,13 @@ class StoreSync:
 
     # Reading.
 
-    def start(self) -> None:
-        """List what the store holds, and load the namespaces written last; others are loaded when they are used."""
+    def start(self, *, claim: bool) -> None:
+        """List what the store holds, and load the namespaces written last; others are loaded when they are used.
+
+        With `claim`, sequence numbers are claimed at once and not with the first output.
+        """
+        if claim:
+            self._store.claim_numbers()
         self._deleter.expire()
         if self._store.mode == "writer":
             self._segments.sweep()
@@ -134,7 +137,7 @@ class StoreSync:
             self._segments.sweep()
             self._deleter.expire_soon()
         with self._deleter.following:
-            self._pool.ingest(self._store.poll(self._process))
+            self._pool.ingest(self._store.poll(self._store.numbering.process))
 
     def _catch_up(self) -> None:
         """Apply all sequences and deletions that other processes have written."""

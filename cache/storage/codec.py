@@ -1,19 +1,27 @@
-"""Rows of the database: converts a sequence to a row and back, and reads rows."""
+"""Converts a sequence to a row of the database and back."""
 
 from __future__ import annotations
 
+import math
 import zlib
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
 
 from agentspec.cache.index import DEPTH
-from agentspec.cache.record import SequenceRecord, StoredNamespace
-from agentspec.cache.storage.schema import damaged, sequences
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.tokens import inflate
+from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
 
+_NAMES = ("namespace", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
+_KINDS: tuple[tuple[str, Any], ...] = (
+    *((name, str) for name in _NAMES),
+    *((name, str | None) for name in ("session", "workflow", "step")),
+    *(("number", int), ("token_count", int), ("tokens", bytes), ("created_at", float | int)),
+)
 _MOST_TOKENS = 1 << 24  # of a sequence: a row with a forged count cannot take more memory than these
 
 
@@ -38,15 +46,19 @@ def encode(record: SequenceRecord) -> dict[str, object]:
     }
 
 
-def decode(row: sa.Row[Any], database: str) -> SequenceRecord:
-    """The sequence that a row holds. Raises `CacheFormatError`, naming the database, for a damaged row."""
+def decode(row: sa.Row[Any]) -> SequenceRecord:
+    """The sequence that a row holds. Raises `CacheFormatError`, which says what is wrong, for a damaged row."""
+    if not all(isinstance(getattr(row, name), kind) for name, kind in _KINDS):  # SQLite keeps any value in any column
+        raise CacheFormatError("a value is not of its column's type")
+    if _key(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash) != row.namespace:
+        raise CacheFormatError("its names are not those of its namespace")
     try:
         most = 4 * (min(row.token_count, _MOST_TOKENS) + DEPTH)
         packed = np.frombuffer(inflate(row.tokens, most), dtype="<i4").astype(np.int32)
     except (zlib.error, ValueError) as error:
-        raise damaged(database, f"sequence {row.id}: {error}") from error
-    if not 0 <= row.token_count <= len(packed) or packed.min(initial=0) < 0:
-        raise damaged(database, f"sequence {row.id}")
+        raise CacheFormatError(str(error)) from error
+    if not 0 <= row.token_count <= len(packed) or packed.min(initial=0) < 0 or not math.isfinite(row.created_at):
+        raise CacheFormatError("impossible numbers")
     split = len(packed) - row.token_count
     return SequenceRecord(
         row.number,
@@ -54,39 +66,10 @@ def decode(row: sa.Row[Any], database: str) -> SequenceRecord:
         Labels(row.session, row.workflow, row.step),
         packed[split:],
         packed[:split],
-        row.created_at,
+        float(row.created_at),
     )
 
 
-def newest_rows(connection: sa.Connection, limit: int, *conditions: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
-    """The newest rows of at most `limit` tokens together, oldest first."""
-    query = sa.select(sequences).where(*conditions).order_by(sequences.c.id.desc()).execution_options(yield_per=256)
-    found: list[sa.Row[Any]] = []
-    with connection.execute(query) as rows:
-        for row in rows:
-            limit -= row.token_count
-            if limit < 0:
-                break
-            found.append(row)
-    return found[::-1]
-
-
-def stored_namespaces(connection: sa.Connection) -> list[StoredNamespace]:
-    """All namespaces, that of the newest row last."""
-    columns = sequences.c
-    counts = (sa.func.count(), sa.func.sum(columns.token_count), sa.func.sum(columns.size))
-    names = (columns.tenant, columns.model_fingerprint, columns.tokenizer_hash, columns.template_hash)
-    query = sa.select(*(sa.func.min(name) for name in names), *counts).group_by(columns.namespace)
-    rows = connection.execute(query.order_by(sa.func.max(columns.id)))
-    return [StoredNamespace(Namespace(*row[:4]), *map(int, row[4:])) for row in rows]
-
-
-def last_row(connection: sa.Connection) -> int:
-    """Id of the newest row; 0 if there is none."""
-    return int(connection.scalar(sa.select(sa.func.max(sequences.c.id))) or 0)
-
-
-def rows_of(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool]]:
-    """What holds for the rows of a namespace, up to the row `until` if given."""
-    mine = sequences.c.namespace == namespace.key
-    return [mine] if until is None else [mine, sequences.c.id <= until]
+@lru_cache(maxsize=1024)
+def _key(*names: str) -> str:
+    return Namespace(*names).key

@@ -206,16 +206,15 @@ def test_any_name_can_be_stored_and_forgotten(location: str | Path, tenant: str,
 
 
 def test_hits_and_learned_state_are_kept(location: str | Path) -> None:
-    store, namespace = opened(location), Namespace("n")
+    store = opened(location)
     store.put(row(5, [1, 2]))
-    store.put_usage([(5, 3), (99, 1)], {namespace.key: b"one"})
-    store.put_usage([(5, 2)], {namespace.key: b"two"})
+    store.put_usage([(5, 3), (99, 1)], {"n": b"one"})
+    store.put_usage([(5, 2)], {"n": b"two"})
     store.close()
     follower = SequenceStore.open(location, disk_bytes=None, mode="follower")
-    follower.put_usage([(5, 1)], {namespace.key: b"three"})  # only the writer's state is kept
+    follower.put_usage([(5, 1)], {"n": b"three"})  # only the writer's state is kept
     follower.flush()
-    assert follower.learned_of(namespace) == b"two"
-    assert follower.learned_of(Namespace("another")) is None
+    assert follower.learned() == {"n": b"two"}
     follower.close()
     assert execute(location, "SELECT number, hits FROM sequences") == [(5, 6)]
 
@@ -241,26 +240,6 @@ def test_a_missing_table_is_damage(location: str | Path) -> None:
     execute(location, "DROP TABLE learned")
     with pytest.raises(CacheFormatError, match="move it away"):
         SuffixCache.open(location)
-
-
-@pytest.mark.parametrize("damage", [("x'00'", r"'\x00'"), ("zeroblob(40)", "decode(repeat('00', 40), 'hex')")])
-def test_a_damaged_row_is_told_and_skipped(
-    location: str | Path, damage: tuple[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    writer, follower = opened(location), opened(location)
-    writer.put(row(1 << 32, [1, 2, 3]))
-    writer.put(row((1 << 32) + 1, [4, 5, 6]))
-    writer.flush()
-    execute(location, f"UPDATE sequences SET tokens = {damage[isinstance(location, str)]} WHERE id = 1")
-    assert [r.tokens.tolist() for r in follower.poll(process=2)] == [[4, 5, 6]]
-    assert "damaged" in caplog.text
-    with pytest.raises(CacheFormatError, match="damaged"):
-        writer.newest(limit=100)
-    writer.close()
-    follower.close()
-    for _ in range(2):  # one row takes nobody else's with it, nor is the folder left locked
-        with SuffixCache.open(location, mode="writer", namespace=row(0, [1]).namespace) as cache:
-            assert cache.stats().sequences == 1
 
 
 def test_a_database_that_cannot_be_opened(tmp_path: Path) -> None:
