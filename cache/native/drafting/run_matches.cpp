@@ -8,10 +8,10 @@ constexpr std::size_t kMany = 64;  // matches that take as long to follow as a s
 }  // namespace
 
 RunMatches::RunMatches(const RunMatches& before, const Token* query_end, int most)
-    : RunMatches(before.log_, *before.run_, *before.table_, query_end, most) {
-    const bool all = before.cursor_ ? follow(*before.cursor_) : follow(before.known_);
+    : RunMatches(before.log_, *before.run_, query_end, most) {
+    const bool all = before.cursor_ ? follow_found(before) : follow(before.known_);
     if (!all) known_.clear();
-    const int shorter = !all ? before.longest_ : before.cursor_ ? before.cursor_->next() : before.unknown_;
+    const int shorter = !all ? before.longest_ : before.cursor_ ? before.next() : before.unknown_;
     // The oldest position follows none of this run.
     unknown_ = std::max(std::min(shorter + 1, most), shared_context(log_ + run_->oldest(), query_end_));
     next_ = unknown_;
@@ -25,6 +25,11 @@ bool RunMatches::follow(const Few& before) {
         if (goes_on(position)) known_.push_back({position + 1, std::min(shared + 1, kDepth)});
     }
     return true;
+}
+
+bool RunMatches::follow_found(const RunMatches& before) {
+    return follow(*before.cursor_) && std::all_of(before.others_.begin(), before.others_.end(),
+                                                  [this](const RunCursor& other) { return follow(other); });
 }
 
 bool RunMatches::follow(const RunCursor& before) {
@@ -43,9 +48,12 @@ bool RunMatches::goes_on(Position position) const {
 }
 
 void RunMatches::search() {
-    cursor_.emplace(log_, *run_, *table_, query_end_);
-    longest_ = cursor_->next();
+    const std::vector<RunPart>& parts = run_->parts();
+    cursor_.emplace(log_, parts[0], query_end_);
+    for (std::size_t i = 1; i < parts.size(); ++i) others_.emplace_back(log_, parts[i], query_end_);
+    longest_ = next();
     cursor_->take(taken_);
+    for (RunCursor& other : others_) other.take(taken_);
 }
 
 }  // namespace agentspec
