@@ -314,6 +314,7 @@ class SuffixCache:
             if self._store:
                 released.callback(self._store.close)
             released.callback(self._pool.close)
+            self._pool.namespaces.stopping = True
             if self._maintenance:
                 self._maintenance.close()
             if self._sync and not self.closed:
