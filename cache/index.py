@@ -251,6 +251,10 @@ class SuffixIndex:
         """Bytes that the index holds, a mapped file and copies made for a merge included. Constant time."""
         return self.native.memory_bytes()
 
+    def transient_bytes(self) -> int:
+        """Bytes taken in addition while a log with much deleted text is written anew. Constant time."""
+        return self.native.transient_bytes()
+
     def reclaimable_bytes(self) -> int:
         """Bytes of deleted text among them, which merging gives back. Constant time."""
         return self.native.reclaimable_bytes()

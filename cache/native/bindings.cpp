@@ -170,6 +170,7 @@ void bind_index(nb::module_& m) {
                  return std::tuple(work.appended, work.removed, work.locked, work.longest_hold, work.background);
              })
         .def("memory_bytes", &SuffixIndex::memory_bytes)
+        .def("transient_bytes", &SuffixIndex::transient_bytes)
         .def("reclaimable_bytes", &SuffixIndex::reclaimable_bytes)
         .def("mapped_bytes", &SuffixIndex::mapped_bytes, Unlocked())
         .def(

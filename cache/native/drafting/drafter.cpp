@@ -7,13 +7,13 @@
 #include <mutex>
 #include <queue>
 #include <stdexcept>
-#include <thread>
 
 namespace agentspec {
 namespace {
 
 constexpr double kNegligible = 1e-4;       // path probability not worth following
 constexpr std::size_t kKeptWalks = 256;    // more are given back after a draft
+constexpr std::size_t kKeptSets = 16;      // of walks, for as many threads at once
 constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
 
 SearchedIndexes searched_in(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit) {
@@ -75,7 +75,7 @@ public:
     void give_back(std::unique_ptr<Walks> walks) {
         if (walks->size() > kKeptWalks) walks->resize(kKeptWalks);
         const std::unique_lock lock(mutex_, std::try_to_lock);
-        if (lock && kept_.size() < std::thread::hardware_concurrency()) kept_.push_back(std::move(walks));
+        if (lock && kept_.size() < kKeptSets) kept_.push_back(std::move(walks));
     }
 
 private:
