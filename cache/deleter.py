@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from agentspec.cache.pool import CachePool
 if TYPE_CHECKING:
     from agentspec.cache.storage.sequence_store import SequenceStore
 
-_RETENTION_SECONDS = 3600.0
+_SELDOM, _OFTEN, _SHARE = 3600.0, 1.0, 1 / 24  # old sequences are looked for after this share of the retention
 
 
 class Deleter:
@@ -47,9 +48,17 @@ class Deleter:
 
     def expire(self) -> None:
         """Delete sequences older than the retention, unless this process is a follower."""
-        self._expires_at = time.monotonic() + _RETENTION_SECONDS
-        if self._retention is not None and not (self._store and self._store.mode == "follower"):
+        if self._retention is None:
+            self._expires_at = math.inf
+            return
+        self._expires_at = time.monotonic() + _OFTEN  # again soon if it fails
+        if not (self._store and self._store.mode == "follower"):
             self.forget(select(older_than=self._retention), expiring=True)
+        self._expires_at = time.monotonic() + min(_SELDOM, max(_OFTEN, _SHARE * self._retention))
+
+    def expire_soon(self) -> None:
+        """Let the next `maintain` delete old sequences: this process has become the writer."""
+        self._expires_at = time.monotonic()
 
     def maintain(self) -> None:
         """Called periodically: apply other processes' deletions, finish a pending erasure, expire old sequences."""
@@ -70,8 +79,8 @@ class Deleter:
                 for partition, numbers in covered:
                     stored = self._store.numbers(partition.namespace) if numbers else set()
                     self._pool.forget(partition, [number for number in numbers if number not in stored])
-                # New partitions start from the store's learned states, which hold no deleted token.
-                self._pool.replace_learned(self._store.learned())
+                # A namespace that is loaded later starts from what the store has, which holds no deleted token.
+                self._pool.namespaces.forget_learned()
 
     def _forget_stored(self, store: SequenceStore, selection: Selection, expiring: bool) -> int:
         with store.segments.writing():
@@ -83,11 +92,11 @@ class Deleter:
         return count
 
     def _forget_in_memory(self, selection: Selection) -> int:
-        partitions = self._pool.partitions(selection.scope)
+        partitions = self._pool.namespaces.partitions(selection.scope)
         chosen = [(partition, partition.selected(selection)) for partition in partitions]
         for partition, numbers in chosen:
             self._pool.forget(partition, numbers)
-        self._pool.replace_learned({})
+        self._pool.namespaces.forget_learned()
         count = sum(len(numbers) for _, numbers in chosen)
         self._pool.count(forgotten=count)
         return count

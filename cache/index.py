@@ -113,6 +113,14 @@ def checksum(data: bytes | NDArray[np.uint8]) -> int:
     return _native.checksum(np.frombuffer(data, dtype=np.uint8))
 
 
+def quiesce() -> None:
+    """Wait until no thread is inside the native code; from now on it keeps the interpreter's lock.
+
+    For the end of the process: a thread that asks for that lock while the interpreter ends would abort the process.
+    """
+    _native.quiesce()
+
+
 class SuffixIndex:
     """Finds the tokens that followed a context in many sequences of token ids. Integers name the sequences.
 
@@ -336,6 +344,15 @@ class IndexDrafter:
             self.native.restore(np.ascontiguousarray(state, dtype=np.float64))
         except ValueError as error:
             raise CacheFormatError(str(error)) from error
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the learned state."""
+        return self.native.version
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds: the tables it starts with are shared by all. Constant time."""
+        return self.native.memory_bytes()
 
 
 DraftJob = tuple[IndexDrafter, Sequence[Sourced], Tokens, int, float, bool]

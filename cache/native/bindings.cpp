@@ -17,6 +17,7 @@
 #include "drafting/drafter.hpp"
 #include "index/suffix_index.hpp"
 #include "storage/checksum.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -60,7 +61,7 @@ Output<std::uint8_t> bytes_of(std::vector<Record> records) {
 
 template <class Call>
 auto unlocked(Call&& call) {
-    const nb::gil_scoped_release release;
+    const Released scope;
     return call();
 }
 
@@ -99,7 +100,7 @@ std::vector<Arrays> drafts_of(const std::vector<Job>& asked, std::optional<doubl
 }
 
 void bind_index(nb::module_& m) {
-    using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    using Unlocked = nb::call_guard<Released>;
     nb::class_<SuffixIndex>(m, "SuffixIndex")
         .def(nb::init<std::size_t, std::size_t, bool>(), "tail"_a = SuffixIndex::kTail, "ratio"_a = SuffixIndex::kRatio,
              "deferred"_a = false)
@@ -206,11 +207,13 @@ void bind_drafter(nb::module_& m) {
                 unlocked([&] { self.observe(sourced(indexes), view(context), view(tokens)); });
             },
             "indexes"_a, "context"_a.noconvert(), "tokens"_a.noconvert())
-        .def("observe_end", &Drafter::observe_end, "token"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("observe_end", &Drafter::observe_end, "token"_a, nb::call_guard<Released>())
         .def("state", [](const Drafter& self) { return array_of(unlocked([&] { return self.state(); })); })
         .def(
             "restore", [](Drafter& self, const Input<double>& state) { unlocked([&] { self.restore(view(state)); }); },
-            "state"_a.noconvert());
+            "state"_a.noconvert())
+        .def_prop_ro("version", &Drafter::version)
+        .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<Released>());
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 
@@ -222,6 +225,7 @@ NB_MODULE(_native, m) {
         "checksum",
         [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
         "bytes"_a.noconvert());
+    m.def("quiesce", &Released::quiesce);
     bind_index(m);
     bind_drafter(m);
 }

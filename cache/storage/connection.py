@@ -33,7 +33,10 @@ def _is_address(target: str | Path) -> TypeGuard[str]:
 
 
 def acquire_writer(database: Database, mode: str) -> None:
-    """Become the writer unless `mode` is "follower". If another process is, mode "writer" raises `CacheLockedError`."""
+    """Become the writer, or with mode "auto" a candidate that succeeds the present one; a "follower" is neither.
+
+    If another process is the writer, mode "writer" raises `CacheLockedError`.
+    """
     if mode == "follower":
         return
     try:

@@ -7,7 +7,7 @@ import time
 import sqlalchemy as sa
 
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.schema import sequences
+from agentspec.cache.storage.schema import namespaces, sequences
 from agentspec.cache.storage.segment_folder import SegmentFolder
 
 _ROW = 512  # bytes that a sequence takes besides its tokens, in the table and in its indexes
@@ -52,19 +52,24 @@ class DiskBudget:
             if not tenants:
                 return
             tenant, taken = tenants[0]
-            self._delete_oldest(tenant, max(taken // 8, min(excess, taken // 2)))
+            if not self._delete_oldest(tenant, max(taken // 8, min(excess, taken // 2))):
+                return
 
     def _tenants(self) -> list[tuple[str, int]]:
         """(tenant, bytes), the largest first."""
-        taken = sa.func.sum(sequences.c.size + _ROW)
-        query = sa.select(sequences.c.tenant, taken).group_by(sequences.c.tenant).order_by(taken.desc())
+        tenant, columns = namespaces.c.tenant, namespaces.c
+        taken = sa.func.sum(columns.bytes + _ROW * columns.sequences)
+        query = sa.select(tenant, taken).group_by(tenant).order_by(taken.desc())
         with self._database.engine.connect() as connection:
             return [(tenant, int(size)) for tenant, size in connection.execute(query)]
 
-    def _delete_oldest(self, tenant: str, size: int) -> None:
+    def _delete_oldest(self, tenant: str, size: int) -> bool:
+        """Delete about `size` bytes; false where another process has become the writer."""
         theirs = sequences.c.tenant == tenant
         query = sa.select(sequences.c.id, sequences.c.size).where(theirs).order_by(sequences.c.id)
         with self._database.writing() as connection:
+            if not self._database.confirm_writer(connection):
+                return False
             last = 0
             with connection.execute(query.execution_options(yield_per=1024)) as rows:
                 for row in rows:
@@ -73,3 +78,4 @@ class DiskBudget:
                     if size <= 0:
                         break
             connection.execute(sequences.delete().where(theirs, sequences.c.id <= last))
+        return True

@@ -8,11 +8,13 @@ import os
 import re
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import exc
+from sqlalchemy import event, exc
 from sqlalchemy.dialects.postgresql import insert
 
 from agentspec.cache.storage.database import Database, Upsert, reason
@@ -26,6 +28,11 @@ _log = logging.getLogger(__name__)
 # Keys of the advisory locks: the kind and the schema's name, so that one database can hold several caches.
 _WRITER, _ORDER = 0x61675701, 0x61675702
 _KEY = "hashtext(current_schema()::text)"
+_TABLES = "sequences, namespaces, learned, deletions"  # those that hold anything of anybody
+_HELD = (  # the writer's lock, where a session holds it
+    f"locktype = 'advisory' AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
 
 _NETWORK = {
     "connect_timeout": 5,  # seconds
@@ -37,6 +44,8 @@ _NETWORK = {
 
 # SQLSTATE classes and codes of transient errors: connection, resources, operator intervention, conflicts, a standby.
 _PASSING = re.compile("08|53|57P|57014|40001|40P01|55P03|25006|25P03|58030")
+
+_DAMAGE = ("XX", "22")  # pages and large values that cannot be read; data that cannot be converted
 
 
 class PostgresDatabase(Database):
@@ -53,16 +62,20 @@ class PostgresDatabase(Database):
         except ModuleNotFoundError as error:
             advice = "install it with: pip install 'agentspec[postgres]'"
             raise ConfigurationError(f"{self.name} needs {error.name}; {advice}", param="path") from None
+        self._further: set[str] = set()
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+        event.listen(self.engine, "connect", lambda connection, _: self._connections.add(connection))
         self._lease: sa.Connection | None = None
-        self._wants_lease = False
+        self._session = 0  # the server's number of the session that holds the lease
+        self._is_candidate = False
         self._lock = threading.Lock()
 
     # The writer holds a session-level advisory lock on a dedicated connection, and loses it with the connection.
 
     def acquire_writer(self) -> None:
         with self._lock:
+            self._is_candidate = True
             self._lease = self._acquire_lease()
-            self._wants_lease = True
 
     @property
     def is_writer(self) -> bool:
@@ -77,8 +90,17 @@ class PostgresDatabase(Database):
                 except exc.DBAPIError as error:
                     _log.warning("no longer the writer of %s: %s", self.name, reason(error))
                     self._release_lease()
-            if self._wants_lease:
+            if self._is_candidate and not self._has_writer():
                 self._lease = self._acquire_lease()
+
+    def _has_writer(self) -> bool:
+        """Whether a session holds the lock. Asked often, and unlike `_acquire_lease` without a new connection."""
+        with self.engine.connect() as connection:
+            return bool(connection.exec_driver_sql(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {_HELD})").scalar())
+
+    def confirm_writer(self, connection: sa.Connection) -> bool:
+        query = f"SELECT EXISTS (SELECT FROM pg_locks WHERE {_HELD} AND pid = %s)"
+        return self.is_writer and bool(connection.exec_driver_sql(query, (self._session,)).scalar())
 
     def _acquire_lease(self) -> sa.Connection:
         connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
@@ -88,6 +110,7 @@ class PostgresDatabase(Database):
             name = f"agentspec writer: process {os.getpid()} on {socket.gethostname()}"[:63]
             connection.execute(sa.text("SELECT set_config('application_name', :name, false)"), {"name": name})
             if connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_WRITER}, {_KEY})").scalar_one():
+                self._session = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
                 return connection
             raise CacheLockedError(f"{self.name} is written by {self._holder(connection)}; open it as a follower")
         except BaseException:
@@ -98,18 +121,14 @@ class PostgresDatabase(Database):
         lease, self._lease = self._lease, None
         if lease is None:
             return
-        with contextlib.suppress(exc.DBAPIError):  # it may be broken
+        with contextlib.suppress(exc.SQLAlchemyError):  # it may be broken
             # Closing alone would keep the lock until the server has noticed.
             lease.exec_driver_sql(f"SELECT pg_advisory_unlock({_WRITER}, {_KEY})")
-        with contextlib.suppress(exc.DBAPIError):
+        with contextlib.suppress(exc.SQLAlchemyError):
             lease.close()
 
     def _holder(self, connection: sa.Connection) -> str:
-        query = (
-            "SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE locktype = 'advisory'"
-            f" AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
-            " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-        )
+        query = f"SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE {_HELD}"
         name = connection.exec_driver_sql(query).scalar()
         return str(name).removeprefix("agentspec writer: ") if name else "another process"
 
@@ -133,8 +152,11 @@ class PostgresDatabase(Database):
     def insert(self, table: sa.Table) -> Upsert:
         return insert(table)
 
+    def include(self, table: str) -> None:
+        self._further.add(table)
+
     def disk_bytes(self) -> int:
-        tables = ", ".join(f"'{table}'::regclass" for table in metadata.tables)
+        tables = ", ".join(f"'{table}'::regclass" for table in (*metadata.tables, *sorted(self._further)))
         with self.engine.connect() as connection:
             query = f"SELECT sum(pg_total_relation_size(id)) FROM unnest(ARRAY[{tables}]) AS id"
             return int(connection.exec_driver_sql(query).scalar_one())
@@ -146,7 +168,8 @@ class PostgresDatabase(Database):
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:
-                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} sequences, learned, deletions")
+                tables = ", ".join((_TABLES, *sorted(self._further)))
+                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {tables}")
             except exc.DBAPIError as error:
                 if not self.is_transient(error):
                     raise
@@ -167,9 +190,22 @@ class PostgresDatabase(Database):
             return isinstance(error, exc.OperationalError | exc.InterfaceError)
         return _PASSING.match(state) is not None
 
+    def is_damage(self, error: BaseException) -> bool:
+        state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
+        return state.startswith(_DAMAGE)
+
+    def leave_behind(self) -> None:
+        # Whenever the copies of the parent's connections are closed, nothing of it must reach the server.
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for connection in list(self._connections):
+            if not connection.closed:
+                os.dup2(nowhere, connection.fileno(), inheritable=False)
+        os.close(nowhere)
+        super().leave_behind()
+
     def close(self) -> None:
         with self._lock:
-            self._wants_lease = False
+            self._is_candidate = False
             self._release_lease()
         self.engine.dispose()
 

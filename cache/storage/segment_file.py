@@ -66,9 +66,9 @@ class Segment:
         """The bytes before the index."""
         space = self.namespace
         names = [
-            name.encode() for name in (space.tenant, space.model_fingerprint, space.tokenizer_hash, space.template_hash)
+            _encode(name) for name in (space.tenant, space.model_fingerprint, space.tokenizer_hash, space.template_hash)
         ]
-        sessions = [None if one.session is None else one.session.encode() for one in self.meta]
+        sessions = [None if one.session is None else _encode(one.session) for one in self.meta]
         table = np.array(
             [
                 (one.created_at, one.end, -1 if name is None else len(name))
@@ -157,5 +157,9 @@ def _names(body: bytes, at: int, lengths: Sequence[int]) -> Iterator[str | None]
             continue
         if at + length > len(body):
             raise ValueError("longer than the file")
-        yield body[at : at + length].decode()
+        yield body[at : at + length].decode(errors="surrogatepass")
         at += length
+
+
+def _encode(name: str) -> bytes:
+    return name.encode(errors="surrogatepass")  # a name may be any string of Python's, lone surrogates included

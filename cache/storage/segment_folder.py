@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock, Timeout
-
 from agentspec.cache.deletion import Scope
 from agentspec.cache.index import Frozen, SuffixIndex
+from agentspec.cache.storage.path_lock import PathLock
 from agentspec.cache.storage.segment_file import Segment, load_index, read_segment
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheNamespaceError
 
@@ -100,13 +99,13 @@ class SegmentFolder:
 
         Raises `CacheError` if it cannot be acquired.
         """
-        lock = FileLock(self._folder / "segments.lock", timeout=_PATIENCE, mode=0o600, thread_local=False)
+        lock = PathLock(self._folder / "segments.lock")
         try:
-            lock.acquire()
-        except Timeout:
-            raise CacheError(f"another process has been writing segments in {self._folder} for too long") from None
+            acquired = lock.acquire(_PATIENCE)
         except OSError as error:
             raise CacheError(f"segments in {self._folder} cannot be changed: {error}") from error
+        if not acquired:
+            raise CacheError(f"another process has been writing segments in {self._folder} for too long")
         try:
             yield
         finally:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from filelock import FileLock, Timeout
 from sqlalchemy import event, exc
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentspec.cache.storage.database import Database, Upsert
+from agentspec.cache.storage.path_lock import PathLock
 from agentspec.errors import CacheFormatError, CacheLockedError
+
+_log = logging.getLogger(__name__)
 
 DATABASE = "sequences.sqlite3"
 _TIMEOUT = 30  # seconds to wait for another process's lock
@@ -56,20 +61,35 @@ class SqliteDatabase(Database):
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.name = str(self._path)
         self._lock: WriterLock | None = None
+        self._is_candidate = False
+        self._electing = threading.Lock()
         self.engine = sa.create_engine(
             f"sqlite:///{self._path}", connect_args={"timeout": _TIMEOUT}, hide_parameters=True
         )
         event.listen(self.engine, "connect", _configure)
 
     def acquire_writer(self) -> None:
-        self._lock = WriterLock(self._path.parent)
+        with self._electing:
+            self._is_candidate = True
+            self._lock = WriterLock(self._path.parent)
 
     @property
     def is_writer(self) -> bool:
         return self._lock is not None
 
     def renew_lease(self) -> None:
-        """The operating system keeps the lock for as long as the process lives."""
+        with self._electing:
+            if self._lock is not None and not self._lock.is_held:
+                _log.warning("no longer the writer of %s: its lock file was deleted or replaced", self.name)
+                self._lock.release()
+                self._lock = None
+            if self._lock is None and self._is_candidate:
+                with contextlib.suppress(CacheLockedError):
+                    self._lock = WriterLock(self._path.parent)
+
+    def confirm_writer(self, connection: sa.Connection) -> bool:
+        lock = self._lock
+        return lock is not None and lock.is_held
 
     def connect(self) -> None:
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -86,6 +106,9 @@ class SqliteDatabase(Database):
 
     def insert(self, table: sa.Table) -> Upsert:
         return insert(table)
+
+    def include(self, table: str) -> None:
+        """Files are measured and erased whole."""
 
     def disk_bytes(self) -> int:
         files = (self._path.with_name(DATABASE + suffix) for suffix in ("", "-wal", "-shm"))
@@ -122,27 +145,34 @@ class SqliteDatabase(Database):
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         return code & _PRIMARY in _PASSING or code in _PASSING_IO
 
+    def is_damage(self, error: BaseException) -> bool:
+        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        return code & _PRIMARY in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG)
+
     def close(self) -> None:
         self.engine.dispose()
-        if self._lock:
-            self._lock.release()
-            self._lock = None
+        with self._electing:
+            self._is_candidate = False
+            if self._lock:
+                self._lock.release()
+                self._lock = None
 
 
 class WriterLock:
     """The lock of a folder's writer. The operating system releases it when the process ends, even if killed.
 
-    Acquired on construction. Raises `CacheLockedError`, with the holder's process id, if another process holds it."""
+    Acquired on construction. Raises `CacheLockedError`, with the holder's process id, if another process holds it,
+    and `OSError`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._pid_file = folder / "writer.pid"
-        self._lock = FileLock(folder / "writer.lock", timeout=0, mode=0o600, thread_local=False)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise CacheLockedError(f"{folder} is written by process {self._holder()}; open it as a follower") from None
-        self._pid_file.touch(mode=0o600)
-        self._pid_file.write_text(str(os.getpid()))
+        self._lock = PathLock(folder / "writer.lock")
+        if not self._lock.acquire():
+            raise CacheLockedError(f"{folder} is written by process {self._holder()}; open it as a follower")
+        file = os.open(self._pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "w") as pid_file:
+            pid_file.write(str(os.getpid()))
 
     def _holder(self) -> str:
         try:
@@ -150,12 +180,23 @@ class WriterLock:
         except OSError:
             return "unknown"
 
+    @property
+    def is_held(self) -> bool:
+        """Whether others would find the folder locked; false once the lock's file was deleted or replaced."""
+        return self._lock.is_held
+
     def release(self) -> None:
         """Idempotent."""
         self._lock.release()
 
 
+def _text(data: bytes) -> str:
+    """Damaged text can be read too: one bad name must not hide all other rows."""
+    return data.decode(errors="surrogateescape")
+
+
 def _configure(connection: Any, _: ConnectionPoolEntry) -> None:
+    connection.text_factory = _text
     cursor = connection.cursor()
     cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
     _use_write_ahead_log(cursor)

@@ -59,3 +59,20 @@ def test_what_was_learned_is_taken_over_and_damage_ignored() -> None:
         np.testing.assert_array_equal(copy.drafter.state(), fresh)
     copy.restore(partition.learned())
     np.testing.assert_array_equal(copy.drafter.state(), partition.drafter.state())
+
+
+def test_what_a_drafter_learns_is_its_own_and_takes_memory_only_then() -> None:
+    first, second = partition_with(2), partition_with(2)
+    empty = first.drafter.memory_bytes()
+    assert empty < 1024
+    untouched, version = second.drafter.state(), second.drafter.version
+    ask = np.array([1005], dtype=np.int32)
+    first.drafter.observe([(first.shared, Source.SHARED)], ask, ask + 7)
+    assert first.drafter.version > version
+    assert empty < first.drafter.memory_bytes() < empty + (16 << 10)
+    assert not np.array_equal(first.drafter.state(), untouched)
+    assert (second.drafter.version, second.drafter.memory_bytes()) == (version, empty)
+    np.testing.assert_array_equal(second.drafter.state(), untouched)
+    np.testing.assert_array_equal(partition_with(0).drafter.state(), untouched)
+    second.drafter.restore(untouched)
+    assert second.drafter.memory_bytes() == empty  # what equals the beginning is shared again

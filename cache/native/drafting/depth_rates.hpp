@@ -10,6 +10,8 @@
 #include <span>
 #include <vector>
 
+#include "drafting/shared_rows.hpp"
+
 namespace agentspec {
 
 class DepthRates {
@@ -20,16 +22,23 @@ public:
     void record(int depth, double rate, bool hit);
 
     /// (sum of rates, hits, tries) of every cell in turn.
-    std::vector<double> state() const { return cells_; }
+    std::vector<double> state() const;
     /// Throws std::invalid_argument for a state of another size or with numbers that cannot be sums.
     void restore(std::span<const double> state);
+    /// Bytes of what differs from the corrections that every namespace begins with: none.
+    std::size_t memory_bytes() const { return rows_.bytes(); }
 
     static const std::size_t kStateSize;
 
 private:
-    void update(int cell);
+    static constexpr int kDepths = 6;  // 0, 1, 2 to 3, 4 to 7, 8 to 15, and more
+    static constexpr int kBins = 14;   // of the rate itself
 
-    std::vector<double> cells_, ratios_;  // ratios_: of the odds after and before correction
+    static const std::vector<double>& initial();
+    static void update(double* row, int bin);
+
+    // By depth: (sum of rates, hits, tries) of each bin, then the ratio of the odds after and before correction.
+    SharedRows<kDepths, 4 * kBins> rows_;
 };
 
 }  // namespace agentspec

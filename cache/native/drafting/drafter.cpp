@@ -222,6 +222,7 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
     require_tokens(tokens);
     const std::vector<Outcome> outcomes = look_back(indexes, context, tokens);
     const std::unique_lock lock(mutex_);
+    ++version_;
     for (std::size_t i = context.empty() ? 1 : 0; i < tokens.size(); ++i) ends_.record(tokens[i]);
     for (const auto& [key, depth, hit, lead, led] : outcomes) {
         depths_.record(depth, rates_.rate(key), hit);
@@ -265,7 +266,14 @@ std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> i
 
 void Drafter::observe_end(Token token) {
     const std::unique_lock lock(mutex_);
+    ++version_;
     ends_.record_end(token);
+}
+
+std::size_t Drafter::memory_bytes() const {
+    const std::shared_lock lock(mutex_);
+    return sizeof(*this) + rates_.memory_bytes() + depths_.memory_bytes() + leads_.memory_bytes() +
+           ends_.memory_bytes();
 }
 
 std::vector<double> Drafter::state() const {
@@ -291,6 +299,7 @@ void Drafter::restore(std::span<const double> state) {
     leads.restore(take(state, DepthRates::kStateSize));
     ends.restore(state);
     const std::unique_lock lock(mutex_);
+    ++version_;
     rates_ = std::move(rates);
     depths_ = std::move(depths);
     leads_ = std::move(leads);

@@ -2,7 +2,10 @@
 // first.
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <shared_mutex>
 #include <span>
@@ -44,6 +47,11 @@ public:
     std::vector<double> state() const;
     void restore(std::span<const double> state);
 
+    /// Grows with every change of the learned state.
+    std::uint64_t version() const { return version_.load(std::memory_order_relaxed); }
+    /// Bytes that this drafter takes: little until it has learned something.
+    std::size_t memory_bytes() const;
+
 private:
     struct Outcome {
         LevelKey key;
@@ -60,6 +68,7 @@ private:
     HitRates rates_;
     DepthRates depths_, leads_;  // of a level's hit rate, and of its leading symbol's share once it is hit
     EndRates ends_;
+    std::atomic<std::uint64_t> version_{0};
 };
 
 }  // namespace agentspec

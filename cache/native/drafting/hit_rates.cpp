@@ -9,9 +9,6 @@
 namespace agentspec {
 namespace {
 
-constexpr int kTotals = 8, kDistincts = 5, kExcludeds = 5;
-constexpr int kCells = kSources * kLengthCount * kTotals * kDistincts * kExcludeds;
-constexpr int kGroups = kSources * kLengthCount * kExcludeds;
 constexpr std::size_t kEndTokens = 64;
 constexpr double kPriorTries = 6.0;   // weight of the prior
 constexpr double kMemory = 400.0;     // tries after which a cell halves: it follows a change of work
@@ -33,19 +30,7 @@ int bucket(double n, int buckets) {
     return place;
 }
 
-int cell(int source, int length, int total, int distinct, int excluded) {
-    return (((source * kLengthCount + length) * kTotals + total) * kDistincts + distinct) * kExcludeds + excluded;
-}
-
-int excluded_bucket(int excluded) { return excluded == 0 ? 0 : 1 + bucket(excluded, kExcludeds - 1); }
-
-int cell_of(const LevelKey& key) {
-    return cell(key.source, key.length, bucket(key.total, kTotals), bucket(key.distinct, kDistincts),
-                excluded_bucket(key.excluded));
-}
-
-/// Place in the tables of what is known before a level is looked at.
-int group(int source, int length, int excluded) { return (source * kLengthCount + length) * kExcludeds + excluded; }
+int excluded_bucket(int excluded, int buckets) { return excluded == 0 ? 0 : 1 + bucket(excluded, buckets - 1); }
 
 /// Hit rate assumed for a cell that has seen nothing: better for long matches and many sightings, worse once longer
 /// levels failed. Set by hand; it weighs kPriorTries tries against the cell's own record.
@@ -58,28 +43,47 @@ double prior(int length, int total, int excluded) {
 
 int length_index(int shared) { return kLengthIndex[std::min(shared, kLengths[kLengthCount - 1])]; }
 
-const std::size_t HitRates::kStateSize = 2 * kCells;
+const std::size_t HitRates::kStateSize = kRows * kWidth;
 
-HitRates::HitRates() : cells_(2 * kCells), highest_(kGroups), bounds_(kGroups) {
-    for (int source = 0; source < kSources; ++source)
-        for (int length = 0; length < kLengthCount; ++length)
+/// The rates by hand, and their bounds, made once.
+struct HitRates::Initial {
+    std::vector<double> cells = std::vector<double>(kRows * kWidth);
+    std::vector<double> limits = std::vector<double>(kSources * 2 * kGroups);
+
+    Initial() {
+        double* c = cells.data();
+        for (int row = 0; row < kRows; ++row)
             for (int total = 0; total < kTotals; ++total)
                 for (int distinct = 0; distinct < kDistincts; ++distinct)
-                    for (int excluded = 0; excluded < kExcludeds; ++excluded) {
-                        double* c = &cells_[2 * cell(source, length, total, distinct, excluded)];
-                        c[0] = kPriorTries * prior(length, total, excluded);
+                    for (int excluded = 0; excluded < kExcludeds; ++excluded, c += 2) {
+                        c[0] = kPriorTries * prior(row % kLengthCount, total, excluded);
                         c[1] = kPriorTries;
                     }
-    for (int source = 0; source < kSources; ++source) bind(source);
+        const SharedRows<kRows, kWidth> rows(cells.data());
+        for (int source = 0; source < kSources; ++source) bind(rows, source, &limits[source * 2 * kGroups]);
+    }
+};
+
+const HitRates::Initial& HitRates::initial() {
+    static const Initial made;
+    return made;
+}
+
+HitRates::HitRates() : cells_(initial().cells.data()), limits_(initial().limits.data()) {}
+
+/// Place of a cell in the row of its source and length.
+int HitRates::place(const LevelKey& key) {
+    const int total = bucket(key.total, kTotals), distinct = bucket(key.distinct, kDistincts);
+    return 2 * ((total * kDistincts + distinct) * kExcludeds + excluded_bucket(key.excluded, kExcludeds));
 }
 
 double HitRates::rate(const LevelKey& key) const {
-    const double* c = &cells_[2 * cell_of(key)];
+    const double* c = cells_[key.source * kLengthCount + key.length] + place(key);
     return c[0] / c[1];
 }
 
 void HitRates::record(const LevelKey& key, bool hit) {
-    double* c = &cells_[2 * cell_of(key)];
+    double* c = cells_.own(key.source * kLengthCount + key.length) + place(key);
     const double before = c[0] / c[1];
     c[0] += hit ? 1.0 : 0.0;
     c[1] += 1.0;
@@ -87,44 +91,54 @@ void HitRates::record(const LevelKey& key, bool hit) {
         c[0] *= 0.5;
         c[1] *= 0.5;
     }
-    const double highest = highest_[group(key.source, key.length, excluded_bucket(key.excluded))];
-    if (before == highest || c[0] / c[1] > highest) bind(key.source);
+    const double highest = limits_[key.source][group(key.length, excluded_bucket(key.excluded, kExcludeds))];
+    if (before == highest || c[0] / c[1] > highest) bind(cells_, key.source, limits_.own(key.source));
 }
 
 double HitRates::bound(int source, int length, int excluded) const {
-    return bounds_[group(source, length, excluded_bucket(excluded))];
+    return limits_[source][kGroups + group(length, excluded_bucket(excluded, kExcludeds))];
 }
 
-double HitRates::highest(int source, int length, int excluded) const {
+double HitRates::highest(const double* row, int excluded) {
     double highest = 0.0;
-    for (int total = 0; total < kTotals; ++total)
-        for (int distinct = 0; distinct < kDistincts; ++distinct) {
-            const double* c = &cells_[2 * cell(source, length, total, distinct, excluded)];
-            highest = std::max(highest, c[0] / c[1]);
-        }
+    for (int cell = excluded; cell < kTotals * kDistincts * kExcludeds; cell += kExcludeds) {
+        highest = std::max(highest, row[2 * cell] / row[2 * cell + 1]);
+    }
     return highest;
 }
 
-void HitRates::bind(int source) {
+void HitRates::bind(const SharedRows<kRows, kWidth>& cells, int source, double* limits) {
+    double* bounds = limits + kGroups;
     for (int length = 0; length < kLengthCount; ++length)
         for (int excluded = kExcludeds - 1; excluded >= 0; --excluded) {
-            const int here = group(source, length, excluded);
-            highest_[here] = bounds_[here] = highest(source, length, excluded);
-            if (length > 0) bounds_[here] = std::max(bounds_[here], bounds_[group(source, length - 1, excluded)]);
-            if (excluded + 1 < kExcludeds) bounds_[here] = std::max(bounds_[here], bounds_[here + 1]);
+            const int here = group(length, excluded);
+            limits[here] = bounds[here] = highest(cells[source * kLengthCount + length], excluded);
+            if (length > 0) bounds[here] = std::max(bounds[here], bounds[group(length - 1, excluded)]);
+            if (excluded + 1 < kExcludeds) bounds[here] = std::max(bounds[here], bounds[here + 1]);
         }
 }
 
+std::vector<double> HitRates::state() const {
+    std::vector<double> state;
+    state.reserve(kStateSize);
+    for (int row = 0; row < kRows; ++row) state.insert(state.end(), cells_[row], cells_[row] + kWidth);
+    return state;
+}
+
 void HitRates::restore(std::span<const double> state) {
-    if (state.size() != cells_.size()) throw std::invalid_argument("learned state of another shape");
+    if (state.size() != kStateSize) throw std::invalid_argument("learned state of another shape");
     for (std::size_t i = 0; i < state.size(); i += 2) {
         const double hits = state[i], tries = state[i + 1];
         if (!(hits >= 0 && tries > 0 && hits <= tries && tries <= kMemory)) {
             throw std::invalid_argument("learned state holds impossible rates");
         }
     }
-    std::copy(state.begin(), state.end(), cells_.begin());
-    for (int source = 0; source < kSources; ++source) bind(source);
+    for (int row = 0; row < kRows; ++row) cells_.assign(row, state.subspan(row * kWidth, kWidth));
+    std::vector<double> limits(2 * kGroups);
+    for (int source = 0; source < kSources; ++source) {
+        bind(cells_, source, limits.data());
+        limits_.assign(source, limits);
+    }
 }
 
 double EndRates::goes_on(std::int32_t token) const {
@@ -160,7 +174,9 @@ void EndRates::restore(std::span<const double> state) {
     counts_.clear();
     for (std::size_t i = 0; i < state.size(); i += 3) {
         const double token = state[i], ends = state[i + 1], goes_on = state[i + 2];
-        if (!(token >= 0 && token <= std::numeric_limits<std::int32_t>::max() && ends >= 1 && goes_on >= 0)) {
+        const bool possible = token >= 0 && token <= std::numeric_limits<std::int32_t>::max() && ends >= 1 &&
+                              goes_on >= 0 && std::isfinite(ends) && std::isfinite(goes_on);
+        if (!possible) {
             throw std::invalid_argument("learned state holds impossible counts");
         }
         counts_[static_cast<std::int32_t>(token)] = {ends, goes_on};

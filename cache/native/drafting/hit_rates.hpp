@@ -10,6 +10,8 @@
 #include <span>
 #include <vector>
 
+#include "drafting/shared_rows.hpp"
+
 namespace agentspec {
 
 inline constexpr int kSources = 3;
@@ -38,19 +40,30 @@ public:
     void record(const LevelKey& key, bool hit);
 
     /// (hits, tries) of every cell in turn.
-    std::vector<double> state() const { return cells_; }
+    std::vector<double> state() const;
     /// Throws std::invalid_argument for a state of another size or with numbers that cannot be rates.
     void restore(std::span<const double> state);
+    /// Bytes of what differs from the rates that every namespace begins with.
+    std::size_t memory_bytes() const { return cells_.bytes() + limits_.bytes(); }
 
     static const std::size_t kStateSize;
 
 private:
-    double highest(int source, int length, int excluded) const;
-    void bind(int source);
+    static constexpr int kTotals = 8, kDistincts = 5, kExcludeds = 5;
+    static constexpr int kRows = kSources * kLengthCount;                       // one of each source and length
+    static constexpr std::size_t kWidth = 2 * kTotals * kDistincts * kExcludeds;  // (hits, tries) of its cells
+    static constexpr int kGroups = kLengthCount * kExcludeds;  // of a source: what is known before a level is looked at
 
-    std::vector<double> cells_;
-    std::vector<double> highest_;  // highest rate of a cell of each source, length and exclusion
-    std::vector<double> bounds_;  // the highest of these over shorter lengths and larger exclusions too
+    struct Initial;  // what every namespace begins with
+    static const Initial& initial();
+    static int place(const LevelKey& key);
+    static int group(int length, int excluded) { return length * kExcludeds + excluded; }
+    static double highest(const double* row, int excluded);
+    static void bind(const SharedRows<kRows, kWidth>& cells, int source, double* limits);
+
+    SharedRows<kRows, kWidth> cells_;
+    // By source: the highest rate of a cell of each group, then the highest over shorter lengths and larger exclusions.
+    SharedRows<kSources, 2 * kGroups> limits_;
 };
 
 /// How likely an output goes on after a token. Tokens after an end-of-turn token in a transcript are never generated.
@@ -66,8 +79,11 @@ public:
     std::vector<double> state() const;
     /// Throws std::invalid_argument for an invalid state.
     void restore(std::span<const double> state);
+    std::size_t memory_bytes() const { return counts_.size() * kNode; }
 
 private:
+    static constexpr std::size_t kNode = 80;  // bytes of an entry on the heap
+
     struct Count {
         double ends = 0.0, goes_on = 0.0;
     };
