@@ -371,6 +371,28 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
         raise InvalidRequestError(str(error)) from error
 
 
+ExtendJob = tuple[IndexDrafter | None, Sequence[Sourced], Tokens, Tokens, SuffixIndex | None, int, Tokens]
+"""A drafter, the arguments of `IndexDrafter.observe`, and an index to add the tokens to, with a sequence's number and
+the context of a new one."""
+
+
+def extend_batch(jobs: Sequence[ExtendJob]) -> None:
+    """Observe and add the tokens of all jobs in one call, as if one after the other, over several threads.
+
+    A job without a drafter only adds, one without an index only observes. No two jobs may name one sequence, nor may a
+    job search an index that another adds to. Raises `InvalidRequestError`: before anything is done unless a sequence is
+    closed.
+    """
+    native = [
+        (drafter and drafter.native, _natives(indexes), context[-DEPTH:], tokens, into and into.native, *sequence)
+        for drafter, indexes, context, tokens, into, *sequence in jobs
+    ]
+    try:
+        _native.extend_batch(cast(Any, native))
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
 def require_budget(max_tokens: int, min_probability: float) -> None:
     """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
     if type(max_tokens) is int and max_tokens >= 0 and type(min_probability) is float and 0.0 <= min_probability <= 1.0:
