@@ -209,6 +209,8 @@ NB_MODULE(_native, m) {
         "checksum",
         [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
         "bytes"_a.noconvert());
+    nb::set_leak_warnings(false);  // what the frames of daemon threads hold is never freed, which is no leak
+    Released::forget_at_fork();
     m.def("quiesce", &Released::quiesce);
     bind_index(m);
     bind_drafter(m);
