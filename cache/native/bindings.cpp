@@ -238,10 +238,9 @@ NB_MODULE(_native, m) {
         "checksum",
         [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
         "bytes"_a.noconvert());
-    m.def("quiesce", [] {
-        Released::quiesce();
-        nb::set_leak_warnings(false);  // daemon threads keep what their frames hold; the process ends with them
-    });
+    nb::set_leak_warnings(false);  // what the frames of daemon threads hold is never freed, which is no leak
+    Released::forget_at_fork();
+    m.def("quiesce", &Released::quiesce);
     bind_index(m);
     bind_drafter(m);
 }
