@@ -108,9 +108,10 @@ class SuffixCache:
         with its segments; the tenant limits bound one tenant's part of each, `tenant_namespaces` how many of its
         namespaces are in memory at once (those that no request uses leave it; from a database they come back). In
         memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its
-        writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
-        `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no permission, no room, no
-        server), "auto" warns and goes on in memory, and the other modes raise `CacheUnavailableError`.
+        writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode
+        "writer" raises `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no
+        permission, no room, no server), "auto" warns and goes on in memory, and the other modes raise
+        `CacheUnavailableError`.
 
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once and every hour. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
