@@ -26,8 +26,8 @@ KILL_SECONDS = 5.0  # that a process has to exit once its channel is closed
 class Life:
     """A process from its start to its end. `places` and `recipient` are a worker's.
 
-    `ready`: it has loaded everything; `ending`: it takes no more connections. `failure`: the class and the message of the
-    error that it reported.
+    `ready`: it has loaded everything; `ending`: it takes no more connections. `failure`: the class and the message of
+    the error that it reported.
     """
 
     process: subprocess.Popen[bytes]
