@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -20,6 +20,7 @@ from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.proxy.admission.auth import Caller, read_caller
 from agentspec.proxy.admission.concurrency import Admission
+from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadline, Deadlines, DisconnectWatch, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyAccount, BodyBudget
@@ -80,12 +81,14 @@ class GenerationEndpoint:
     """
 
     framing: ClassVar[Framing] = CHUNKS
+    generates: ClassVar[bool] = True  # else an engine has no work with it, and it needs no place there
     path: str
     runtime: Runtime
     settings: ServerSettings
     limiter: Admission
     budget: BodyBudget
     deadlines: Deadlines
+    places: EnginePlaces
     engine: EngineLink | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,34 +101,44 @@ class GenerationEndpoint:
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
-        seconds = self.settings.request_timeout
-        deadline = self.deadlines.start(seconds)
-        try:
-            async with deadline.limit():
-                body = await read_body(headers, receive, self.settings.max_body_bytes)
-        except RequestTimeoutError:
-            raise SlowClientError(f"the body did not arrive within {seconds:g} s (server.request_timeout)") from None
+        deadline = self.deadlines.start(self.settings.request_timeout)
+        body = await self._read_body(headers, receive, deadline)
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
         runtime = self._ready()
-        if self.engine is not None and runtime.is_elsewhere(model):
+        name = runtime.aliases.meant(model)
+        if self.engine is not None and runtime.is_elsewhere(name):
             del fields
-            record.model = model
+            record.model = name
             async with until_disconnect(receive) as client:
                 await self.engine.relay(scope, send, body, deadline, self._follower())
             _note_disconnect(client, record)
             return
         route = runtime.route(model)
-        record.model = model if model in runtime.models() else OTHER
-        exchange = Exchange(scope, send, record, deadline, read_caller(headers, tenant), route, body, fields, account)
+        record.model = name if name in runtime.models() else OTHER
+        caller = read_caller(headers, tenant, fields)
+        record.labels = caller.labels
+        exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client:
+        async with until_disconnect(receive) as client, self._place(route, tenant):
             await self._respond(exchange)
         _note_disconnect(client, record)
+
+    async def _read_body(self, headers: Headers, receive: Receive, deadline: Deadline) -> bytes:
+        """The body. Raises `SlowClientError` if it has not arrived at the deadline."""
+        try:
+            async with deadline.limit():
+                return await read_body(headers, receive, self.settings.max_body_bytes)
+        except RequestTimeoutError:
+            seconds = f"{self.settings.request_timeout:g} s (server.request_timeout)"
+            raise SlowClientError(f"the body did not arrive within {seconds}") from None
 
     def _follower(self) -> Follows:
         """What follows a stream from the process of the engine."""
         return FramedStream(self.framing)
+
+    def _place(self, route: Route, tenant: str) -> AbstractAsyncContextManager[Any]:
+        return self.places.enter(route.backend_name, tenant) if self.generates else nullcontext()
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""
@@ -159,6 +172,12 @@ class GenerationEndpoint:
         check_amounts(fields, self.path, self.settings)
         UpstreamFields(backend.settings).check(fields)
 
+    def _check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
+        """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
+        for upstream in _upstreams(backend):
+            check_amounts(fields, self.path, self.settings)
+            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
+
     def _parse(
         self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
     ) -> tuple[GenerateRequest, ResponseWriter]:
@@ -166,9 +185,7 @@ class GenerationEndpoint:
         if self.path not in (routes := backend.capabilities.routes):
             refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
             raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
-        for upstream in _upstreams(backend):
-            check_amounts(fields, self.path, self.settings)
-            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
+        self._check_roles(fields, backend)
         kind: type[ChatWriter | CompletionWriter]
         if self.path == CHAT:
             (request, form), kind = parse_chat(fields, max_messages=self.settings.max_messages), ChatWriter

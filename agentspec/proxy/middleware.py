@@ -65,6 +65,7 @@ class GatewayMiddleware:
         self.budget.shared = bool(settings.api_keys)
         for endpoint in self.endpoints:
             endpoint.settings = settings
+            endpoint.places.update(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -218,6 +218,6 @@ class DatabaseResponses:
     def _using(self) -> Iterator[Any]:
         try:
             yield
-        except exc.DBAPIError as error:
+        except (exc.DBAPIError, exc.TimeoutError) as error:
             message = f"stored responses in {self._database.name} cannot be used now: {reason(error)}"
             raise CacheUnavailableError(message) from error

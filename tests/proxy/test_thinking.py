@@ -295,3 +295,16 @@ def test_errors_before_the_first_word_have_their_status(gateway: Any) -> None:
     broken = ThinkingModel(lambda thinking: UpstreamError("gone"), score=lambda step: UpstreamError("gone"))
     running = gateway({"large": broken, "tiny": broken}, settings())
     assert httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}).status_code == 502
+
+
+def test_responses_have_thoughts_as_an_item(gateway: Any) -> None:
+    running = gateway(models(), settings(threshold=6))
+    body = {"model": "fast", "input": "Two plus two?", "reasoning": {"effort": "high"}}
+    answer = httpx.post(f"{running.url}/v1/responses", json=body)
+    assert answer.headers["x-agentspec-lossy"].startswith("specreason")
+    thought, message = answer.json()["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": THINKING}]
+    assert message["content"][0]["text"] == "The answer is four." and answer.json()["speculation"]["lossy"] is True
+    with httpx.stream("POST", f"{running.url}/v1/responses", json={**body, "stream": True}) as stream:
+        assert stream.headers["x-agentspec-lossy"].startswith("specreason")
+        assert "event: response.reasoning_text.delta" in stream.read().decode()

@@ -260,7 +260,7 @@ def test_c3_whole_answers_at_once_are_bounded_in_memory(
     """There is room for two of four answers: two wait, with their upstreams, until others are read. None is lost."""
     content = b'{"data":"' + b"x" * (4 << 20) + b'"}'
     server = upstream(lambda request: request.answer(content))
-    running = gateway({}, upstream_settings(server, max_body_memory=9 << 20))
+    running = gateway({}, upstream_settings(server, max_body_memory=18 << 20))
     budget = running.app.budget
     with ExitStack() as stack:
         readers = [stack.enter_context(ask(running.url, BODY, 4096)) for _ in range(2)]
@@ -284,7 +284,7 @@ def test_c3_answers_that_do_not_tell_their_length_end_in_503_and_not_in_memory(
         request.head(content_type="application/json")
         request.send(content)
 
-    running = gateway({}, upstream_settings(upstream(script), max_body_memory=3 << 20))
+    running = gateway({}, upstream_settings(upstream(script), max_body_memory=6 << 20))
 
     def post(_: int) -> httpx.Response:
         return httpx.post(running.url + CHAT, json=BODY, timeout=60)

@@ -56,6 +56,8 @@ class Conversation:
 
     def _add_written(self, item: Item, position: int) -> None:
         """Add a thought, a message or a call of the model: one message of a chat has all that belong together."""
+        if item["type"] == "reasoning" and not _thoughts(item):
+            return  # some clients send back that there were thoughts, but not which
         turn = self.messages[-1] if self.messages else {}
         if turn.get("role") != "assistant" or _begins_anew(item["type"], turn):
             turn = {"role": "assistant", "content": None}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
@@ -17,7 +18,13 @@ ROLES = ("user", "system", "developer", "assistant")
 _Id = Annotated[Text, must(lambda text: 0 < len(text) <= MAX_ID, f" must have 1 to {MAX_ID} characters")]
 _MEDIA = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "filename", "file_id", "file_url")}
 _TEXT: TypeAdapter[str] = TypeAdapter(Text)
+_STORED_ID = re.compile(r"[!-~]{1,128}")
 _INERT = {"id", "status", "type"}
+
+
+def is_id(value: object) -> TypeGuard[str]:
+    """Whether `value` can be the id of a stored response: short, and of characters that every store takes."""
+    return isinstance(value, str) and _STORED_ID.fullmatch(value) is not None
 
 
 def new_id(prefix: str) -> str:
@@ -25,7 +32,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-class _Part(Model):
+class _TextPart(Model):
     """A piece of a message's text. Annotations and log-probabilities of an earlier answer tell a model nothing."""
 
     text: Text = REQUIRED
@@ -122,10 +129,10 @@ def _part(value: Any, name: str, media: bool) -> Item:
         raise wrong_type(name, "an object", value)
     kind = value.get("type")
     if kind in ("input_text", "output_text"):
-        return {"type": "input_text", "text": _Part.parse(value, name).text}
+        return {"type": "input_text", "text": _TextPart.parse(value, name).text}
     if kind == "refusal":
         return {"type": kind, "refusal": _Refusal.parse(value, name).refusal}
-    if kind in _MEDIA and media:
+    if media and isinstance(kind, str) and kind in _MEDIA:
         return _medium(value, kind, name)
     known = "text (input_text, output_text)" + (f" and {', '.join(_MEDIA)}" if media else "")
     shown = shown_name(kind) if isinstance(kind, str) else kind_of(kind)

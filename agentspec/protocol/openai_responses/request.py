@@ -16,12 +16,14 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.conversation import Conversation
 from agentspec.protocol.openai_responses.items import MAX_ID, Item, parse_input
 from agentspec.protocol.openai_responses.tools import chat_choice, chat_tools
+from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, shown_name, wrong_type
 
 B = TypeVar("B", bound=Body)
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_STRONGEST = "high"
 _SUMMARIES = ("auto", "concise", "detailed")
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _INCLUDABLE = (_LOGPROBS, _ENCRYPTED)
@@ -63,7 +65,7 @@ class _TextConfig(Body):
 
 
 class _Reasoning(Body):
-    effort: Annotated[Text, _one_of(*EFFORTS)] | None = None
+    effort: Annotated[Text, _one_of(*_EFFORTS)] | None = None
     summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
     generate_summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
 
@@ -115,6 +117,7 @@ class _ResponsesBody(Body):
     prompt_cache_key: Text | None = None
     service_tier: Text | None = None
     prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None  # what Codex tells about itself
     background: Annotated[Any, only(False)] = None
     conversation: Annotated[Any, _refuse(" is not kept here; use previous_response_id")] = None
     prompt: Annotated[Any, _refuse(" templates are not kept here; send instructions and input")] = None
@@ -210,19 +213,12 @@ def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> dict[str, Any]
     text = _nested(_TextConfig, fields.text, "text")
     if (form := _response_format(text.format or {})) is not None:
         chat["response_format"] = form
-    if text.verbosity is not None and not local:
+    if text.verbosity is not None:
         chat["verbosity"] = text.verbosity
-    return chat | _effort(_nested(_Reasoning, fields.reasoning, "reasoning"), fields.chat_template_kwargs, local)
-
-
-def _effort(reasoning: _Reasoning, given: Mapping[str, Any] | None, local: bool) -> dict[str, Any]:
-    """The wanted effort: for a local model the arguments that templates read; others leave them unread."""
-    if reasoning.effort is None:
-        return {}
-    if not local:
-        return {"reasoning_effort": reasoning.effort}
-    wanted = {"enable_thinking": reasoning.effort != "none", "reasoning_effort": reasoning.effort}
-    return {"chat_template_kwargs": {**wanted, **(given or {})}}
+    effort = _nested(_Reasoning, fields.reasoning, "reasoning").effort
+    if effort is not None:
+        chat["reasoning_effort"] = _STRONGEST if local and effort not in CHAT_EFFORTS else effort
+    return chat
 
 
 def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:

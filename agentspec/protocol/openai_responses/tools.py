@@ -53,7 +53,7 @@ def _allowed(choice: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[str, 
     functions = [one for one in listed if isinstance(one, dict) and one.get("type") == "function"]
     if len(functions) < len(listed):
         raise _wrong_choice("tool_choice.tools may hold functions only")
-    names = {_named(one.get("name"), tools) for one in functions}
+    names = [_named(one.get("name"), tools) for one in functions]
     return mode, [tool for tool in tools if tool["function"].get("name") in names]
 
 

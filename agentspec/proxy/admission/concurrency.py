@@ -46,13 +46,15 @@ class ConcurrencyLimiter:
     while a place is free that the tenant may use. A request is refused at once if it would wait longer than
     `server.queue_timeout` by the rate at which the tenant's requests get places.
 
-    Use it in one event loop; only `close` may be called from other threads and from signal handlers.
+    Use it in one event loop; only `close` may be called from other threads and from signal handlers. Errors call what
+    bounds the places `setting`.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, *, setting: str = "server.max_concurrent") -> None:
         self.running = 0
         self.closed = False
         self._settings = settings
+        self._setting = setting
         self._tenants: dict[str, TenantPlaces] = {}
         self._virtual_time = 0.0
         self._held = HoldingTime()  # of all tenants: what is assumed of a new one
@@ -215,7 +217,7 @@ class ConcurrencyLimiter:
         timeout = self._settings.queue_timeout
         if timeout <= 0:
             own = tenant.at_limit and self.running < self._settings.max_concurrent
-            setting = "the tenant's max_concurrent" if own else "server.max_concurrent"
+            setting = "the tenant's max_concurrent" if own else self._setting
             raise self._refusal(tenant, f"found no free place ({setting})")
         if len(tenant.waiting) >= self._settings.max_queued:
             raise self._refusal(tenant, "found too many others waiting (server.max_queued)")

@@ -22,16 +22,17 @@ ANSWER_SECONDS = 10.0  # that an answer waits for memory: it was computed alread
 class BodyBudget:
     """Bounds the bytes of all bodies and large answers in memory, and reads large ones off the loop.
 
-    With several tenants (`shared`), one of them may hold half of the bytes. Large bodies are read in `threads` threads,
-    of which one tenant never takes the last. Use it in one event loop.
+    Answers may hold half of the bytes, so that clients who do not read theirs leave room for requests. With several
+    tenants (`shared`), one of them may hold half of either. Large bodies are read in `threads` threads, of which one
+    tenant never takes the last. Use it in one event loop.
     """
 
     def __init__(self, limit: int, threads: int, *, shared: bool = True) -> None:
         self._limit = limit
         self.shared = shared
-        self.held = 0
-        self._by_tenant: Counter[str] = Counter()
-        self._waiting: deque[_Waiting] = deque()
+        self._bytes = _Held()
+        self._answers = _Held()  # of these bytes
+        self._waiting: deque[_MemoryWait] = deque()
         self._threads = TenantThreads(threads, "agentspec-body")
 
     def account(self, tenant: str) -> BodyAccount:
@@ -44,27 +45,34 @@ class BodyBudget:
             return function(*arguments)
         return await self._threads.run(tenant, function, *arguments)
 
+    @property
+    def held(self) -> int:
+        """The bytes of all bodies and large answers that are in memory now."""
+        return self._bytes.total
+
     # What a `BodyAccount` calls.
 
+    def share(self, limit: int) -> int:
+        """How much of what all may hold one tenant may hold."""
+        return limit // 2 if self.shared else limit
+
     @property
-    def share(self) -> int:
-        """The bytes that one tenant may hold."""
-        return self._limit // 2 if self.shared else self._limit
+    def answer_limit(self) -> int:
+        return self._limit // 2
 
     def has_room(self, tenant: str, size: int) -> bool:
-        return self.held + size <= self._limit and self._by_tenant[tenant] + size <= self.share
+        return self._bytes.has_room(tenant, size, self._limit, self.share(self._limit))
 
-    def add(self, tenant: str, size: int) -> None:
-        self.held += size
-        self._by_tenant[tenant] += size
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+    def add(self, tenant: str, size: int, *, answer: bool) -> None:
+        self._bytes.add(tenant, size)
+        if answer:
+            self._answers.add(tenant, size)
         if size < 0 and self._waiting:
             self._serve_waiting()
 
     async def wait(self, account: BodyAccount, size: int) -> None:
         """Wait in the line of those who wait for memory; `account` then holds `size` bytes more."""
-        waiting = _Waiting(account, size, asyncio.get_running_loop().create_future())
+        waiting = _MemoryWait(account, size, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._serve_waiting()
         try:
@@ -76,31 +84,52 @@ class BodyBudget:
 
     def _serve_waiting(self) -> None:
         """Serve those who wait in order of arrival. Only who waits for its own tenant's share is passed by."""
+        most = self.answer_limit
         for one in tuple(self._waiting):
-            if self.held + one.size > self._limit:
+            if self._bytes.total + one.size > self._limit or self._answers.total + one.size > most:
                 return
-            if self.has_room(one.account.tenant, one.size):
+            tenant = one.account.tenant
+            if self.has_room(tenant, one.size) and self._answers.has_room(tenant, one.size, most, self.share(most)):
                 self._waiting.remove(one)
-                one.account.hold(one.size)
+                one.account.hold(one.size, answer=True)
                 if not one.turn.done():
                     one.turn.set_result(None)
+
+
+class _Held:
+    """Bytes that are held, in all and by each tenant."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._by_tenant: Counter[str] = Counter()
+
+    def has_room(self, tenant: str, size: int, limit: int, share: int) -> bool:
+        return self.total + size <= limit and self._by_tenant[tenant] + size <= share
+
+    def add(self, tenant: str, size: int) -> None:
+        self.total += size
+        self._by_tenant[tenant] += size
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
 
 class BodyAccount:
     """What one request holds of a budget: the pieces of its body, and of a large answer to it."""
 
-    __slots__ = ("_budget", "_held", "tenant")
+    __slots__ = ("_answer", "_body", "_budget", "tenant")
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
         self.tenant = tenant
-        self._held = 0
+        self._body = self._answer = 0
 
     def __enter__(self) -> BodyAccount:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.hold(-self._held)
+        self.hold(-self._body)
+        if self._answer:
+            self.hold(-self._answer, answer=True)
 
     def __call__(self, size: int) -> None:
         """Take room for a piece of the body. Raises `OverloadedError` if there is none."""
@@ -123,7 +152,7 @@ class BodyAccount:
         """Take room for `size` bytes of an answer, and wait for it if need be. Raises `AnswerMemoryError` if there is
         none in time.
         """
-        if size > self._budget.share:
+        if size > self._budget.share(self._budget.answer_limit):
             raise AnswerMemoryError("the answer is larger than the memory for answers (server.max_body_memory)")
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -137,14 +166,17 @@ class BodyAccount:
         """As `BodyBudget.run`, for this request's tenant."""
         return await self._budget.run(self.tenant, size, function, *arguments)
 
-    def hold(self, size: int) -> None:
+    def hold(self, size: int, *, answer: bool = False) -> None:
         """Hold `size` bytes more, or fewer if it is negative, without asking whether there is room."""
-        self._held += size
-        self._budget.add(self.tenant, size)
+        if answer:
+            self._answer += size
+        else:
+            self._body += size
+        self._budget.add(self.tenant, size, answer=answer)
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _MemoryWait:
     account: BodyAccount
     size: int
     turn: asyncio.Future[None]

@@ -5,27 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Backend, Forwards, is_forwarding
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.counts import count_reasoning
 from agentspec.protocol.openai_responses.events import EventWriter
-from agentspec.protocol.openai_responses.items import MAX_ID, Item
+from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
+from agentspec.protocol.responses import encode
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
-from agentspec.proxy.messages.translation import TRANSLATED, chat_deltas, chat_headers
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
-from agentspec.proxy.responses.keeping import Keeper, not_found
+from agentspec.proxy.responses.keeping import History, Keeper, not_found
 from agentspec.proxy.responses.local import LocalAnswer
-from agentspec.proxy.responses.translation import chat_body
+from agentspec.proxy.responses.translation import chat_request
 from agentspec.proxy.responses.upstreams import ResponsesInspector, refuse_what_others_keep, telling_id
 from agentspec.proxy.streaming.pacing import paced
 from agentspec.types import Delta
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -46,10 +49,11 @@ class ResponsesEndpoint(GenerationEndpoint):
             await self._forward(exchange, backend)
             return
         self._check_answers(backend, exchange)
+        await self._run(exchange, self._check_roles, exchange.fields, backend)
         request = await self._run(exchange, self._read, exchange.fields, True)
         history = await self._history(exchange, request)
-        answer = LocalAnswer(self.runtime, request, exchange.caller, history, self.settings.max_messages)
-        first = await self._run(exchange, answer.whole)
+        answer = LocalAnswer(self.runtime, request, exchange.caller, history.items, self.settings.max_messages)
+        first = await self._run_on(exchange, history, answer.whole)
         if isinstance(backend, AddsHeaders):
             exchange.record.response_headers = backend.response_headers(first)
         exchange.release()
@@ -85,7 +89,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         previous = exchange.fields.get("previous_response_id")
         if previous is None:
             return
-        if not isinstance(previous, str) or len(previous) > MAX_ID:
+        if not is_id(previous):
             raise not_found(str(previous), "previous_response_id")
         stored = await self.keeper.get(exchange.record.tenant, previous, "previous_response_id")
         if stored.backend != exchange.route.backend_name:
@@ -111,7 +115,10 @@ class ResponsesEndpoint(GenerationEndpoint):
             raise InvalidRequestError(message, param="truncation")
         history = await self._history(exchange, request)
         async with exchange.deadline.limit():
-            body = await chat_body(backend, request, history, exchange.caller, exchange.route.upstream_model)
+            templated = await backend.server_kind() in TEMPLATED
+            chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
+            chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, chat)
+            body = await self._run_on(exchange, history, encode, chat)
         record.response_headers = TRANSLATED
         deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record)
         exchange.release()
@@ -130,15 +137,28 @@ class ResponsesEndpoint(GenerationEndpoint):
     def _read(self, fields: Any, local: bool) -> ResponsesRequest:
         return parse_responses(fields, max_messages=self.settings.max_messages, local=local)
 
-    async def _history(self, exchange: Exchange, request: ResponsesRequest) -> list[Item]:
+    def _chat(self, exchange: Exchange, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
+        """The request as a chat for an upstream."""
+        chat = chat_request(request, history.items, exchange.route.upstream_model, templated=templated)
+        if len(chat["messages"]) > self.settings.max_messages:
+            message = f"the conversation has more than {self.settings.max_messages} messages (server.max_messages)"
+            raise InvalidRequestError(message, param="input")
+        return chat
+
+    async def _run_on(self, exchange: Exchange, history: History, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of work on the body and on `history`, in a thread if both are large."""
+        size = len(exchange.body) + history.size
+        return await self.budget.run(exchange.record.tenant, size, function, *arguments)
+
+    async def _history(self, exchange: Exchange, request: ResponsesRequest) -> History:
         """The items of the responses that the request continues."""
         if request.previous is None:
-            return []
+            return History([], 0)
         limits = {"most_items": self.settings.max_messages, "most_bytes": int(self.settings.max_body_bytes)}
         async with exchange.deadline.limit():
             history = await self.keeper.history(exchange.record.tenant, request.previous, **limits)
         exchange.account(history.size)
-        return history.items
+        return history
 
     async def _send_answer(self, exchange: Exchange, request: ResponsesRequest, deltas: AsyncGenerator[Delta]) -> None:
         """Send the answer that `deltas` are."""

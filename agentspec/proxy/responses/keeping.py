@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import anyio
 
 from agentspec.cache.responses import KeepsResponses, StoredResponse
 from agentspec.errors import CacheError, InvalidRequestError
-from agentspec.protocol.openai_responses.items import Item
+from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.proxy.logs import logger
 from agentspec.runtime import Runtime
 
+T = TypeVar("T")
+
+THREADS = 8
+PATIENCE = 10.0  # seconds that a client waits for its answer to be stored
 MAX_CHAIN = 512
 """Answers that one conversation may consist of."""
 
@@ -39,9 +43,10 @@ class History:
 
 @dataclass(slots=True)
 class Keeper:
-    """The stored answers of a gateway. Its methods wait for the store in a thread."""
+    """The stored answers of a gateway. Its methods wait for the store in one of its own threads."""
 
     runtime: Runtime
+    _threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(THREADS))
 
     @property
     def stores(self) -> bool:
@@ -49,16 +54,19 @@ class Keeper:
         return self.runtime.settings.cache.store
 
     async def put(self, stored: StoredResponse) -> bool:
-        """Store an answer; False, with a warning in the log, if that cannot be done."""
+        """Store an answer; False, with a warning in the log, if that cannot be done, or not in time."""
+        reason = f"the store took more than {PATIENCE:.0f} seconds"
         try:
-            return await anyio.to_thread.run_sync(lambda: self._store.put(stored))
+            with anyio.move_on_after(PATIENCE):
+                return await self._in_thread(lambda: self._store.put(stored))
         except CacheError as error:
-            logger.warning("a response is not stored", error=error.message)
-            return False
+            reason = error.message
+        logger.warning("a response is not stored", error=reason)
+        return False
 
     async def get(self, tenant: str, id: str, param: str = "id") -> StoredResponse:
         """The tenant's answer. Raises `ResponseNotFoundError`."""
-        found = await anyio.to_thread.run_sync(lambda: self._store.get(tenant, id)) if self.stores else None
+        found = await self._in_thread(lambda: self._store.get(tenant, id)) if self.stores and is_id(id) else None
         if found is None:
             raise not_found(id, param)
         return found
@@ -70,17 +78,20 @@ class Keeper:
 
     async def discard(self, tenant: str, id: str) -> bool:
         """Delete the tenant's answer if it is there; returns whether it was."""
-        return await anyio.to_thread.run_sync(lambda: self._store.delete(tenant, id))
+        return is_id(id) and await self._in_thread(lambda: self._store.delete(tenant, id))
 
     async def history(self, tenant: str, id: str, *, most_items: int, most_bytes: int) -> History:
         """The items of the answer `id`, of the ones that it continues, and of their inputs, oldest first.
 
         Raises `ResponseNotFoundError`, and `InvalidRequestError` for a conversation that is too long.
         """
-        if not self.stores:
+        if not (self.stores and is_id(id)):
             raise not_found(id, "previous_response_id")
         read = Chain(lambda one: self._store.get(tenant, one), most_items, most_bytes)
-        return await anyio.to_thread.run_sync(lambda: read.items(id))
+        return await self._in_thread(lambda: read.items(id))
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads)
 
     @property
     def _store(self) -> KeepsResponses:

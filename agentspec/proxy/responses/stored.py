@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from agentspec.backends.base import RESPONSES, is_forwarding
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.items import MAX_ID, Item
+from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import shown_name
 from agentspec.proxy.admission.limits import Deadline
@@ -46,7 +46,7 @@ class StoredRoute:
 
     async def _admitted(self, request: Request, record: RequestRecord, send: Send, deadline: Deadline) -> None:
         id = request.path_params["id"]
-        if len(id) > MAX_ID:
+        if not is_id(id):
             raise not_found(id, "id")
         async with deadline.limit():
             stored = await self._find(record, id)

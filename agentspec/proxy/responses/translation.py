@@ -1,31 +1,25 @@
-"""Asks an upstream that answers chats only for the answer to a request of the Responses API."""
+"""Requests of the Responses API as chats for an upstream that answers only those."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from agentspec.backends.base import CHAT, Forwards
 from agentspec.protocol.openai_responses.items import Item
 from agentspec.protocol.openai_responses.request import ResponsesRequest
-from agentspec.protocol.responses import encode
-from agentspec.proxy.admission.auth import Caller
-from agentspec.proxy.messages.translation import TEMPLATED
 
 
-async def chat_body(
-    backend: Forwards, request: ResponsesRequest, history: Sequence[Item], caller: Caller, model: str
-) -> bytes:
-    """The body for the upstream's chats, with what the backend tells about the caller.
+def chat_request(request: ResponsesRequest, history: Sequence[Item], model: str, *, templated: bool) -> dict[str, Any]:
+    """The chat that asks `model` for the answer to `request`, which continues `history`.
 
-    Only servers that apply a chat template are sent earlier thoughts: others refuse the field.
+    Only servers that apply a chat template (`templated`) are sent earlier thoughts: others refuse the field. Raises
+    `InvalidRequestError` for the result of a call that nobody made.
     """
-    templated = await backend.server_kind() in TEMPLATED
     messages = [_sent(message, templated) for message in request.conversation(history).messages]
     chat: dict[str, Any] = {**request.chat, "messages": messages, "model": model}
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    return encode(chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, chat))
+    return chat
 
 
 def _sent(message: dict[str, Any], templated: bool) -> dict[str, Any]:

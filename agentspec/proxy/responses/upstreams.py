@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, TypeGuard
+from typing import Any
 
 from starlette.types import Message, Send
 
 from agentspec.errors import InvalidRequestError, UpstreamError
 from agentspec.protocol.json_scan import member_span
-from agentspec.protocol.openai_responses.items import MAX_ID
+from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.responses import encode
 from agentspec.protocol.sse import MAX_HELD, SseDecoder, named_event
 from agentspec.protocol.upstream_errors import without_account
@@ -130,19 +130,15 @@ class IdFinder:
                 event = json.loads(data)
                 response = event.get("response") if isinstance(event, dict) else None
                 id = response.get("id") if isinstance(response, dict) else None
-                if _is_id(id):
+                if is_id(id):
                     yield id
 
 
 def _id_in(body: bytes) -> str | None:
     with suppress(KeyError, ValueError, RecursionError):
         id: object = json.loads(body[slice(*member_span(body, "id"))])
-        return id if _is_id(id) else None
+        return id if is_id(id) else None
     return None
-
-
-def _is_id(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and 0 < len(value) <= MAX_ID
 
 
 def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:

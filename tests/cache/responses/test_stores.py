@@ -20,7 +20,7 @@ from agentspec.cache.storage.sqlite import SqliteDatabase
 Open = Callable[..., Any]
 
 
-@pytest.fixture(params=["memory", "sqlite", "postgres"])
+@pytest.fixture(params=["memory", "sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Open a store with these limits."""
     if request.param == "memory":

@@ -17,6 +17,8 @@ from agentspec.errors import EngineError
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest, Labels, Speculation, Usage
 
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 MODEL = "fake"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
@@ -59,7 +61,7 @@ def client(running: Any) -> Iterator[openai.OpenAI]:
 def events_of(running: Any, **fields: Any) -> list[dict[str, Any]]:
     """The events of a stream as they came, each checked by the client's own type and for its name and number."""
     body = {"model": MODEL, "stream": True, **fields}
-    wire = httpx.post(f"{running.url}/v1/responses", json=body, timeout=60).text
+    wire = HTTP.post(f"{running.url}/v1/responses", json=body, timeout=60).text
     found = []
     for number, block in enumerate(wire.strip().split("\n\n")):
         name, data = block.split("\n")
@@ -205,7 +207,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
 def test_what_is_refused(running: Any, fields: dict[str, Any], param: str) -> None:
-    response = httpx.post(f"{running.url}/v1/responses", json={"model": MODEL, "input": "hi", **fields})
+    response = HTTP.post(f"{running.url}/v1/responses", json={"model": MODEL, "input": "hi", **fields})
     assert response.status_code == (404 if param == "previous_response_id" else 400), response.text
     assert response.json()["error"]["param"] == param
 
@@ -229,6 +231,6 @@ def test_paced_streams_have_the_same_events(gateway: Any) -> None:
     running = gateway({MODEL: FakeBackend(script)}, stream_pacing=0.001, stream_pacing_characters=4)
     events = events_of(running, input="hi", stream_options={"include_obfuscation": False})
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "brave new wörld"
-    wire = httpx.post(f"{running.url}/v1/responses", json={"model": MODEL, "input": "hi", "stream": True}).content
+    wire = HTTP.post(f"{running.url}/v1/responses", json={"model": MODEL, "input": "hi", "stream": True}).content
     deltas = [block for block in wire.split(b"\n\n") if b"output_text.delta" in block]
     assert len({len(block) for block in deltas}) == 1 and len(deltas) == 4

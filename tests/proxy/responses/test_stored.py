@@ -12,12 +12,15 @@ import pytest
 from openai.types.responses import ResponseItemList
 
 from agentspec.cache.settings import CacheSettings
+from agentspec.errors import CacheUnavailableError
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 MODEL = "fake"
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 
@@ -102,7 +105,7 @@ def test_the_items_of_an_input_are_listed(alice: openai.OpenAI, running: Any) ->
     assert newest.data[0].id == listed[-1].id and newest.has_more
     page = alice.responses.input_items.list(second.id, limit=2, order="asc", after=listed[0].id)
     assert [one.id for one in page.data] == [one.id for one in listed[1:3]]
-    raw = httpx.get(
+    raw = HTTP.get(
         f"{running.url}/v1/responses/{second.id}/input_items", headers={"authorization": "Bearer key-of-alice"}
     )
     ResponseItemList.model_validate(raw.json())
@@ -174,6 +177,15 @@ def test_without_a_database_responses_are_kept_in_memory(gateway: Any) -> None:
         assert ask(client, previous_response_id=first.id).status == "completed"
 
 
+@pytest.mark.parametrize("id", ["%00", "x" * 200, "%FF", "a%20b", "%F0%9F%99%82", "..%2F..", "resp_1"])
+def test_ids_that_nobody_was_given(running: Any, id: str) -> None:
+    headers = {"authorization": "Bearer key-of-alice"}
+    for method in ("GET", "DELETE"):
+        assert HTTP.request(method, f"{running.url}/v1/responses/{id}", headers=headers).status_code == 404
+    body = {"model": MODEL, "input": "hi", "previous_response_id": id.replace("%00", "\0")}
+    assert HTTP.post(f"{running.url}/v1/responses", json=body, headers=headers).status_code in (400, 404)
+
+
 def test_a_gateway_that_stores_nothing(gateway: Any, tmp_path: Path) -> None:
     running = gateway({MODEL: FakeBackend(script)}, two_tenants(tmp_path, store=False))
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="key-of-alice", max_retries=0) as client:
@@ -191,3 +203,19 @@ def test_conversations_are_bounded(gateway: Any) -> None:
         last = ask(client, previous_response_id=last.id)
         with pytest.raises(openai.BadRequestError, match="too long"):
             ask(client, previous_response_id=last.id)
+
+
+class BrokenStore:
+    """A store whose database is gone."""
+
+    def put(self, stored: Any) -> bool:
+        raise CacheUnavailableError("the disk is full")
+
+
+def test_an_answer_that_cannot_be_stored_says_so(gateway: Any) -> None:
+    running = gateway({MODEL: FakeBackend(script)})
+    running.runtime.cache.responses = BrokenStore()
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
+        assert ask(client).to_dict()["store"] is False
+        last = list(ask(client, stream=True))[-1]
+        assert last.type == "response.completed" and last.response.to_dict()["store"] is False

@@ -18,6 +18,8 @@ from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 ROUTE = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 RESPONSE = (
@@ -104,7 +106,7 @@ def post(running: Any, body: Any, tenant: str = "", headers: Any = None, **query
     content = body if isinstance(body, bytes) else json.dumps({"model": "m", "input": "hi", **body}).encode()
     given = {"content-type": "application/json", **(headers or {})}
     given |= {"authorization": f"Bearer key-of-{tenant}"} if tenant else {}
-    return httpx.post(f"{running.url}{ROUTE}", content=content, headers=given, timeout=60, **query)
+    return HTTP.post(f"{running.url}{ROUTE}", content=content, headers=given, timeout=60, **query)
 
 
 def posted(server: Any, path: str = ROUTE) -> list[Any]:
@@ -164,12 +166,12 @@ def test_a_stored_response_is_asked_of_its_upstream(gateway: Any, upstream: Any)
     running = gateway({}, settings(server.url))
     post(running, {})
     for method, path in (("GET", f"{ROUTE}/resp_1"), ("GET", f"{ROUTE}/resp_1/input_items?limit=2")):
-        assert httpx.request(method, running.url + path).content == RESPONSE
+        assert HTTP.request(method, running.url + path).content == RESPONSE
         assert (server.requests[-1].method, server.requests[-1].target) == (method, path)
-    httpx.delete(f"{running.url}{ROUTE}/resp_1")
+    HTTP.delete(f"{running.url}{ROUTE}/resp_1")
     assert (server.requests[-1].method, server.requests[-1].target) == ("DELETE", f"{ROUTE}/resp_1")
     assert running.runtime.cache.responses.get("default", "resp_1") is None
-    httpx.get(f"{running.url}{ROUTE}/resp_9")
+    HTTP.get(f"{running.url}{ROUTE}/resp_9")
     assert server.requests[-1].target == f"{ROUTE}/resp_9", "a sole tenant's ids may be older than this gateway"
 
 
@@ -184,7 +186,7 @@ def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any,
         assert refused.status_code == 404 and refused.json()["error"]["param"] == "previous_response_id"
     headers = {"authorization": "Bearer key-of-bob"}
     for method in ("GET", "DELETE"):
-        assert httpx.request(method, f"{running.url}{ROUTE}/resp_1", headers=headers).status_code == 404
+        assert HTTP.request(method, f"{running.url}{ROUTE}/resp_1", headers=headers).status_code == 404
     assert len(server.requests) == count, "nothing of it reached the upstream"
     assert post(running, {}, "bob").status_code == 200, "an upstream that gives an id twice"
     refused = post(running, {"previous_response_id": "resp_1"}, "bob")
@@ -210,17 +212,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-def test_what_several_tenants_may_not_send(
-    shared: Callable[[Any, Any, Path], Any], gateway: Any, upstream: Any, tmp_path: Path, fields: Any, param: str
-) -> None:
-    running = shared(gateway, upstream, tmp_path)
-    refused = post(running, fields, "alice")
+def test_what_several_tenants_may_not_send(of_two: Any, fields: Any, param: str) -> None:
+    refused = post(of_two, fields, "alice")
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
 
 
-@pytest.fixture
-def shared() -> Callable[[Any, Any, Path], Any]:
-    return lambda gateway, upstream, folder: gateway({}, settings(upstream(native("vllm")).url, folder))
+@pytest.fixture(scope="module")
+def of_two(shared_gateway: Any, shared_upstream: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return shared_gateway({}, settings(shared_upstream(native("vllm")).url, tmp_path_factory.mktemp("keys")))
 
 
 def test_texts_and_schemas_may_hold_addresses(gateway: Any, upstream: Any) -> None:
