@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from agentspec.backends.base import TOKENIZE, Backend, Tokenization, is_forwarding
+from agentspec.backends.base import TOKENIZE, Backend, Tokenization, is_forwarding, tokenization_of
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import encode
@@ -64,13 +64,14 @@ class TokenizationEndpoint(GenerationEndpoint):
             inspector, at = StreamInspector(0), exchange.deadline
             await pass_through(exchange.scope, exchange.send, base, self.path, body, at, inspector, above=True)
             return
-        if not isinstance(base, Tokenization):
+        side = tokenization_of(base)
+        if side is None:
             raise InvalidRequestError(f"the model {exchange.record.model!r} shows no tokenizer", param="model")
         check_amounts(exchange.fields, self.path, self.settings)
         answering: Callable[[Backend, Tokenization, Mapping[str, Any]], Awaitable[dict[str, Any]]]
         answering = self._tokenize if self.path == TOKENIZE else self._detokenize
         async with exchange.deadline.limit():
-            answer = await answering(base, base, exchange.fields)
+            answer = await answering(base, side, exchange.fields)
         await respond(exchange.send, Response(encode(answer), media_type="application/json"))
 
     async def _tokenize(self, backend: Backend, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
