@@ -27,13 +27,13 @@ class CountTokensEndpoint(MessagesEndpoint):
             await self._forward(exchange, backend)
             return
         parsed = await self._run(exchange, lambda: self._local(exchange.fields, backend, exchange.record, count=True))
-        base = self.runtime.backends()[exchange.route.backend_name]
-        if is_forwarding(base):
-            await self._send(exchange, _of_server(base, base.settings.model or exchange.route.upstream_model, parsed))
+        base = self.runtime.base_of(exchange.fields["model"])
+        if is_forwarding(base.backend):
+            await self._send(exchange, _of_server(base.backend, base.upstream_model, parsed))
             return
-        if not isinstance(base, Tokenization):
+        if not isinstance(base.backend, Tokenization):
             raise HTTPException(404)
-        await self._send(exchange, _of_model(base, parsed))
+        await self._send(exchange, _of_model(base.backend, parsed))
 
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         async with exchange.deadline.limit():
