@@ -264,13 +264,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one generation. The prediction counts are None unless the request carried a prediction."""
+    """Token counts of one generation. The prediction counts are None unless the request carried a prediction.
+
+    `reasoning_tokens` are those of `completion_tokens` that are thoughts; None where nobody counted them.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 MESSAGES, COUNT_TOKENS = "/messages", "/messages/count_tokens"
+RESPONSES = "/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # beside /v1, as in vLLM
 NONE: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
@@ -180,11 +181,20 @@ class SharesCaches(Protocol):
         ...
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the server cannot keep tenants apart although it must."""
+        """Raises `ConfigurationError` if the server could not keep several tenants apart, and they may not share it."""
         ...
 
     async def leave_loop(self) -> None:
         """Close the connections of the running loop, which is about to end."""
+        ...
+
+
+@runtime_checkable
+class TakesLimits(Protocol):
+    """A backend whose server others share, so that its operator bounds what is asked of it."""
+
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on."""
         ...
 
 

@@ -118,6 +118,11 @@ class OpenAISettings(BaseModel):
         " Only for servers that schedule by priority: vLLM refuses it otherwise",
     )
 
+    responses: KindChoice = Field(
+        default="auto",
+        description="Whether it has OpenAI's /responses; auto asks it. Without, requests become chats",
+    )
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if self.vllm == self.sglang == "on":

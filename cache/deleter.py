@@ -79,8 +79,8 @@ class Deleter:
                 for partition, numbers in covered:
                     stored = self._store.numbers(partition.namespace) if numbers else set()
                     self._pool.forget(partition, [number for number in numbers if number not in stored])
-                # New partitions start from the store's learned states, which hold no deleted token.
-                self._pool.replace_learned(self._store.learned())
+                # A namespace that is loaded later starts from what the store has, which holds no deleted token.
+                self._pool.namespaces.forget_learned()
 
     def _forget_stored(self, store: SequenceStore, selection: Selection, expiring: bool) -> int:
         with store.segments.writing():
@@ -92,11 +92,11 @@ class Deleter:
         return count
 
     def _forget_in_memory(self, selection: Selection) -> int:
-        partitions = self._pool.partitions(selection.scope)
+        partitions = self._pool.namespaces.partitions(selection.scope)
         chosen = [(partition, partition.selected(selection)) for partition in partitions]
         for partition, numbers in chosen:
             self._pool.forget(partition, numbers)
-        self._pool.replace_learned({})
+        self._pool.namespaces.forget_learned()
         count = sum(len(numbers) for _, numbers in chosen)
         self._pool.count(forgotten=count)
         return count

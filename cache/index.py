@@ -61,6 +61,17 @@ class IndexUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexWork:
+    """Work since the index was made, in positions looked at, sorted or moved; drafts wait for none of it."""
+
+    appended: int  # tokens
+    removed: int  # tokens
+    locked: int  # done while other changes waited
+    longest_hold: int  # the most of that in one go
+    background: int  # done while nobody waited
+
+
+@dataclass(frozen=True, slots=True)
 class Frozen:
     """A read-only copy of an index, as four arrays. `SuffixIndex.load` reads them from a file in this order.
 
@@ -102,19 +113,33 @@ def checksum(data: bytes | NDArray[np.uint8]) -> int:
     return _native.checksum(np.frombuffer(data, dtype=np.uint8))
 
 
+def quiesce() -> None:
+    """Wait until no thread is inside the native code; from now on it keeps the interpreter's lock.
+
+    For the end of the process: a thread that asks for that lock while the interpreter ends would abort the process.
+    """
+    _native.quiesce()
+
+
 class SuffixIndex:
     """Finds the tokens that followed a context in many sequences of token ids. Integers name the sequences.
 
     Unknown sequences raise `KeyError`; appending to a closed sequence raises `InvalidRequestError`. At most `tail`
     tokens are matched one by one, and a sorted run is at least `ratio` times as large as the next; both change the
     speed only.
+
+    Drafting waits for no change of an index, however large. Changes take work in proportion to the tokens given; larger
+    merges follow before the call returns or, if `deferred`, whenever `merge_step` is called. Queries know of a change
+    when it returns, merged or not.
     """
 
-    def __init__(self, *, tail: int = 128, ratio: int = 8) -> None:
-        self.native = _native.SuffixIndex(tail, ratio)
+    def __init__(self, *, tail: int = 128, ratio: int = 8, deferred: bool = False) -> None:
+        self.native = _native.SuffixIndex(tail, ratio, deferred)
 
     @classmethod
-    def load(cls, file: int, offset: int, counts: PartCounts, checksums: PartCounts) -> SuffixIndex:
+    def load(
+        cls, file: int, offset: int, counts: PartCounts, checksums: PartCounts, *, deferred: bool = False
+    ) -> SuffixIndex:
         """Map a frozen index that lies in the open file descriptor `file` from byte `offset` to the file's end.
 
         The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` if the file is not
@@ -122,7 +147,7 @@ class SuffixIndex:
         """
         index = cls()
         try:
-            index.native = _native.SuffixIndex.load(file, offset, counts, checksums)
+            index.native = _native.SuffixIndex.load(file, offset, counts, checksums, deferred)
         except ValueError as error:
             raise CacheDamagedError(str(error)) from error
         except MemoryError as error:
@@ -130,7 +155,7 @@ class SuffixIndex:
         return index
 
     def freeze(self, sequences: Sequence[int] | NDArray[np.int64]) -> Frozen:
-        """Copy those `sequences` that exist, for `load`. Other threads may append; drafting is not held up at all."""
+        """Copy those `sequences` that exist, for `load`. Nobody is held up."""
         return Frozen(*self.native.freeze(np.ascontiguousarray(sequences, dtype=np.int64)))
 
     def append(self, sequence: int, tokens: TokensLike, context: TokensLike = EMPTY) -> None:
@@ -157,8 +182,24 @@ class SuffixIndex:
             raise InvalidRequestError(str(error)) from error
 
     def remove(self, sequences: Sequence[int] | NDArray[np.int64]) -> None:
-        """Delete sequences in one pass over the index. Unknown sequences are ignored."""
+        """Delete sequences, in time in proportion to their tokens. Unknown sequences are ignored.
+
+        No query and no draft that begins after the return knows them. Merging gives their memory back.
+        """
         self.native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
+
+    def merge_step(self) -> bool:
+        """Do one piece of the work that a `deferred` index has put off; false when there is none.
+
+        Any thread may call it, and nobody waits for it: other threads draft, append and remove meanwhile. While another
+        thread is at it, it returns false at once.
+        """
+        return self.native.merge_step()
+
+    @property
+    def merging_due(self) -> bool:
+        """Whether `merge_step` has something to do. Constant time."""
+        return self.native.merging_due
 
     def tokens(self, sequence: int) -> Tokens:
         return self._known(sequence, self.native.tokens)
@@ -191,6 +232,13 @@ class SuffixIndex:
     def usage(self) -> IndexUsage:
         return IndexUsage(*self.native.usage())
 
+    def oldest(self, tokens: int) -> NDArray[np.int64]:
+        """The least recently used sequences, that one first, that together hold `tokens` tokens or more; else all."""
+        return self.native.oldest(tokens)
+
+    def work(self) -> IndexWork:
+        return IndexWork(*self.native.work())
+
     @property
     def sequence_count(self) -> int:
         return self.native.sequence_count
@@ -200,11 +248,19 @@ class SuffixIndex:
         return self.native.token_count
 
     def memory_bytes(self) -> int:
-        """Bytes that the index holds, by the capacity of its parts, a mapped file included. Constant time."""
+        """Bytes that the index holds, a mapped file and copies made for a merge included. Constant time."""
         return self.native.memory_bytes()
 
+    def transient_bytes(self) -> int:
+        """Bytes taken in addition while a log with much deleted text is written anew. Constant time."""
+        return self.native.transient_bytes()
+
+    def reclaimable_bytes(self) -> int:
+        """Bytes of deleted text among them, which merging gives back. Constant time."""
+        return self.native.reclaimable_bytes()
+
     def mapped_bytes(self) -> int:
-        """Bytes of the index that are pages of a mapped file and were not written to since."""
+        """Bytes of the index that are pages of a mapped file."""
         return self.native.mapped_bytes()
 
     def check_integrity(self) -> None:
@@ -306,7 +362,7 @@ DraftJob = tuple[IndexDrafter, Sequence[Sourced], Tokens, int, float, bool]
 def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> list[Draft]:
     """Draft for all jobs in one call, over several threads where there is enough to do.
 
-    An index that cannot be read within `patience` seconds, because another thread deletes from it, is left out.
+    A draft that is not complete after `patience` seconds is what there is of it then: its likeliest part.
     """
     native = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:

@@ -1,56 +1,115 @@
-"""One namespace's part of the cache: its cached past outputs, its drafter's learned state, its sessions."""
+"""One namespace's part of the cache: its cached past outputs, its drafter's learned state, its sessions and groups."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 
 import numpy as np
 
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.index import Frozen, IndexDrafter, SuffixIndex
+from agentspec.cache.memory.group import Group, Membership
+from agentspec.cache.memory.sessions import Sessions
 from agentspec.cache.record import SequenceMeta, SequenceRecord
-from agentspec.cache.sessions import Sessions
 from agentspec.cache.tokens import EMPTY, MOST_LEARNED, Tokens, inflate
 from agentspec.errors import CacheFormatError
 from agentspec.types import Namespace
 
-_OVERHEAD = 192 << 10  # bytes of a drafter's learned state and the objects around it
+_OVERHEAD = 2560  # bytes of the Python objects of an empty namespace
 _META_BYTES = 256  # bytes of a SequenceMeta with its place in the table
 
 
 class Partition:
-    """One namespace's outputs, drafter and sessions. Namespaces share neither tokens nor learned states.
+    """One namespace's outputs, drafter, sessions and groups. Namespaces share neither tokens nor learned states.
 
-    `add`, `covered` and reading are thread-safe; for the other methods the caller holds the pool's lock.
+    `lock` guards all but drafting and `merge`, which nobody waits for; whoever takes it from outside looks whether the partition is `retired`: then it has
+    left the cache, and a request that comes later gets another. What a namespace has not changed takes no memory.
     """
 
-    def __init__(self, namespace: Namespace) -> None:
+    __slots__ = (
+        "_groups",
+        "_hits_version",
+        "_learned_version",
+        "_meta",
+        "_reported",
+        "added",
+        "drafter",
+        "group_bytes",
+        "loaded",
+        "lock",
+        "measured",
+        "merging",
+        "namespace",
+        "owed",
+        "retired",
+        "sessions",
+        "shared",
+        "used_at",
+    )
+
+    def __init__(self, namespace: Namespace, *, loaded: bool = True) -> None:
         self.namespace = namespace
-        self.shared = SuffixIndex()
+        self.lock = threading.RLock()
+        self.merging = threading.Lock()
+        self.shared = SuffixIndex(deferred=True)
         self.drafter = IndexDrafter()
         self.sessions = Sessions()
+        self.loaded = loaded  # whether it has what the store has
+        self.retired = False
         self.added = 0  # tokens added since this object was made
+        self.measured = 0  # bytes that the table has booked for it,
+        self.owed = 0  # and for its text that is gone but not merged away
+        self.used_at = time.monotonic()
+        self.group_bytes = 0
+        self._groups: dict[str, Group] = {}
+        self._hits_version = self._learned_version = self.learning
         self._reported: dict[int, int] = {}  # hits by sequence, as of the last `fresh_hits`
         self._meta: dict[int, SequenceMeta] = {}
-        self._meta_lock = threading.Lock()  # outputs are added without the pool's lock
 
     @property
     def is_empty(self) -> bool:
-        return not len(self.sessions) and not self.shared.sequence_count
+        return not len(self.sessions) and not self.shared.sequence_count and not self._groups
+
+    @property
+    def learning(self) -> int:
+        """Grows whenever the drafter learns."""
+        return self.drafter.version
+
+    def idle_since(self, seconds: float) -> bool:
+        """Whether no request is open, and none was begun for so many seconds."""
+        return not self.sessions.busy and time.monotonic() - self.used_at >= seconds
 
     def memory_bytes(self) -> int:
-        return self._past_bytes() + self.sessions.memory_bytes + _OVERHEAD
+        own = self.drafter.memory_bytes() + _OVERHEAD
+        return self._past_bytes() + self.sessions.memory_bytes + self.group_bytes + own
 
     def _past_bytes(self) -> int:
         return self.shared.memory_bytes() + _META_BYTES * len(self._meta)
 
+    def reclaimable_bytes(self) -> int:
+        """Bytes of text that is gone, among `memory_bytes`: merging gives them back."""
+        return self.shared.reclaimable_bytes()
+
+    def merge(self, enough: Callable[[], bool], *, wait: bool = True) -> None:
+        """Do the work that adding and deleting have put off, a piece at a time, until `enough()`.
+
+        Only one thread does it at a time; without `wait` the others leave it to that one. No lock need be held.
+        """
+        if self.merging.acquire(blocking=wait):
+            try:
+                while not enough() and self.shared.merge_step():
+                    pass
+            finally:
+                self.merging.release()
+
     def add(self, record: SequenceRecord) -> None:
         """Add a finished output to the cached past outputs."""
-        with self._meta_lock:
+        with self.lock:
             self.shared.append(record.sequence, record.tokens, record.context)
             self._meta[record.sequence] = record.meta
             self.added += len(record.tokens)
@@ -59,10 +118,34 @@ class Partition:
         """Whether a sequence is among the cached past outputs."""
         return sequence in self._meta
 
+    # Groups.
+
+    def join(self, name: str, context: Tokens) -> Membership:
+        """A further member of the group of that name."""
+        group = self._groups.setdefault(name, Group())
+        group.members += 1
+        self.measure_group(group)
+        return group.join(context)
+
+    def leave(self, name: str, member: Membership) -> None:
+        """A member has ended; with the last the group's text goes."""
+        member.group.members -= 1
+        if member.group.members:
+            self.measure_group(member.group)
+        else:
+            self.group_bytes -= member.group.measured
+            del self._groups[name]
+
+    def measure_group(self, group: Group) -> None:
+        """Account for a group's present size."""
+        size = group.size()
+        self.group_bytes += size - group.measured
+        group.measured = size
+
     def adopt(self, index: SuffixIndex, meta: dict[int, SequenceMeta]) -> None:
         """Use a saved index as the cached past outputs. Its hits count as reported."""
         usage = index.usage()
-        with self._meta_lock:
+        with self.lock:
             self.shared = index
             self._meta = meta
             self._reported = dict(zip(usage.sequences.tolist(), usage.hits.tolist(), strict=True))
@@ -76,42 +159,49 @@ class Partition:
         """The drafter's learned state as bytes, for `restore`."""
         return zlib.compress(self.drafter.state().astype("<f8").tobytes(), level=1)
 
-    def restore(self, learned: bytes) -> None:
+    def fresh_learned(self) -> bytes | None:
+        """The learned state; None where it is what `restore` got, or the last call returned."""
+        version = self.learning
+        if version == self._learned_version:
+            return None
+        self._learned_version = version
+        return self.learned()
+
+    def restore(self, learned: bytes, *, saved: bool = True) -> None:
         """Continue from the state `learned`; if it cannot be read, the drafter learns from the start."""
         with contextlib.suppress(CacheFormatError, zlib.error, ValueError):
             self.drafter.restore(np.frombuffer(inflate(learned, MOST_LEARNED), dtype="<f8"))
+        self._learned_version = self.learning if saved else -1
 
     def evict(self, excess: int) -> int:
         """Free about `excess` bytes; returns how many sequences and sessions were evicted, 0 when none could be.
 
-        Evicts the least recently used from whichever is larger, cached past outputs or sessions. A sequence is used
+        What sequences took is given back when `merge` comes to it. Evicts the least recently used from whichever is larger, cached past outputs or sessions. A sequence is used
         when it is added and whenever it predicted a token rightly.
         """
-        past = self._past_bytes()
-        if self.sessions.memory_bytes >= past and self.sessions.evict():
-            return 1
+        sessions, goal = 0, self.sessions.memory_bytes - excess
+        while self.sessions.memory_bytes > max(goal, self._past_bytes() - 1) and self.sessions.evict():
+            sessions += 1
+        if sessions:
+            return sessions
         if self.shared.sequence_count:
-            return self._evict_past(excess / past)
+            return self._evict_past(excess / self._past_bytes())
         return int(self.sessions.evict())
 
     def _evict_past(self, share: float) -> int:
-        usage = self.shared.usage()
-        order = np.argsort(usage.last_used, kind="stable")
-        quota = max(share, 1 / 16) * self.shared.token_count
-        # Every removal is one pass over the index, so at least a sixteenth of the tokens is removed at once.
-        gone = order[: int(np.searchsorted(np.cumsum(usage.lengths[order]), quota)) + 1]
-        self._remove(usage.sequences[gone].tolist())
+        gone = self.shared.oldest(max(1, int(share * self.shared.token_count)))
+        self._remove(gone.tolist())
         return len(gone)
 
     def _remove(self, sequences: list[int]) -> None:
-        with self._meta_lock:
+        with self.lock:
             self.shared.remove(sequences)
             for sequence in sequences:
                 self._reported.pop(sequence, None)
                 self._meta.pop(sequence, None)
 
     def _known(self) -> list[tuple[int, SequenceMeta]]:
-        with self._meta_lock:
+        with self.lock:
             return list(self._meta.items())
 
     # Deletions.
@@ -142,6 +232,10 @@ class Partition:
 
     def fresh_hits(self) -> list[tuple[int, int]]:
         """(sequence, hits since the last call) of every sequence with new hits."""
+        version = self.learning  # grows with every hit
+        if version == self._hits_version:
+            return []
+        self._hits_version = version
         usage = self.shared.usage()
         hit = np.flatnonzero(usage.hits)
         totals = dict(zip(usage.sequences[hit].tolist(), usage.hits[hit].tolist(), strict=True))

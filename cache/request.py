@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.deletion import Decode
 from agentspec.cache.index import DEPTH, DraftJob, IndexDrafter, Sourced, SuffixIndex, propose_batch, require_budget
+from agentspec.cache.memory.sessions import TRANSCRIPT, Session
 from agentspec.cache.partition import Partition
 from agentspec.cache.pool import CachePool
-from agentspec.cache.sessions import TRANSCRIPT, Session
 from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
 from agentspec.errors import CacheClosedError, InvalidRequestError
 from agentspec.types import Draft, Labels, Source
@@ -37,6 +38,7 @@ class CacheRequest:
         *,
         store: bool,
         decode: Decode | None = None,
+        group: str | None = None,
     ) -> None:
         self.pool = pool
         self.labels = labels
@@ -47,10 +49,13 @@ class CacheRequest:
         self._prompt_end = prompt[-DEPTH:].copy()
         self._context = self._prompt_end
         self._output: list[Tokens] = []
-        self._indexes: list[Sourced] = [(session.index, Source.SESSION), (partition.shared, Source.SHARED)]
         self._length = 0  # of the output
         self._drafts: dict[int, Draft] = {}  # drafts not counted yet, by the place in the output where they begin
         self._open = True
+        self._indexes: list[Sourced] = [(session.index, Source.SESSION), (partition.shared, Source.SHARED)]
+        self._group = group
+        if group is not None:
+            self.include(pool.join(partition, session, group, self._prompt_end).group.index, Source.SHARED)
 
     @property
     def context(self) -> Tokens:
@@ -130,6 +135,8 @@ class CacheRequest:
             if not self._session.forgotten:
                 self._session.index.append(TRANSCRIPT, part)
             self._context = np.concatenate((self._context, part))[-DEPTH:]
+            if self._session.membership:
+                self._session.membership.append(part)
         if len(committed):
             self._output.append(committed.copy())
             self._length += len(committed)
@@ -151,8 +158,12 @@ class CacheRequest:
         if not self._open:
             return
         self._open = False
+        if self.pool.closed:
+            return
         try:
-            if not self.pool.closed and self.store:
+            if self._group is not None:
+                self.pool.leave(self._partition, self._session, self._group, keep=clean)
+            if self.store:
                 if not clean:
                     self.pool.count(partial=1)
                 elif self._output:
@@ -166,6 +177,9 @@ class CacheRequest:
         """Stop drafting from the session's own text if the session was deleted meanwhile."""
         if self._session.forgotten:
             self._indexes = [pair for pair in self._indexes if pair[0] is not self._session.index]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a CacheRequest cannot be pickled or copied: it belongs to the cache that began it")
 
     def __enter__(self) -> CacheRequest:
         return self

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,11 @@ from numpy.typing import NDArray
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, seconds_of, select
+from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
+from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest, draft_batch
+from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft, Labels, Namespace
@@ -49,28 +51,39 @@ class SuffixCache:
         namespace: Namespace,
         memory_bytes: int,
         tenant_memory_bytes: int | None,
+        tenant_namespaces: int | None,
         retention: float | None,
         content_filter: ContentFilter | None,
         store_error: str | None,
+        responses: ResponseLimits,
     ) -> None:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
         self._namespace = namespace
-        process = int.from_bytes(os.urandom(4)) >> 1
         self._pool = CachePool(
             memory_bytes,
             tenant_memory_bytes,
+            tenant_namespaces=tenant_namespaces,
             content_filter=content_filter,
-            first_sequence=process << 32,  # numbers are unique among the processes that share a store
+            numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
+        self.responses: ResponseStore = MemoryResponses(responses)
+        if store:
+            from agentspec.cache.responses.table import DatabaseResponses
+
+            self.responses = table = DatabaseResponses(store.database, responses)
+            store.also_forgets.append(table.forget_within)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
+        self._left_behind = False
+        self._starting = threading.Lock()
+        self._pool.namespaces.on_pressure = self._relieve_soon
         self._sync: StoreSync | None = None
         if store:
             from agentspec.cache.sync import StoreSync
 
-            self._sync = StoreSync(self._pool, store, self._deleter, process)
+            self._sync = StoreSync(self._pool, store, self._deleter)
 
     @classmethod
     def open(
@@ -82,23 +95,28 @@ class SuffixCache:
         disk_bytes: int | None = None,
         tenant_memory_bytes: int | None = None,
         tenant_disk_bytes: int | None = None,
+        tenant_namespaces: int | None = 4096,
         mode: Mode = "auto",
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
+        responses_bytes: int = 64 << 20,
+        responses_age: float | None = 30 * 86400.0,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
         Requests that name no namespace use `namespace`. `memory_bytes` bounds the index and `disk_bytes` the database
-        with its segments; the tenant limits bound one tenant's part of each. In memory the least recently used
-        sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
-        bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
+        with its segments; the tenant limits bound one tenant's part of each, `tenant_namespaces` how many of its
+        namespaces are in memory at once (those that no request uses leave it; from a database they come back). In
+        memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its
+        writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
         `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no permission, no room, no
         server), "auto" warns and goes on in memory, and the other modes raise `CacheUnavailableError`.
 
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once and every hour. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
-        output serves its own session only. Raises `ConfigurationError` for settings that cannot work, and
-        `CacheFormatError` for a database that cannot be read.
+        output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
+        limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Raises
+        `ConfigurationError` for settings that cannot work, and `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
@@ -106,6 +124,8 @@ class SuffixCache:
         for name, limit in {"memory_bytes": memory_bytes, "tenant_memory_bytes": tenant_memory_bytes, **disk}.items():
             if limit is not None and not (isinstance(limit, int) and limit > 0):
                 raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
+        if tenant_namespaces is not None and not (isinstance(tenant_namespaces, int) and tenant_namespaces > 0):
+            raise ConfigurationError(f"tenant_namespaces must be 1 or more, or None, not {tenant_namespaces!r}")
         try:
             kept = None if retention is None else seconds_of(retention, "retention")
             default = namespace_of(namespace)
@@ -113,9 +133,12 @@ class SuffixCache:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns else None
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
-        cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing)
+        limits = response_limits(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
+        memory = memory_bytes, tenant_memory_bytes, tenant_namespaces
+        cache = cls(store, default, *memory, kept, content_filter, missing, limits)
         try:
-            cache._start()
+            lifetime.register(cache)
+            cache._start(mode)
         except BaseException:
             cache.close()
             raise
@@ -157,22 +180,31 @@ class SuffixCache:
         step: str | None = None,
         store: bool = True,
         decode: Decode | None = None,
+        group: str | None = None,
     ) -> CacheRequest:
         """Begin a request that continues `prompt`. With `store=False` the cache keeps nothing of it once it is closed.
+
+        Requests of one namespace that name the same `group`, such as several answers to one prompt, draft from each
+        other's outputs as these grow; what they put out is dropped with the group when its last request ends. A cache
+        with `refuse_patterns` refuses groups.
 
         `decode` turns token ids into text; only a cache with `refuse_patterns` needs and calls it. Without a session
         name, the request joins the session whose last prompt `prompt` continues. Raises `InvalidRequestError` unless
         `prompt` holds token ids, `CacheClosedError` after close.
         """
         tokens = as_tokens(prompt, "prompt")
-        for name, label in (("session", session), ("workflow", workflow), ("step", step)):
+        for name, label in (("session", session), ("workflow", workflow), ("step", step), ("group", group)):
             if not isinstance(label, str | None):
                 raise InvalidRequestError(f"{name} must be a string or None, not {label!r}", param=name)
         self._pool.require_open()
         chosen = self._namespace if namespace is None else namespace_of(namespace)
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
-        return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode)
+        try:
+            return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode, group=group)
+        except BaseException:
+            self._pool.release(partition, found)
+            raise
 
     def draft_batch(
         self,
@@ -224,7 +256,10 @@ class SuffixCache:
             text=text,
             decode=decode,
         )
-        return self._deleter.forget(selection)
+        count = self._deleter.forget(selection)
+        if self._store is None:
+            self.responses.forget(selection)
+        return count
 
     def flush(self) -> None:
         """Wait until the outputs of all requests closed so far are on disk. Raises `CacheError` if writing fails."""
@@ -245,7 +280,8 @@ class SuffixCache:
 
     def tenant_bytes(self) -> dict[str, int]:
         """The bytes that each tenant takes in memory, over all its namespaces."""
-        return dict(self._pool.bytes_by_tenant())
+        self._pool.require_open()
+        return dict(self._pool.namespaces.bytes_by_tenant())
 
     def stats(self) -> CacheStats:
         """A snapshot of sizes and counts. Raises `CacheClosedError` after close."""
@@ -260,6 +296,7 @@ class SuffixCache:
             store_error=self._store.error,
             segment_error=self._sync.segment_error,
             unwritten=self._store.dropped,
+            damaged=self._store.damaged,
         )
 
     def check_integrity(self) -> None:
@@ -270,15 +307,33 @@ class SuffixCache:
 
     def close(self) -> None:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
+        if self._left_behind:
+            return
+        lifetime.unregister(self)
         with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
             if self._store:
                 released.callback(self._store.close)
             released.callback(self._pool.close)
+            self._pool.namespaces.stopping = True
             if self._maintenance:
                 self._maintenance.close()
             if self._sync and not self.closed:
                 self._sync.close()
                 self._sync.report_usage()
+
+    def leave_behind(self, reason: str) -> None:
+        """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open."""
+        self._left_behind = True
+        self._maintenance = None
+        self._pool.leave_behind(reason)
+        if self._store:
+            self._store.leave_behind()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a SuffixCache cannot be pickled or copied: it belongs to the process that opened it. Send its path, and"
+            " open it there with SuffixCache.open"
+        )
 
     def __enter__(self) -> SuffixCache:
         return self
@@ -286,21 +341,46 @@ class SuffixCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start(self, mode: Mode) -> None:
         """Load the sequences kept on disk and start the maintenance thread."""
         if self._sync:
-            self._sync.start()
+            self._sync.start(claim=mode != "follower")
         if self._store or self._deleter.expires:
-            self._maintenance = MaintenanceThread(
-                self._maintain, seconds=_MAINTENANCE_SECONDS, name="agentspec-cache-maintenance"
-            )
+            self._maintenance_thread()
+
+    def _maintenance_thread(self) -> MaintenanceThread:
+        """The thread; a cache in memory starts it when there is something to do beside the requests."""
+        with self._starting:
+            if self._maintenance is None:
+                self._maintenance = MaintenanceThread(
+                    self._maintain,
+                    seconds=_MAINTENANCE_SECONDS,
+                    name="agentspec-cache-maintenance",
+                    urgent=self._pool.namespaces.relieve,
+                )
+            return self._maintenance
+
+    def _relieve_soon(self) -> None:
+        if not self.closed:
+            (self._maintenance or self._maintenance_thread()).wake()
 
     def _maintain(self) -> None:
+        self._pool.namespaces.relieve()
         if self._sync:
             self._sync.follow()
         self._deleter.maintain()
         if self._sync:
             self._sync.maintain()
+        self.responses.maintain()
+
+
+def response_limits(
+    total: int, age: float | None, retention: float | None, disk: int | None, tenant_disk: int | None
+) -> ResponseLimits:
+    """The limits of stored answers: a quarter of the disk's at most, so that sequences can make room for the rest."""
+    ages = [seconds for seconds in (age, retention) if seconds is not None]
+    shares = [total] if disk is None else [total, disk // 4]
+    return ResponseLimits(min(shares), None if tenant_disk is None else tenant_disk // 4, min(ages, default=None))
 
 
 def namespace_of(value: str | Namespace) -> Namespace:
@@ -311,31 +391,3 @@ def namespace_of(value: str | Namespace) -> Namespace:
         return value
     message = f"namespace must be a string or a Namespace of strings, not {value!r}"
     raise InvalidRequestError(message, param="namespace")
-
-
-class MaintenanceThread:
-    """Calls `work` every `seconds` in its own thread. A failure is logged unless it repeats the last message."""
-
-    def __init__(self, work: Callable[[], None], *, seconds: float, name: str) -> None:
-        self._work = work
-        self._seconds = seconds
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread and wait for it. Idempotent."""
-        self._closing.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        last = None
-        while not self._closing.wait(self._seconds):
-            try:
-                self._work()
-                last = None
-            except Exception as error:
-                if str(error) != last:
-                    _log.warning("looking after the cache failed: %s", error)
-                last = str(error)

@@ -13,6 +13,7 @@ from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
 from agentspec.cache.storage.segment_folder import LoadedSegment
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import CacheError, CacheLockedError
+from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
 
@@ -21,24 +22,25 @@ _GROWN = 1 << 16  # a running process rewrites a segment that lacks so many toke
 _GROWN_SHARE = 1 / 4  # if they are at least this share of the namespace's tokens
 _CLOSING = 1 << 14  # the same for a closing process: fewer tokens are quickly read from the database
 _CLOSING_SHARE = 1 / 128
+_RETRY = 1.0  # seconds until loading is tried again after a failure
 _PAUSE = 60.0  # seconds between two attempts to save a namespace's segment
 
 
 class StoreSync:
-    """Moves sequences between a cache's pool and its store. The store's writer saves segments; all processes map them.
+    """Moves sequences between a cache's pool and its store. The writer saves segments, and all processes map them.
 
-    `process` is the upper half of the sequence numbers that this process assigns.
+    A namespace is loaded when a request uses it.
     """
 
-    def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter, process: int) -> None:
+    def __init__(self, pool: CachePool, store: SequenceStore, deleter: Deleter) -> None:
         self._pool = pool
         self._store = store
         self._segments = store.segments
         self._deleter = deleter
-        self._process = process
         self._started = False
         self._saved: dict[str, int] = {}  # Partition.added when the segment on disk was saved, by namespace key
         self._tried: dict[str, float] = {}
+        self._load_at = 0.0  # when loading is tried again
 
     @property
     def segment_error(self) -> str | None:
@@ -50,48 +52,81 @@ class StoreSync:
 
     # Reading.
 
-    def start(self) -> None:
-        """Map the segments, then load the newest sequences that the segments lack, as many as fit."""
+    def start(self, *, claim: bool) -> None:
+        """List what the store holds, and load the namespaces written last; others are loaded when they are used.
+
+        With `claim`, sequence numbers are claimed at once and not with the first output.
+        """
+        if claim:
+            self._store.claim_numbers()
         self._deleter.expire()
-        self._pool.replace_learned(self._store.learned())
         if self._store.mode == "writer":
             self._segments.sweep()
-        beyond = self._load()
-        self._pool.ingest(self._store.newest(max(0, self._pool.free_bytes()) // BYTES_PER_TOKEN, beyond))
+        self._store.position()
+        saved = self._segments.namespaces()  # before the rows: those of a segment are committed before it is written
+        stored = [one.namespace for one in self._store.namespaces()]
+        self._store.learned_of(Namespace(""))  # raises where a table is missing: better now than later
+        for key in set(saved) - {namespace.key for namespace in stored}:
+            self._segments.delete(key)
+        self._pool.namespaces.source = self
+        for namespace in reversed(stored):
+            if self._pool.namespaces.preload(namespace) is None:
+                break
         with contextlib.suppress(CacheError):  # the maintenance thread tries again, and reports it
             self._store.secure_erase()
         self._started = True
 
-    def _load(self) -> dict[str, int]:
-        """Map the segments; returns for each such namespace (by key) the last row that need not be read again."""
-        beyond = {}
-        for key in self._segments.namespaces():
-            if loaded := self._segments.load(key, self._wanted):
-                complete = self._adopt(loaded)
-                if complete or self._pool.free_bytes() < self._pool.limit / 2:
-                    beyond[key] = loaded.segment.coverage.row
-        return beyond
+    def can_reload(self) -> bool:
+        """Whether outputs are being written, so that a namespace that leaves memory is found again."""
+        return self._store.error is None
 
-    def _wanted(self, segment: Segment) -> bool:
-        """Whether a segment fits into memory. A segment that holds deleted sequences is deleted and not wanted.
+    def load(self, partition: Partition, room: int) -> None:
+        """Fill a partition that is not loaded, under its lock, with at most `room` bytes.
+
+        Where the database does not answer, the namespace goes on without its past, and is loaded later.
+        """
+        if time.monotonic() < self._load_at:
+            return
+        try:
+            self._fill(partition, room)
+            partition.loaded = True
+        except CacheError as error:
+            self._load_at = time.monotonic() + _RETRY
+            _log.warning("a namespace cannot be loaded: %s", error)
+
+    def _fill(self, partition: Partition, room: int) -> None:
+        namespace, row = partition.namespace, 0
+        if not partition.learning and (learned := self._store.learned_of(namespace)):
+            partition.restore(learned)
+        self._saved[namespace.key] = 0
+        if self._segments.kept and not partition.shared.sequence_count:
+            loaded = self._segments.load(namespace.key, lambda segment: self._wanted(segment, room))
+            if loaded and (self._adopt(loaded, partition) or partition.memory_bytes() > room // 2):
+                row = loaded.segment.coverage.row
+        left = max(0, room - partition.memory_bytes()) // BYTES_PER_TOKEN
+        for record in self._store.load(namespace, left, row):
+            if not partition.holds(record.sequence):
+                partition.add(record)
+
+    def _wanted(self, segment: Segment, room: int) -> bool:
+        """Whether a segment fits into `room` bytes. A segment that holds deleted sequences is deleted and not wanted.
 
         Such a segment is left where a process was killed between logging a deletion and deleting the segment.
         """
         if any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion)):
             self._segments.delete(segment.namespace.key)
             return False
-        return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.meta) <= self._pool.free_bytes()
+        return segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.meta) <= room
 
-    def _adopt(self, loaded: LoadedSegment) -> bool:
+    def _adopt(self, loaded: LoadedSegment, partition: Partition) -> bool:
         """Use a segment, less the sequences deleted from the store. Returns whether it has all rows that it covers."""
         segment, cover = loaded.segment, loaded.segment.coverage
         meta = dict(zip(loaded.sequences, segment.meta, strict=True))
-        partition = self._pool.partition(segment.namespace)
         partition.adopt(loaded.index, meta)
         self._saved[segment.namespace.key] = partition.added
         if self._store.extent(segment.namespace, until=cover.row) != (cover.rows, cover.newest):
-            self._pool.forget(partition, meta.keys() - self._store.numbers(segment.namespace, until=cover.row))
-            if partition.is_empty:
+            partition.forget(meta.keys() - self._store.numbers(segment.namespace, until=cover.row))
+            if not partition.shared.sequence_count:
                 self._segments.delete(segment.namespace.key)
         return len(meta) == cover.rows
 
@@ -102,7 +137,7 @@ class StoreSync:
             self._segments.sweep()
             self._deleter.expire_soon()
         with self._deleter.following:
-            self._pool.ingest(self._store.poll(self._process))
+            self._pool.ingest(self._store.poll(self._store.numbering.process))
 
     def _catch_up(self) -> None:
         """Apply all sequences and deletions that other processes have written."""
@@ -118,18 +153,14 @@ class StoreSync:
         self._store.flush()
 
     def report_usage(self) -> None:
-        """Give the store the hits of sequences and the drafters' learned states."""
+        """Give the store the hits of sequences and the learned states that changed."""
         with self._deleter.following:
-            partitions = self._pool.partitions()
-            self._store.put_usage(
-                [hits for partition in partitions for hits in partition.fresh_hits()],
-                {partition.namespace.key: partition.learned() for partition in partitions},
-            )
+            self._store.put_usage(*self._pool.take_usage())
 
     def maintain(self) -> None:
         """Called periodically: enforce the disk budgets, whichever process wrote, and save segments that lack much."""
         self._store.enforce_budget()
-        for partition in self._pool.partitions():
+        for partition in self._pool.namespaces.partitions():
             paused = time.monotonic() - self._tried.get(partition.namespace.key, -_PAUSE) >= _PAUSE
             if paused and self._lacks(partition, _GROWN, _GROWN_SHARE):
                 self._try_to_save(partition)
@@ -143,7 +174,7 @@ class StoreSync:
             raise CacheLockedError("another process is the writer of this cache; compact there, or when it has ended")
         self.flush()
         self._catch_up()
-        for partition in self._pool.partitions() if self._segments.kept else ():
+        for partition in self._pool.namespaces.partitions() if self._segments.kept else ():
             try:
                 self._save(partition)
             except OSError as error:
@@ -153,7 +184,7 @@ class StoreSync:
 
     def close(self) -> None:
         """Save the segments that lack so many tokens that the next start would be slow."""
-        lacking = [one for one in self._pool.partitions() if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
+        lacking = [one for one in self._pool.namespaces.partitions() if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
         if not self._started or not lacking:
             return
         with contextlib.suppress(CacheError):  # sequences not in the database are left out of the segments

@@ -93,14 +93,14 @@ def _in_head(body: bytes, key: str) -> Any:
 
 def _anywhere(body: bytes, key: str) -> Any:
     """The value, found by counting the brackets before each place where the key stands."""
-    outline = _Outline(body)
+    nesting = _Nesting(body)
     needle = json.dumps(key).encode()
     for place in islice(_places(body, needle), _MOST_PLACES):
         if body[place - 1 : place] == b"\\":
             continue
-        outline.advance(place)
+        nesting.advance(place)
         colon = _COLON.match(body, place + len(needle))
-        if outline.depth == 1 and not outline.in_string and colon is not None:
+        if nesting.depth == 1 and not nesting.in_string and colon is not None:
             window = body[colon.end() : colon.end() + WINDOW]
             end = _value_end(mask_escapes(window), 0)
             return _value(window[:end]) if 0 <= end < len(window) else None
@@ -117,7 +117,7 @@ def _places(body: bytes, needle: bytes) -> Iterator[int]:
             place = body.find(needle, place + 1, end)
 
 
-class _Outline:
+class _Nesting:
     """Reads on in a JSON text and tells how many arrays and objects, and whether a string, are open where it is."""
 
     def __init__(self, body: bytes) -> None:

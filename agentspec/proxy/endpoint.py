@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -19,20 +19,23 @@ from agentspec.protocol.obfuscation import filler
 from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
 from agentspec.proxy.admission.auth import Caller, read_caller
-from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
-from agentspec.proxy.admission.limits import Deadline, Deadlines, until_disconnect
+from agentspec.proxy.admission.concurrency import Admission
+from agentspec.proxy.admission.engine_places import EnginePlaces
+from agentspec.proxy.admission.limits import Deadline, Deadlines, DisconnectWatch, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
-from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import log_unexpected, outcome
+from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
 from agentspec.proxy.streaming.pacing import paced
+from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
@@ -50,7 +53,10 @@ EVENT_STREAM = [
 
 @dataclass(slots=True)
 class Exchange:
-    """One admitted request, whose body was read as `fields`, and the ways to answer it."""
+    """One admitted request, whose body was read as `fields`, and the ways to answer it.
+
+    What it holds in memory besides its body is reported to `account`.
+    """
 
     scope: Scope
     send: Send
@@ -60,6 +66,7 @@ class Exchange:
     route: Route
     body: bytes
     fields: Mapping[str, Any]
+    account: BodyAccount
 
     def release(self) -> None:
         """Drop the body, which nobody needs any more: an answer can take minutes."""
@@ -70,47 +77,68 @@ class Exchange:
 class GenerationEndpoint:
     """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses.
 
-    `settings` may be replaced while requests run.
+    `settings` may be replaced while requests run. `engine` answers for the models that are in another process.
     """
 
     framing: ClassVar[Framing] = CHUNKS
+    generates: ClassVar[bool] = True  # else an engine has no work with it, and it needs no place there
     path: str
     runtime: Runtime
     settings: ServerSettings
-    limiter: ConcurrencyLimiter
+    limiter: Admission
     budget: BodyBudget
     deadlines: Deadlines
+    places: EnginePlaces
+    engine: EngineLink | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        async with self.limiter.enter(record.tenant, receive) as receive:
-            with self.budget.account(record.tenant) as account:
+        with self.budget.account(record.tenant) as account:
+            async with self.limiter.enter(record.tenant, account.counting(receive)) as receive:
                 await self._admitted(scope, receive, send, record, account)
 
     async def _admitted(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: Callable[[int], None]
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
-        seconds = self.settings.request_timeout
-        deadline = self.deadlines.start(seconds)
-        try:
-            async with deadline.limit():
-                body = await read_body(headers, receive, self.settings.max_body_bytes, account)
-        except RequestTimeoutError:
-            raise SlowClientError(f"the body did not arrive within {seconds:g} s (server.request_timeout)") from None
+        deadline = self.deadlines.start(self.settings.request_timeout)
+        body = await self._read_body(headers, receive, deadline)
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
-        route = self._ready().route(model)
-        name = self.runtime.aliases.meant(model)
-        record.model = name if name in self.runtime.models() else OTHER
+        runtime = self._ready()
+        name = runtime.aliases.meant(model)
+        if self.engine is not None and runtime.is_elsewhere(name):
+            del fields
+            record.model = name
+            async with until_disconnect(receive) as client:
+                await self.engine.relay(scope, send, body, deadline, self._follower())
+            _note_disconnect(client, record)
+            return
+        route = runtime.route(model)
+        record.model = name if name in runtime.models() else OTHER
         caller = read_caller(headers, tenant, fields)
         record.labels = caller.labels
-        exchange = Exchange(scope, send, record, deadline, caller, route, body, fields)
+        exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client:
+        async with until_disconnect(receive) as client, self._place(route, tenant):
             await self._respond(exchange)
-        if client.cancelled_caught and not record.body_ended:
-            record.outcome = "cancelled"
+        _note_disconnect(client, record)
+
+    async def _read_body(self, headers: Headers, receive: Receive, deadline: Deadline) -> bytes:
+        """The body. Raises `SlowClientError` if it has not arrived at the deadline."""
+        try:
+            async with deadline.limit():
+                return await read_body(headers, receive, self.settings.max_body_bytes)
+        except RequestTimeoutError:
+            seconds = f"{self.settings.request_timeout:g} s (server.request_timeout)"
+            raise SlowClientError(f"the body did not arrive within {seconds}") from None
+
+    def _follower(self) -> Follows:
+        """What follows a stream from the process of the engine."""
+        return FramedStream(self.framing)
+
+    def _place(self, route: Route, tenant: str) -> AbstractAsyncContextManager[Any]:
+        return self.places.enter(route.backend_name, tenant) if self.generates else nullcontext()
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""
@@ -132,7 +160,8 @@ class GenerationEndpoint:
         choices = expected_choices(self.path, exchange.fields)
         exchange.release()
         inspector = StreamInspector(choices)
-        await pass_through(exchange.scope, exchange.send, backend, self.path, body, exchange.deadline, inspector)
+        scope, send, account = exchange.scope, exchange.send, exchange.account
+        await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the exchange's body, in a thread if the body is large."""
@@ -143,6 +172,12 @@ class GenerationEndpoint:
         check_amounts(fields, self.path, self.settings)
         UpstreamFields(backend.settings).check(fields)
 
+    def _check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
+        """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
+        for upstream in _upstreams(backend):
+            check_amounts(fields, self.path, self.settings)
+            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
+
     def _parse(
         self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
     ) -> tuple[GenerateRequest, ResponseWriter]:
@@ -150,6 +185,7 @@ class GenerationEndpoint:
         if self.path not in (routes := backend.capabilities.routes):
             refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
             raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
+        self._check_roles(fields, backend)
         kind: type[ChatWriter | CompletionWriter]
         if self.path == CHAT:
             (request, form), kind = parse_chat(fields, max_messages=self.settings.max_messages), ChatWriter
@@ -182,6 +218,17 @@ class GenerationEndpoint:
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
+
+
+def _upstreams(backend: Backend) -> list[Forwards]:
+    """The upstreams that a strategy asks with what a request wants of it."""
+    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
+    return [role.backend for role in roles if is_forwarding(role.backend)]
+
+
+def _note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:
+    if client.cancelled_caught and not record.body_ended:
+        record.outcome = "cancelled"
 
 
 def _model(fields: Mapping[str, Any]) -> str:

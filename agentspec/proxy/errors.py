@@ -11,8 +11,10 @@ from starlette.exceptions import HTTPException
 
 from agentspec.errors import (
     AgentSpecError,
+    AnswerMemoryError,
     AuthenticationError,
     EngineError,
+    EngineRestartingError,
     InvalidRequestError,
     NotReadyError,
     OverloadedError,
@@ -30,6 +32,7 @@ from agentspec.telemetry.safe_errors import class_of, frames_of
 
 # Headers of an upstream's error answer that are passed on.
 _RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
+_UNAVAILABLE = (ShuttingDownError, NotReadyError, AnswerMemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def _body(error: Exception, request_id: str) -> dict[str, Any]:
 
 def outcome(error: Exception) -> str:
     """The metrics label, one of a fixed set, for a request that ended with `error`."""
-    if isinstance(error, (OverloadedError, ShuttingDownError, NotReadyError)):
+    if isinstance(error, (OverloadedError, *_UNAVAILABLE)):
         return "rejected"
     return "client_error" if 400 <= error_response(error).status < 500 else "server_error"
 
@@ -115,7 +118,7 @@ def outcome(error: Exception) -> str:
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, OverloadedError):
         return {"retry-after": str(math.ceil(error.retry_after))}
-    if isinstance(error, (ShuttingDownError, NotReadyError)):
+    if isinstance(error, (*_UNAVAILABLE, EngineRestartingError)):
         return {"retry-after": "1"}
     if isinstance(error, SlowClientError):
         return {"connection": "close"}  # the rest of the body may never come

@@ -14,8 +14,8 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.protocol.anthropic.errors import anthropic_error
-from agentspec.proxy.admission.auth import Authenticator, request_id
-from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.admission.auth import Identifies, request_id
+from agentspec.proxy.admission.concurrency import Admission
 from agentspec.proxy.admission.limits import Deadlines
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.endpoint import GenerationEndpoint
@@ -35,27 +35,37 @@ OPEN_ROUTES = ("/health", "/ready")
 
 @dataclass(slots=True)
 class GatewayMiddleware:
-    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes."""
+    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes.
+
+    `logs_requests`: write a line about each request.
+    """
 
     routes: Router
-    authenticator: Authenticator
+    authenticator: Identifies
     hosts: HostCheck
-    limiter: ConcurrencyLimiter
+    limiter: Admission
     deadlines: Deadlines
     metrics: Metrics
     loading: Loading
     endpoints: Sequence[GenerationEndpoint]
     runtime: Runtime
     budget: BodyBudget
+    logs_requests: bool = True
 
-    def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
+    async def check(self, settings: ServerSettings) -> None:
+        """Raises `ConfigurationError` for keys and limits that cannot be used with the upstreams that there are."""
+        await self.runtime.check_tenants(settings.tenant_names)
+
+    def apply(self, settings: ServerSettings, authenticator: Identifies) -> None:
         """Use other keys and limits for the requests to come."""
         self.authenticator, self.hosts = authenticator, HostCheck(settings)
         self.limiter.update(settings)
         self.runtime.serve_tenants(settings.tenant_names)
+        self.runtime.limit_upstreams(settings.max_output_tokens)
         self.budget.shared = bool(settings.api_keys)
         for endpoint in self.endpoints:
             endpoint.settings = settings
+            endpoint.places.update(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,7 +105,8 @@ class GatewayMiddleware:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
             counts = {"drafted": done.drafted, "accepted": done.accepted, "steps": done.steps}
             metrics.speculation(record.model, **counts, failed_roles=failed)
-        logger.log(_level(record), "request", **_log_fields(record))
+        if self.logs_requests:
+            logger.log(_level(record), "request", **_log_fields(record))
 
 
 async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:

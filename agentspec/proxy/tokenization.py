@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import Response
 
@@ -50,6 +50,8 @@ class _DetokenizeBody(Body):
 class TokenizationEndpoint(GenerationEndpoint):
     """Tokens of a prompt, or of a chat's prompt; or the text of tokens. A strategy's are those of its base model."""
 
+    generates: ClassVar[bool] = False
+
     async def _respond(self, exchange: Exchange) -> None:
         route = self.runtime.base_of(exchange.fields["model"])
         if is_forwarding(route.backend):
@@ -74,8 +76,8 @@ class TokenizationEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
         exchange.release()
-        inspector, at = StreamInspector(0), exchange.deadline
-        await pass_through(exchange.scope, exchange.send, backend, self.path, body, at, inspector, above=True)
+        scope, send, at, account = exchange.scope, exchange.send, exchange.deadline, exchange.account
+        await pass_through(scope, send, backend, self.path, body, at, StreamInspector(0), account=account, above=True)
 
     async def _tokenize(self, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
         body = _TokenizeBody.parse(fields)

@@ -11,9 +11,8 @@ from dataclasses import replace
 from types import NoneType
 from typing import Any
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import (
-    MAX_ANSWER_BYTES,
     MAX_LIST_BYTES,
     Endpoint,
     Transport,
@@ -24,6 +23,7 @@ from agentspec.backends.http import (
 from agentspec.backends.openai.hints import PRIORITY, SESSION, priority_fields, session_fields, session_headers
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
+from agentspec.backends.openai.prediction import prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.routes import RouteDetector
 from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
@@ -40,8 +40,9 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
+MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
 INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
-_LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
+_LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments besides OpenAI's
 
 
 class OpenAIBackend:
@@ -60,6 +61,7 @@ class OpenAIBackend:
         self._detector = ServerDetector(self._endpoint, settings)
         self._routes = RouteDetector(self._endpoint, settings)
         self._isolation: TenantIsolation | None = None
+        self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._tokenization: ServerTokenization | None = None
 
@@ -90,7 +92,7 @@ class OpenAIBackend:
         Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for any other
         failure: also for a stream that ends without a finish reason, so that a cut answer never looks complete.
         """
-        path, body = payload(request, request.model or self.settings.model or "")
+        path, body = payload(self._limited(request), request.model or self.settings.model or "")
         if await self._detector.is_vllm():
             body |= token_id_fields(body)
         if request.priority and self.settings.priority != "off":
@@ -150,16 +152,20 @@ class OpenAIBackend:
             headers = self._isolation.headers(tenant, headers) | label_headers(labels)
         return self._endpoint.send(method, path, headers=headers, body=body, query=query, told=told, above=above)
 
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on; `forward` sends what it is given."""
+        self._most_tokens = max_tokens
+
     def isolate(self, isolation: TenantIsolation) -> None:
         """Keep tenants apart from now on, unless the settings let them share this upstream."""
         self._isolation = isolation
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the upstream cannot keep tenants apart although it must.
+        """Raises `ConfigurationError` if the upstream could not keep several tenants apart, and may not be shared.
 
         One that does not answer now is asked again by each request.
         """
-        kind = await self._detector.kind() if self._apart else "vllm"
+        kind = "vllm" if self.settings.shared_upstream else await self._detector.kind()
         if kind is None:
             logger.warning(
                 "upstream %s does not answer: until it does, requests to it are refused", self._endpoint.name
@@ -174,10 +180,11 @@ class OpenAIBackend:
     async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
-        A vLLM server is sent the labels, one that knows sessions the session's name, one that schedules by priority the
-        client's on its own scale, if the settings allow it. With several tenants, vLLM and SGLang are sent a salt
-        for each tenant, and names of sessions and workflows are made the tenant's own. May wait until the upstream is
-        recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt that is no text.
+        A vLLM server is sent the labels and the tokens of a prediction, one that knows sessions the session's name, one
+        that schedules by priority the client's on its own scale, if the settings allow it. With several tenants, vLLM
+        and SGLang are sent a salt for each tenant, and names of sessions and workflows are made the tenant's own. May
+        wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError`
+        for a salt that is no text.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -192,27 +199,31 @@ class OpenAIBackend:
     async def _labels_told(self, tenant: str, sent: Labels, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields for the labels `sent` to our drafter, the session of `labels`, and the priority in `given`."""
         added = label_fields(sent, given)
+        predicts = self.settings.vllm_labels and given.get("prediction") is not None
         session = self._own_labels(tenant, labels).session if self.settings.session_names else None
         if self._apart and not isinstance(given.get(SESSION), (str, NoneType)):
             raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
-        if not (added or session or PRIORITY in given):
+        if not (added or predicts or session or PRIORITY in given):
             return {}
         kind = await self._detector.kind()
         if (given.get(SESSION) and not self._apart) or (kind == "vllm" and not self.settings.vllm_labels):
             session = None  # the client's own stays
         fields = added if kind == "vllm" else {}
+        if predicts and kind == "vllm":
+            model = self.settings.model or str(given.get("model"))
+            fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
         return fields | session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
 
     @property
     def needs_salt(self) -> bool:
-        """Whether requests must carry a salt, which only chats, completions and embeddings can."""
+        """Whether requests must carry a salt, which only chats, completions, responses and embeddings can."""
         return self._apart is not None
 
     async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there, which only
-        chats and completions can carry.
+        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
+        route cannot carry.
         """
-        return self._apart is None and await self._routes.has(path, headers)
+        return (self._apart is None or path in _LABELLED) and await self._routes.has(path, headers)
 
     async def server_kind(self) -> ServerKind | None:
         """What the upstream is; None if it has never answered."""
@@ -274,6 +285,12 @@ class OpenAIBackend:
         """Close the connections of the running loop, which is about to end; connections of other loops stay."""
         await self._endpoint.leave_loop()
 
+    def _limited(self, request: GenerateRequest) -> GenerateRequest:
+        asked, most = request.sampling.max_tokens, self._most_tokens
+        if asked is None or most is None or asked <= most:
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=most))
+
     @property
     def _apart(self) -> TenantIsolation | None:
         """How to keep tenants apart here; None if there is no need to."""
@@ -312,7 +329,7 @@ class OpenAIBackend:
     async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
         if response.status >= 400 or not response.is_stream:
-            yield decode_json(await self._checked(response), self._endpoint.name)
+            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES), self._endpoint.name)
             return
         if response.is_encoded:
             raise UpstreamError(f"upstream {self._endpoint.name} sent a compressed stream, which was not asked for")
@@ -324,7 +341,7 @@ class OpenAIBackend:
                         return
                     yield decode_json(data.encode(), self._endpoint.name)
 
-    async def _checked(self, response: UpstreamResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+    async def _checked(self, response: UpstreamResponse, limit: int) -> bytes:
         body = await response.aread(limit)
         if response.status >= 400:
             error = status_error(self._endpoint.name, response.status, body, response.headers)

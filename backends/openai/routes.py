@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 
-from agentspec.backends.base import MESSAGES
+from agentspec.backends.base import MESSAGES, RESPONSES
 from agentspec.backends.http import Endpoint
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
@@ -25,7 +25,7 @@ class RouteDetector:
 
     def __init__(self, endpoint: Endpoint, settings: OpenAISettings) -> None:
         self._endpoint = endpoint
-        self._declared = {MESSAGES: settings.messages}
+        self._declared = {MESSAGES: settings.messages, RESPONSES: settings.responses}
         self._found: dict[str, tuple[bool, float]] = {}
 
     async def has(self, path: str, headers: Mapping[str, str]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,16 @@ import sqlalchemy as sa
 
 from agentspec.cache.index import DEPTH
 from agentspec.cache.record import SequenceRecord
-from agentspec.cache.storage.schema import damaged
 from agentspec.cache.tokens import inflate
+from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
 
+_NAMES = ("namespace", "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
+_KINDS: tuple[tuple[str, Any], ...] = (
+    *((name, str) for name in _NAMES),
+    *((name, str | None) for name in ("session", "workflow", "step")),
+    *(("number", int), ("token_count", int), ("tokens", bytes), ("created_at", float | int)),
+)
 _MOST_TOKENS = 1 << 24  # of a sequence: a row with a forged count cannot take more memory than these
 
 
@@ -38,15 +46,19 @@ def encode(record: SequenceRecord) -> dict[str, object]:
     }
 
 
-def decode(row: sa.Row[Any], database: str) -> SequenceRecord:
-    """The sequence that a row holds. Raises `CacheFormatError`, naming the database, for a damaged row."""
+def decode(row: sa.Row[Any]) -> SequenceRecord:
+    """The sequence that a row holds. Raises `CacheFormatError`, which says what is wrong, for a damaged row."""
+    if not all(isinstance(getattr(row, name), kind) for name, kind in _KINDS):  # SQLite keeps any value in any column
+        raise CacheFormatError("a value is not of its column's type")
+    if _key(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash) != row.namespace:
+        raise CacheFormatError("its names are not those of its namespace")
     try:
         most = 4 * (min(row.token_count, _MOST_TOKENS) + DEPTH)
         packed = np.frombuffer(inflate(row.tokens, most), dtype="<i4").astype(np.int32)
     except (zlib.error, ValueError) as error:
-        raise damaged(database, f"sequence {row.id}: {error}") from error
-    if not 0 <= row.token_count <= len(packed) or packed.min(initial=0) < 0:
-        raise damaged(database, f"sequence {row.id}")
+        raise CacheFormatError(str(error)) from error
+    if not 0 <= row.token_count <= len(packed) or packed.min(initial=0) < 0 or not math.isfinite(row.created_at):
+        raise CacheFormatError("impossible numbers")
     split = len(packed) - row.token_count
     return SequenceRecord(
         row.number,
@@ -54,5 +66,10 @@ def decode(row: sa.Row[Any], database: str) -> SequenceRecord:
         Labels(row.session, row.workflow, row.step),
         packed[split:],
         packed[:split],
-        row.created_at,
+        float(row.created_at),
     )
+
+
+@lru_cache(maxsize=1024)
+def _key(*names: str) -> str:
+    return Namespace(*names).key

@@ -12,6 +12,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 Upsert = sqlite.Insert | postgresql.Insert
 
+_LEFT: list[sa.Pool] = []
+
 
 class Database(ABC):
     """One database, and whether this process is its writer. Thread-safe.
@@ -74,12 +76,25 @@ class Database(ABC):
         """Erase every byte of deleted rows, with `rewrite` by rewriting the database; false as in `shrink`."""
 
     @abstractmethod
+    def include(self, table: str) -> None:
+        """Count `table` among the tables that `disk_bytes` measures and `secure_erase` erases. Idempotent."""
+
+    @abstractmethod
     def problems(self, connection: sa.Connection) -> list[str]:
         """Faults in the database's structure, as its own integrity check reports them."""
 
     @abstractmethod
     def is_transient(self, error: BaseException) -> bool:
         """Whether the failed operation may succeed on a later try, with no committed data lost in between."""
+
+    @abstractmethod
+    def is_damage(self, error: BaseException) -> bool:
+        """Whether a read failed because what is stored there is damaged; other rows may be sound then."""
+
+    def leave_behind(self) -> None:
+        """Called in a forked process: neither use nor close the parent's connections."""
+        _LEFT.append(self.engine.pool)  # closing a copy of a connection would end the parent's
+        self.engine.dispose(close=False)
 
     @abstractmethod
     def close(self) -> None:

@@ -11,7 +11,9 @@ import sqlalchemy as sa
 
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.partition import without_ends
-from agentspec.cache.storage.schema import deletions, learned, sequences
+from agentspec.cache.storage.schema import deletions, learned, namespaces, sequences
+
+_SOME = 500  # values in one statement
 
 Holds = Callable[[sa.Row[Any], Selection], bool]
 
@@ -68,13 +70,13 @@ def delete(connection: sa.Connection, selection: Selection, found: SelectedRows,
     A learned state is deleted with the last sequence of its namespace; otherwise its end tokens are removed.
     """
     ids = search(connection, selection, holds, found).ids
-    namespaces: set[str] = set()
+    changed: set[str] = set()
     count = 0
-    for start in range(0, len(ids), 500):
-        some = sequences.c.id.in_(ids[start : start + 500])
-        namespaces.update(connection.execute(sa.select(sequences.c.namespace).where(some).distinct()).scalars())
+    for start in range(0, len(ids), _SOME):
+        some = sequences.c.id.in_(ids[start : start + _SOME])
+        changed.update(connection.execute(sa.select(sequences.c.namespace).where(some).distinct()).scalars())
         count += connection.execute(sequences.delete().where(some)).rowcount
-    _forget_learned(connection, namespaces, orphans=selection.tenant is not None)
+    _forget_learned(connection, changed, orphans=selection.tenant is not None)
     scope = selection.scope
     connection.execute(
         deletions.insert().values(
@@ -90,15 +92,18 @@ def delete(connection: sa.Connection, selection: Selection, found: SelectedRows,
     return count
 
 
-def _forget_learned(connection: sa.Connection, namespaces: set[str], *, orphans: bool) -> None:
-    """Delete or strip the learned states of `namespaces`. With `orphans`, delete every state without sequences too.
+def _forget_learned(connection: sa.Connection, changed: set[str], *, orphans: bool) -> None:
+    """Delete or strip the learned states of `changed` namespaces. With `orphans`, delete every state without sequences.
 
     A learned state does not say its tenant, so that a deletion by tenant must delete all states without sequences.
     """
-    living = set(connection.execute(sa.select(sequences.c.namespace).distinct()).scalars())
-    for row in connection.execute(sa.select(learned)).all():
-        mine = learned.c.namespace == row.namespace
-        if row.namespace not in living and (orphans or row.namespace in namespaces):
-            connection.execute(learned.delete().where(mine))
-        elif row.namespace in namespaces:
+    empty = learned.c.namespace.not_in(sa.select(namespaces.c.key))
+    if orphans:
+        connection.execute(learned.delete().where(empty))
+    keys = sorted(changed)
+    for start in range(0, len(keys), _SOME):
+        some = learned.c.namespace.in_(keys[start : start + _SOME])
+        connection.execute(learned.delete().where(some, empty))
+        for row in connection.execute(sa.select(learned).where(some)).all():
+            mine = learned.c.namespace == row.namespace
             connection.execute(learned.update().where(mine).values(state=without_ends(row.state)))

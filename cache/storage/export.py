@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,14 +77,13 @@ def add(store: SequenceStore, rows: Iterable[SequenceRecord]) -> tuple[int, int]
     Raises `CacheError` if the sequences cannot be written.
     """
     there = Counter(map(identity, store.records()))
-    numbers = count((int.from_bytes(os.urandom(4)) >> 1) << 32)
     added = known = waiting = 0
     for row in rows:
         if there[key := identity(row)] > 0:
             there[key] -= 1
             known += 1
             continue
-        store.put(replace(row, sequence=next(numbers)))
+        store.put(replace(row, sequence=next(store.numbering)))
         added, waiting = added + 1, waiting + len(row.tokens)
         if waiting > _WAITING:
             store.flush()

@@ -8,6 +8,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from agentspec.cache.storage.database import Database
+from agentspec.cache.storage.migrations.totals import TRIGGERS
 from agentspec.cache.storage.schema import VERSION, damaged, meta, metadata, revision
 from agentspec.errors import CacheFormatError
 
@@ -50,13 +51,15 @@ def version_of(connection: sa.Connection, name: str) -> int:
 def _create(connection: sa.Connection) -> None:
     """Create the newest tables directly. The tests check that the migrations lead to the same tables."""
     metadata.create_all(connection)
+    for statement in TRIGGERS[connection.dialect.name]:
+        connection.exec_driver_sql(statement)
     connection.execute(revision.insert().values(version_num=f"{VERSION:04}"))
     # Releases from before the migrations read the version here, and refuse this one.
     connection.execute(meta.insert().values(key="version", value=str(VERSION)))
 
 
-def upgrade(connection: sa.Connection) -> None:
-    """Run the missing migrations inside the caller's transaction."""
+def upgrade(connection: sa.Connection, target: str = "head") -> None:
+    """Run the missing migrations, up to `target`, inside the caller's transaction."""
     from alembic import command
     from alembic.config import Config
 
@@ -64,4 +67,4 @@ def upgrade(connection: sa.Connection) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
     config.attributes["connection"] = connection
     with _alembic:
-        command.upgrade(config, "head")
+        command.upgrade(config, target)

@@ -8,11 +8,13 @@ import os
 import re
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import exc
+from sqlalchemy import event, exc
 from sqlalchemy.dialects.postgresql import insert
 
 from agentspec.cache.storage.database import Database, Upsert, reason
@@ -26,6 +28,7 @@ _log = logging.getLogger(__name__)
 # Keys of the advisory locks: the kind and the schema's name, so that one database can hold several caches.
 _WRITER, _ORDER = 0x61675701, 0x61675702
 _KEY = "hashtext(current_schema()::text)"
+_TABLES = "sequences, namespaces, learned, deletions"  # those that hold anything of anybody
 _HELD = (  # the writer's lock, where a session holds it
     f"locktype = 'advisory' AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -42,6 +45,8 @@ _NETWORK = {
 # SQLSTATE classes and codes of transient errors: connection, resources, operator intervention, conflicts, a standby.
 _PASSING = re.compile("08|53|57P|57014|40001|40P01|55P03|25006|25P03|58030")
 
+_DAMAGE = ("XX", "22")  # pages and large values that cannot be read; data that cannot be converted
+
 
 class PostgresDatabase(Database):
     """A PostgreSQL database. Raises `ConfigurationError` for an invalid address. Connects at first use."""
@@ -57,6 +62,9 @@ class PostgresDatabase(Database):
         except ModuleNotFoundError as error:
             advice = "install it with: pip install 'agentspec[postgres]'"
             raise ConfigurationError(f"{self.name} needs {error.name}; {advice}", param="path") from None
+        self._further: set[str] = set()
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+        event.listen(self.engine, "connect", lambda connection, _: self._connections.add(connection))
         self._lease: sa.Connection | None = None
         self._session = 0  # the server's number of the session that holds the lease
         self._is_candidate = False
@@ -144,8 +152,11 @@ class PostgresDatabase(Database):
     def insert(self, table: sa.Table) -> Upsert:
         return insert(table)
 
+    def include(self, table: str) -> None:
+        self._further.add(table)
+
     def disk_bytes(self) -> int:
-        tables = ", ".join(f"'{table}'::regclass" for table in metadata.tables)
+        tables = ", ".join(f"'{table}'::regclass" for table in (*metadata.tables, *sorted(self._further)))
         with self.engine.connect() as connection:
             query = f"SELECT sum(pg_total_relation_size(id)) FROM unnest(ARRAY[{tables}]) AS id"
             return int(connection.exec_driver_sql(query).scalar_one())
@@ -157,7 +168,8 @@ class PostgresDatabase(Database):
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:
-                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} sequences, learned, deletions")
+                tables = ", ".join((_TABLES, *sorted(self._further)))
+                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {tables}")
             except exc.DBAPIError as error:
                 if not self.is_transient(error):
                     raise
@@ -177,6 +189,19 @@ class PostgresDatabase(Database):
         if state is None:  # it did not come from the server
             return isinstance(error, exc.OperationalError | exc.InterfaceError)
         return _PASSING.match(state) is not None
+
+    def is_damage(self, error: BaseException) -> bool:
+        state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
+        return state.startswith(_DAMAGE)
+
+    def leave_behind(self) -> None:
+        # Whenever the copies of the parent's connections are closed, nothing of it must reach the server.
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for connection in list(self._connections):
+            if not connection.closed:
+                os.dup2(nowhere, connection.fileno(), inheritable=False)
+        os.close(nowhere)
+        super().leave_behind()
 
     def close(self) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from sqlalchemy import event
 
 from agentspec.errors import CacheFormatError
 
-VERSION = 2  # the newest revision in cache/migrations/versions
+VERSION = 3  # the newest revision in cache/migrations/versions
 
 metadata = sa.MetaData()
 
@@ -50,7 +50,7 @@ sequences = sa.Table(
     "sequences",
     metadata,
     sa.Column("id", _Id, primary_key=True),
-    sa.Column("number", sa.BigInteger, nullable=False, unique=True),  # (process << 32) + count: unique among processes
+    sa.Column("number", sa.BigInteger, nullable=False, unique=True),  # (-process << 32) + count; see `processes`
     sa.Column("namespace", sa.String(64), nullable=False, index=True),  # Namespace.key of the next four
     sa.Column("tenant", Name, nullable=False),
     sa.Column("model_fingerprint", Name, nullable=False),
@@ -75,6 +75,27 @@ learned = sa.Table(
     sa.Column("state", sa.LargeBinary, nullable=False),
 )
 
+namespaces = sa.Table(
+    "namespaces",  # running totals of `sequences`, kept by triggers: a namespace without sequences has no row
+    metadata,
+    sa.Column("key", sa.String(64), primary_key=True),
+    sa.Column("tenant", Name, nullable=False),
+    sa.Column("model_fingerprint", Name, nullable=False),
+    sa.Column("tokenizer_hash", Name, nullable=False),
+    sa.Column("template_hash", Name, nullable=False),
+    sa.Column("sequences", sa.BigInteger, nullable=False),
+    sa.Column("tokens", sa.BigInteger, nullable=False),
+    sa.Column("bytes", sa.BigInteger, nullable=False),  # of packed tokens
+    sa.Column("last", sa.BigInteger, nullable=False),  # id of the newest row
+)
+
+processes = sa.Table(
+    "processes",  # hands out numbers, one for each process that opens the database; only the last one is kept
+    metadata,
+    sa.Column("id", _Id, primary_key=True),
+    sqlite_autoincrement=True,
+)
+
 deletions = sa.Table(
     "deletions",  # one row per deletion: its Scope, for other processes to apply
     metadata,
@@ -93,6 +114,9 @@ deletions = sa.Table(
 for _column in ("tenant", "session", "workflow", "step", "tokens"):
     _keep_none = sa.DDL(f"ALTER TABLE sequences ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
     event.listen(sequences, "after_create", _keep_none.execute_if(dialect="postgresql"))
+for _column in ("tenant", "model_fingerprint", "tokenizer_hash", "template_hash"):
+    _keep_none = sa.DDL(f"ALTER TABLE namespaces ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
+    event.listen(namespaces, "after_create", _keep_none.execute_if(dialect="postgresql"))
 _as_they_are = sa.DDL("ALTER TABLE sequences ALTER COLUMN tokens SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
 event.listen(sequences, "after_create", _as_they_are.execute_if(dialect="postgresql"))
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +24,13 @@ from agentspec.cache.storage.connection import acquire_writer, open_database, ra
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.migration import prepare
-from agentspec.cache.storage.schema import damaged, learned, sequences
+from agentspec.cache.storage.rows.reader import SequenceReader
+from agentspec.cache.storage.schema import learned, processes, sequences
 from agentspec.cache.storage.segment_folder import NoSegmentFolder, SegmentFolder
 from agentspec.errors import (
     CacheError,
     CacheFormatError,
-    CacheUnavailableError,
 )
-from agentspec.types import Namespace
 
 _REWRITTEN = 512 << 20  # bytes; rewriting a larger database would keep other processes from writing for too long
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
@@ -47,12 +48,57 @@ class _UsageUpdate:
 _Job = SequenceRecord | _UsageUpdate
 
 
-class SequenceStore:
-    """The sequences of one database. Thread-safe. Open it with `SequenceStore.open`."""
+class SequenceNumbers:
+    """An iterator over the numbers of the sequences that this process adds. Thread-safe.
+
+    The database hands out their upper half when the first is asked for, so that no other process has the same.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._numbers: Iterator[int] | None = None
+        self.process: int | None = None  # the upper half; None: no number was asked for yet
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self._numbers is None:
+            self.claim()
+        assert self._numbers is not None
+        return next(self._numbers)
+
+    def claim(self) -> None:
+        """Get the upper half now. Raises `DBAPIError`, where trying later would not help."""
+        with self._lock:
+            if self._numbers is None:
+                self.process = -self._hand_out()
+                # A server that lost its last transactions hands a number out twice: begin elsewhere each time.
+                self._numbers = count((self.process << 32) + secrets.randbits(31))
+
+    def _hand_out(self) -> int:
+        """A number that no other process has; where nothing can be written now, a random one beyond all of them."""
+        try:
+            with self._database.writing() as connection:
+                number = int(connection.execute(processes.insert().returning(processes.c.id)).scalar_one())
+                connection.execute(processes.delete().where(processes.c.id < number))
+                return number
+        except exc.DBAPIError as error:
+            if not self._database.is_transient(error):
+                raise
+            return secrets.randbits(30) + (1 << 30)
+
+
+class SequenceStore(SequenceReader):
+    """The sequences of one database. Thread-safe but for `poll`. Open it with `SequenceStore.open`.
+
+    Sequences that are put into it get their numbers from `numbering`.
+    """
 
     def __init__(self, database: Database, segments: SegmentFolder, budget: DiskBudget) -> None:
+        super().__init__(database)
         self.segments = segments
-        self._database = database
         self._budget = budget
         self._writer: BatchWriter[_Job] = BatchWriter(
             self._commit,
@@ -62,12 +108,12 @@ class SequenceStore:
             size=_size,
             room=_ROOM,
         )
-        self._poll_lock = threading.Lock()
-        self.last_id = 0  # rows up to this id were read, or skipped on purpose
+        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
         self._erase_pending = database.is_writer  # a process killed after a deletion may have left bytes behind
         with database.engine.connect() as connection:
             self.last_deletion = deletion_log.last(connection)  # the last deletion that this process has applied
+        self.numbering = SequenceNumbers(database)
 
     @classmethod
     def open(
@@ -108,6 +154,11 @@ class SequenceStore:
         return self._database.folder
 
     @property
+    def database(self) -> Database:
+        """The database, for what else is kept in it."""
+        return self._database
+
+    @property
     def mode(self) -> Literal["writer", "follower"]:
         return "writer" if self._database.is_writer else "follower"
 
@@ -125,6 +176,11 @@ class SequenceStore:
     def disk_limit(self) -> int | None:
         """Bytes that database and segments may take together; None: no limit."""
         return self._budget.limit
+
+    def claim_numbers(self) -> None:
+        """Have sequence numbers ready. Raises `CacheError`."""
+        with self._answering():
+            self.numbering.claim()
 
     def put(self, record: SequenceRecord) -> None:
         """Queue a sequence for writing; `flush` waits until it is durable."""
@@ -152,86 +208,6 @@ class SequenceStore:
         """Keep the database within its budgets, whichever process wrote to it. Called periodically."""
         self._budget.enforce()
 
-    def newest(self, limit: int, beyond: Mapping[str, int] | None = None) -> list[SequenceRecord]:
-        """The newest sequences of at most `limit` tokens together, oldest first. Raises `CacheFormatError` for damage.
-
-        `beyond` maps namespaces (by key) to a row id: of these namespaces only later rows are read.
-        """
-        found: list[SequenceRecord] = []
-        with self._reading() as connection:
-            self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
-            with contextlib.closing(self._newest(connection, beyond or {})) as rows:
-                for row in rows:
-                    limit -= row.token_count
-                    if limit < 0:
-                        break
-                    found.append(self._decode(row))
-        return found[::-1]
-
-    def _newest(self, connection: sa.Connection, beyond: Mapping[str, int]) -> Generator[sa.Row[Any]]:
-        """Rows up to `last_id`, newest first: each namespace in `beyond`, then all others."""
-        id_, namespace = sequences.c.id, sequences.c.namespace
-        conditions = [sa.and_(namespace == key, id_ > last) for key, last in beyond.items()]
-        others = set(connection.execute(sa.select(namespace).distinct()).scalars()) - beyond.keys()
-        for condition in (*conditions, namespace.in_(others)):
-            query = sa.select(sequences).where(id_ <= self.last_id, condition).order_by(id_.desc())
-            with connection.execute(query.execution_options(yield_per=256)) as rows:
-                yield from rows
-
-    def poll(self, process: int) -> list[SequenceRecord]:
-        """Sequences that processes other than `process` added since the last call. Raises `CacheError`."""
-        with self._poll_lock, self._reading() as connection:
-            newest = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
-            if newest <= self.last_id:
-                return []
-            query = sa.select(sequences).where(
-                sequences.c.id > self.last_id,
-                sequences.c.id <= newest,
-                sa.not_(sequences.c.number.between(process << 32, ((process + 1) << 32) - 1)),
-            )
-            rows = connection.execute(query.order_by(sequences.c.id)).all()
-            self.last_id = newest
-        return list(self._readable(rows))
-
-    def records(self) -> Iterator[SequenceRecord]:
-        """Every sequence, oldest first, read lazily. Raises `CacheFormatError` for damage."""
-        query = sa.select(sequences).order_by(sequences.c.id).execution_options(yield_per=256)
-        with self._reading() as connection, connection.execute(query) as rows:
-            for row in rows:
-                yield self._decode(row)
-
-    def problems(self) -> Iterator[str]:
-        """The problems of the database: faults in its structure, then every sequence that cannot be read."""
-        query = sa.select(sequences).execution_options(yield_per=256)
-        try:
-            with self._reading() as connection:
-                yield from (f"{self._database.name}: {problem}" for problem in self._database.problems(connection))
-                with connection.execute(query) as rows:
-                    for row in rows:
-                        try:
-                            self._decode(row)
-                        except CacheFormatError as error:
-                            yield str(error)
-        except CacheError as error:
-            yield str(error)
-
-    def _readable(self, rows: Iterable[sa.Row[Any]]) -> Iterator[SequenceRecord]:
-        for row in rows:
-            try:
-                yield self._decode(row)
-            except CacheFormatError as error:
-                _log.warning("%s", error)
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[sa.Connection]:
-        try:
-            with self._database.engine.connect() as connection:
-                yield connection
-        except exc.DBAPIError as error:
-            if self._database.is_transient(error):
-                raise CacheUnavailableError(f"{self._database.name} cannot be read: {reason(error)}") from error
-            raise damaged(self._database.name, reason(error)) from error
-
     # Deletions.
 
     def forget(self, selection: Selection) -> int:
@@ -247,6 +223,8 @@ class SequenceStore:
                 found = deletion_log.search(connection, selection, self._holds)
             with self._database.writing() as connection:
                 count = deletion_log.delete(connection, selection, found, self._holds)
+                for forget in self.also_forgets:
+                    forget(connection, selection)
         except exc.DBAPIError as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         self._erase_pending = True
@@ -284,18 +262,21 @@ class SequenceStore:
 
         self._writer.revise(leave)
 
-    def numbers(self, namespace: Namespace, *, until: int | None = None) -> set[int]:
-        """The numbers of a namespace's stored sequences, in rows up to `until` if given."""
-        with self._reading() as connection:
-            return set(connection.execute(sa.select(sequences.c.number).where(*_rows(namespace, until))).scalars())
+    def remove(self, ids: Iterable[int]) -> int:
+        """Delete rows by their ids, whether they can be read or not; returns how many.
 
-    def extent(self, namespace: Namespace, *, until: int) -> tuple[int, int]:
-        """A namespace's count of rows up to `until`, and the last row's sequence number. Much faster than `numbers`."""
-        mine = _rows(namespace, until)
-        newest = sa.select(sequences.c.number).where(*mine).order_by(sequences.c.id.desc()).limit(1)
-        with self._reading() as connection:
-            count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
-            return count, connection.execute(newest).scalar() or 0
+        Raises `CacheUnavailableError` where the database does not answer.
+        """
+        gone = 0
+        for id_ in ids:
+            # A row on a damaged page cannot be deleted.
+            with contextlib.suppress(CacheFormatError), self._answering(), self._database.writing() as connection:
+                gone += connection.execute(sequences.delete().where(sequences.c.id == id_)).rowcount
+        self._erase_pending = True
+        with contextlib.suppress(CacheError):  # bytes that cannot be erased now are by the next process that writes
+            self.recheck()
+            self.secure_erase(rewrite=True)
+        return gone
 
     def secure_erase(self, *, rewrite: bool = False) -> None:
         """Erase every byte of deleted rows from the database and its journal; `rewrite` them whole if not too large.
@@ -323,15 +304,10 @@ class SequenceStore:
 
     def _holds(self, row: sa.Row[Any], selection: Selection) -> bool:
         try:
-            record = self._decode(row)
+            record = codec.decode(row)
         except CacheFormatError:
             return True  # a damaged row cannot be searched, and is of no use
         return selection.holds(np.concatenate((record.context, record.tokens)))
-
-    def learned(self) -> dict[str, bytes]:
-        """The drafters' learned states, by namespace key. Raises `CacheFormatError` for damage."""
-        with self._reading() as connection:
-            return {row.namespace: row.state for row in connection.execute(sa.select(learned))}
 
     def disk_bytes(self) -> int:
         """Size of the database with its journal; the last known size if it does not answer."""
@@ -339,13 +315,14 @@ class SequenceStore:
             self._disk_bytes = self._database.disk_bytes()
         return self._disk_bytes
 
+    def leave_behind(self) -> None:
+        """Called in a forked process, which shares the connections with its parent: leave them as they are."""
+        self._database.leave_behind()
+
     def close(self) -> None:
         """Write the waiting sequences and release the database. Idempotent."""
         self._writer.close()
         self._database.close()
-
-    def _decode(self, row: sa.Row[Any]) -> SequenceRecord:
-        return codec.decode(row, self._database.name)
 
     # In the writer's thread.
 
@@ -386,11 +363,6 @@ def _allowed(jobs: Iterable[_Job], scopes: Sequence[Scope]) -> list[_Job]:
         return list(jobs)
     kept = (job for job in jobs if not (isinstance(job, SequenceRecord) and _covered(job, scopes)))
     return [_UsageUpdate(job.hits, {}) if isinstance(job, _UsageUpdate) else job for job in kept]
-
-
-def _rows(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool]]:
-    mine = sequences.c.namespace == namespace.key
-    return [mine] if until is None else [mine, sequences.c.id <= until]
 
 
 def _covered(record: SequenceRecord, scopes: Sequence[Scope]) -> bool:

@@ -107,6 +107,9 @@ class SqliteDatabase(Database):
     def insert(self, table: sa.Table) -> Upsert:
         return insert(table)
 
+    def include(self, table: str) -> None:
+        """Files are measured and erased whole."""
+
     def disk_bytes(self) -> int:
         files = (self._path.with_name(DATABASE + suffix) for suffix in ("", "-wal", "-shm"))
         return sum(file.stat().st_size for file in files if file.exists())
@@ -141,6 +144,10 @@ class SqliteDatabase(Database):
     def is_transient(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         return code & _PRIMARY in _PASSING or code in _PASSING_IO
+
+    def is_damage(self, error: BaseException) -> bool:
+        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        return code & _PRIMARY in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG)
 
     def close(self) -> None:
         self.engine.dispose()
@@ -183,7 +190,13 @@ class WriterLock:
         self._lock.release()
 
 
+def _text(data: bytes) -> str:
+    """Damaged text can be read too: one bad name must not hide all other rows."""
+    return data.decode(errors="surrogateescape")
+
+
 def _configure(connection: Any, _: ConnectionPoolEntry) -> None:
+    connection.text_factory = _text
     cursor = connection.cursor()
     cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
     _use_write_ahead_log(cursor)

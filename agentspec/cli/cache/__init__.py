@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli.cache import replay, transfer
+from agentspec.cli.cache import repair, replay, transfer
 from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, shown
 from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, print_json
 
@@ -148,4 +148,5 @@ def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOpti
     typer.echo(f"{shown(folder)} takes {after} bytes, {before} before")
 
 
+app.command()(repair.repair)
 app.command()(replay.replay)

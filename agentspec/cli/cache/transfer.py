@@ -112,6 +112,8 @@ def export(
             written = write(file, counted(store.records(), str(file), advance), describe)
     finally:
         store.close()
+    if store.damaged:
+        typer.echo(f"left out: {store.damaged} that cannot be read; see `agentspec cache repair`", err=True)
     typer.echo(f"exported {written} sequence{'' if written == 1 else 's'} to {file}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
@@ -13,19 +11,12 @@ from agentspec.errors import InvalidRequestError, RequestTooLargeError
 _CHARSETS = frozenset({"charset=utf-8", "charset=utf8", "charset=us-ascii"})
 
 
-def _unlimited(size: int) -> None:
-    """The memory of a caller that keeps no account."""
-
-
-async def read_body(
-    headers: Headers, receive: Receive, limit: int, account: Callable[[int], None] = _unlimited
-) -> bytes:
+async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """The request's body. Reads at most `limit` bytes, whatever Content-Length claims.
 
-    `account` is told the size of each piece before it is kept, and may refuse it. How slowly it may come, the
-    connection and the request's deadline decide. Raises `RequestTooLargeError`, starlette's `ClientDisconnect`, and
-    `InvalidRequestError` for a body that is compressed, not declared as JSON, or has both Transfer-Encoding and
-    Content-Length.
+    How slowly it may come, the connection and the request's deadline decide. Raises `RequestTooLargeError`, starlette's
+    `ClientDisconnect`, and `InvalidRequestError` for a body that is compressed, not declared as JSON, or has both
+    Transfer-Encoding and Content-Length.
     """
     _check_headers(headers)
     length = headers.get("content-length", "0")
@@ -39,7 +30,6 @@ async def read_body(
         piece = message.get("body", b"")
         if len(body) + len(piece) > limit:
             raise _too_large(limit)
-        account(len(piece))
         if not body and not message.get("more_body", False):
             return bytes(piece)
         body += piece

@@ -45,7 +45,7 @@ _SPELLINGS = {
         *_TEXT_FIELDS,
         *COUNTED_FIELDS,
         *"prompt input system prediction metadata chat_template_kwargs stream stream_options".split(),
-        *"vllm_xargs cache_salt".split(),
+        *"vllm_xargs cache_salt text store background conversation previous_response_id".split(),
     )
 }
 _CALLS = frozenset({"tool_calls", "function_call", "arguments", "parameters", "input_schema", "input_examples"})
@@ -74,12 +74,20 @@ class _Region:
 _OTHER = _Region(is_denied)
 _TOOLS = _Region(is_denied, skipped=_CALLS, text=_TOOL_TEXT)
 _MESSAGES = _Region(is_denied_in_message, skipped=_CALLS, text=_MESSAGE_TEXT, media=True)
+# Items of the Responses API: results of calls are text, and so is what earlier answers cited and searched.
+_ITEMS = replace(
+    _MESSAGES,
+    skipped=_CALLS | {"annotations", "action", "results"},
+    text=_MESSAGE_TEXT | {"output", "encrypted_content", "call_id", "id"},
+)
 _REGIONS = {
+    "text": _Region(is_denied, skipped=frozenset({"schema"}), text=_TOOL_TEXT),
+    "input": _ITEMS,
     "metadata": _Region(is_denied_in_metadata, strings=False),
     "tools": _TOOLS,
     "functions": _TOOLS,
     "messages": replace(_MESSAGES, skipped=_CALLS | {"input"}),  # of a `tool_use` block, its arguments
-    **dict.fromkeys(("prompt", "input", "prediction", "system"), _MESSAGES),
+    **dict.fromkeys(("prompt", "prediction", "system"), _MESSAGES),
 }
 
 
@@ -117,14 +125,15 @@ class UpstreamFields:
             raise InvalidRequestError("model must be a name, not an address", param="model")
         if not isinstance(fields.get("metadata", {}), (dict, type(None))):
             raise InvalidRequestError("metadata must be an object", param="metadata")
-        self._check_template_arguments(fields.get("chat_template_kwargs"))
+        self.check_template_arguments(fields.get("chat_template_kwargs"))
         for name, value in fields.items():
             if (known := _SPELLINGS.get(plain_name(name[:128]), name)) != name:
                 raise InvalidRequestError(f"{_shown(name)} must be spelled {known}", param=_shown(name))
             if name not in _TEXT_FIELDS and not (name == "priority" and self._priority):  # checked by its scale
                 self._walk(name, value, _REGIONS.get(name, _OTHER))
 
-    def _check_template_arguments(self, arguments: Any) -> None:
+    def check_template_arguments(self, arguments: Any) -> None:
+        """Raise `InvalidRequestError` for an argument of the chat template that is not allowed."""
         for name in arguments if isinstance(arguments, dict) else ():
             if name not in self._arguments:
                 param = f"chat_template_kwargs.{_shown(name)}"

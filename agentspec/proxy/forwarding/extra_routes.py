@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 from agentspec.backends.base import is_forwarding
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
 from agentspec.proxy.admission.limits import until_disconnect
+from agentspec.proxy.body.budget import BodyAccount
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object, set_values
-from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.forwarding.inspection import StreamInspector
 from agentspec.proxy.forwarding.passthrough import pass_through
@@ -43,11 +43,10 @@ class ExtraRoute(GenerationEndpoint):
     upstream: str = ""
 
     async def _admitted(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: Callable[[int], None]
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
     ) -> None:
         deadline = self.deadlines.start(self.settings.request_timeout)
-        async with deadline.limit():
-            body = await read_body(Headers(scope=scope), receive, self.settings.max_body_bytes, account)
+        body = await self._read_body(Headers(scope=scope), receive, deadline)
         fields = await self.budget.run(record.tenant, len(body), parse_object, body)
         backend = self._ready().backends()[self.upstream]
         assert is_forwarding(backend)
@@ -61,7 +60,8 @@ class ExtraRoute(GenerationEndpoint):
         body = self._named(body, fields)
         path, above = self.path.removeprefix("/v1"), not self.path.startswith("/v1/")
         async with until_disconnect(receive) as client:
-            await pass_through(scope, send, backend, path, body, deadline, StreamInspector(0), above=above)
+            inspector = StreamInspector(0)
+            await pass_through(scope, send, backend, path, body, deadline, inspector, account=account, above=above)
         if client.cancelled_caught and not record.body_ended:
             record.outcome = "cancelled"
 

@@ -16,6 +16,7 @@ from agentspec.errors import UpstreamError
 from agentspec.protocol.json_scan import top_level_value
 from agentspec.protocol.sse import MAX_HELD, SseDecoder
 from agentspec.protocol.usage import read_speculation, read_usage
+from agentspec.proxy.errors import error_event
 from agentspec.types import Delta, Speculation, Usage
 
 PARSED_BYTES = 64 << 10
@@ -57,6 +58,10 @@ class Inspector(Protocol):
         """Look at the next whole events."""
         ...
 
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """The event that tells the client of an `error` that broke the stream off."""
+        ...
+
 
 class StreamInspector:
     """Follows a stream of chunks whose answer has `choices` choices."""
@@ -67,6 +72,9 @@ class StreamInspector:
         self._choices = choices
         self._finished: set[int] = set()
         self._counts: dict[str, Any] = {}
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        return error_event(error, request_id)
 
     @property
     def finished(self) -> bool:

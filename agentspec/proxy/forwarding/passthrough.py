@@ -18,9 +18,9 @@ from agentspec.protocol.sse import EventSplitter
 from agentspec.protocol.upstream_errors import error_object, without_account
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.admission.limits import Deadline
-from agentspec.proxy.body.budget import INLINE_BYTES
+from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
 from agentspec.proxy.body.json_object import set_values
-from agentspec.proxy.errors import anthropic_error_event, error_event, outcome, refused_key
+from agentspec.proxy.errors import outcome, refused_key
 from agentspec.proxy.forwarding.inspection import Inspector, read_answer
 from agentspec.proxy.request_record import RequestRecord
 
@@ -57,15 +57,16 @@ async def pass_through(
     body: bytes,
     deadline: Deadline,
     inspector: Inspector,
-    *,
     method: str = "POST",
+    *,
+    account: BodyAccount,
     above: bool = False,
 ) -> None:
     """Forward `body` to the upstream and send its answer back: streamed, followed by `inspector`, or whole.
 
-    `above`: `path` stands beside the upstream's /v1.
-
-    Raises `UpstreamError` before anything is sent; a stream that fails later ends with an error event.
+    `above`: `path` stands beside the upstream's /v1. A large whole answer waits until `account` has room for it, and
+    its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
+    later ends with an error event.
     """
     record = RequestRecord.of(scope)
     query = scope.get("query_string", b"").decode("latin-1")
@@ -80,9 +81,9 @@ async def pass_through(
             record.stream = response.is_stream and response.status < 400
             if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
                 raise refused_key(f"upstream {response.name}")
-            content = b"" if record.stream else await response.aread()
+            content = b"" if record.stream else await response.aread(room=account.wait_for)
         if not record.stream:
-            await _send_whole(response, content, record, send)
+            await _send_whole(response, content, record, send, account)
         elif response.is_encoded:
             await _send_encoded(response, record, send, deadline)
         else:
@@ -97,14 +98,16 @@ def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
     return headers
 
 
-async def _send_whole(response: UpstreamResponse, content: bytes, record: RequestRecord, send: Send) -> None:
+async def _send_whole(
+    response: UpstreamResponse, content: bytes, record: RequestRecord, send: Send, account: BodyAccount
+) -> None:
     if response.status >= 400:
         record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
         content = _error_body(response, content)
         if record.anthropic:
             content = anthropic_error(content, response.status, record.request_id)
     elif not response.is_encoded:
-        counts, error = read_answer(content)
+        counts, error = await account.run(len(content), read_answer, content)
         record.read(counts)
         _note_error(record, error)
         content = without_account(content) if error and response.own_key else content
@@ -136,8 +139,7 @@ async def _send_stream(
         rest = b""
         if not (inspector.done or inspector.error):
             record.fail(outcome(error), error.code)
-            event = anthropic_error_event if record.anthropic else error_event
-            rest = splitter.separator() + event(error, record.request_id)
+            rest = splitter.separator() + inspector.failure(error, record.request_id)
     record.read(inspector.counts)
     _note_error(record, inspector.error)
     await send({"type": "http.response.body", "body": rest})

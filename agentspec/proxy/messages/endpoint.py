@@ -45,8 +45,8 @@ class MessagesEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
         exchange.release()
-        inspector = MessagesInspector()
-        await pass_through(exchange.scope, exchange.send, backend, self.path, body, exchange.deadline, inspector)
+        scope, send, account, inspector = exchange.scope, exchange.send, exchange.account, MessagesInspector()
+        await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
 
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""

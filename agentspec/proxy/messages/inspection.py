@@ -10,6 +10,7 @@ from typing import Any
 from agentspec.errors import UpstreamError
 from agentspec.protocol.sse import MAX_HELD, SseDecoder
 from agentspec.protocol.usage import read_usage
+from agentspec.proxy.errors import anthropic_error_event
 from agentspec.types import Delta
 
 # Text of an answer is JSON too: its quotes are escaped and match nothing.
@@ -23,6 +24,9 @@ class MessagesInspector:
         self.done = False
         self.error: Any = None
         self._usage: dict[str, Any] = {}
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        return anthropic_error_event(error, request_id)
 
     @property
     def finished(self) -> bool:

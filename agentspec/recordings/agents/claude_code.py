@@ -14,7 +14,7 @@ from agentspec.types import Labels, Message
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _MessageLine:
     """A line with a message. The lines of one answer share `reply`."""
 
     place: str
@@ -35,7 +35,7 @@ class _Entry:
 def read(path: Path, on_bad: OnBad) -> Iterator[RecordedCall]:
     """Every answer of a session, of its subagents too, with the messages on the path to it."""
     entries, parents = _entries(path, on_bad)
-    replies: dict[str, list[_Entry]] = {}
+    replies: dict[str, list[_MessageLine]] = {}
     for entry in entries:
         if entry.message.get("role") == "assistant" and not _is_synthetic(entry):
             replies.setdefault(entry.reply or entry.uuid, []).append(entry)
@@ -55,25 +55,27 @@ def read(path: Path, on_bad: OnBad) -> Iterator[RecordedCall]:
         )
 
 
-def _entries(path: Path, on_bad: OnBad) -> tuple[list[_Entry], dict[str, str | None]]:
+def _entries(path: Path, on_bad: OnBad) -> tuple[list[_MessageLine], dict[str, str | None]]:
     """The lines with messages, and the parent of every line."""
-    entries: list[_Entry] = []
+    entries: list[_MessageLine] = []
     parents: dict[str, str | None] = {}
     for number, (place, record) in enumerate(records(path, on_bad)):
         uuid = str(record.get("uuid") or place)
         parents[uuid] = record.get("parentUuid")
         message = record.get("message")
         if record.get("type") in ("user", "assistant") and isinstance(message, dict) and "role" in message:
-            entries.append(_Entry(place, number, uuid, message, record))
+            entries.append(_MessageLine(place, number, uuid, message, record))
     return entries, parents
 
 
-def _is_synthetic(entry: _Entry) -> bool:
+def _is_synthetic(entry: _MessageLine) -> bool:
     """Whether the program itself wrote the answer, to show an error."""
     return bool(entry.record.get("isApiErrorMessage")) or entry.message.get("model") == "<synthetic>"
 
 
-def _before(answer: _Entry, entries: Sequence[_Entry], parents: Mapping[str, str | None]) -> list[_Entry]:
+def _before(
+    answer: _MessageLine, entries: Sequence[_MessageLine], parents: Mapping[str, str | None]
+) -> list[_MessageLine]:
     """The lines on the path to `answer`, with the other lines of their answers and all results of their tools."""
     path: set[str] = set()
     above = parents[answer.uuid]
@@ -92,9 +94,9 @@ def _before(answer: _Entry, entries: Sequence[_Entry], parents: Mapping[str, str
     return [entry for entry in found if not _is_synthetic(entry)]
 
 
-def _messages(entries: Sequence[_Entry]) -> list[Message]:
+def _messages(entries: Sequence[_MessageLine]) -> list[Message]:
     messages: list[Message] = []
-    written: dict[str, list[_Entry]] = {}
+    written: dict[str, list[_MessageLine]] = {}
     for entry in entries:
         if entry.reply is None:
             messages += messages_of(str(entry.message["role"]), entry.message.get("content"))
@@ -106,7 +108,7 @@ def _messages(entries: Sequence[_Entry]) -> list[Message]:
     return [_answer(written[message["reply"]]) if "reply" in message else message for message in messages]
 
 
-def _answer(parts: Sequence[_Entry]) -> Message:
+def _answer(parts: Sequence[_MessageLine]) -> Message:
     contents = [part.message.get("content") or [] for part in parts]
     blocks = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents)
     return answer_of([block for several in blocks for block in several])

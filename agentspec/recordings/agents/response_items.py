@@ -22,7 +22,7 @@ class Item:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _ModelItems:
     """What one response of the model consists of, so far."""
 
     place: str
@@ -50,7 +50,7 @@ class _Answer:
 
 def turns_of(items: Iterable[Item]) -> Iterator[Turn]:
     """The turns of a conversation; items of the model that follow each other are one answer."""
-    written: _Answer | None = None
+    written: _ModelItems | None = None
     for item in items:
         kind = str(item.value.get("type", "message"))
         is_models = _is_models(item.value, kind)
@@ -58,7 +58,7 @@ def turns_of(items: Iterable[Item]) -> Iterator[Turn]:
             yield written.turn()
             written = None
         if is_models:
-            written = written or _Answer(item.place, item.at, item.said)
+            written = written or _ModelItems(item.place, item.at, item.said)
             written.add(item.value)
             continue
         if kind == "message":

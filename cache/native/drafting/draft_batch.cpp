@@ -46,7 +46,7 @@ private:
 std::size_t thread_count(std::span<const DraftJob> jobs) {
     std::size_t tokens = 0;
     for (const DraftJob& job : jobs) tokens += std::min(job.max_tokens, kTokensPerThread) / (job.chain ? 2 : 1);
-    const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+    static const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());  // slow to ask for
     return std::min({cores, jobs.size(), std::max<std::size_t>(1, tokens / kTokensPerThread)});
 }
 

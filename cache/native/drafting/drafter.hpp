@@ -3,8 +3,10 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <shared_mutex>
 #include <span>
 #include <vector>
@@ -13,6 +15,8 @@
 #include "drafting/levels.hpp"
 
 namespace agentspec {
+
+using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // none: as long as it takes
 
 struct DraftTree {
     std::vector<Token> tokens, parents, match_length;
@@ -27,7 +31,7 @@ public:
 
     /// A tree of at most `max_tokens` nodes that continues `context`; no path probability is below `min_probability`.
     /// At equal match length an earlier index goes first. In a `chain` each node has at most one child, the likeliest.
-    /// An index that cannot be read before the deadline is left out. Throws std::invalid_argument for an index given
+    /// A draft that is not complete at the deadline is what there is of it. Throws std::invalid_argument for an index given
     /// twice or an unknown source.
     DraftTree draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
                     double min_probability, bool chain = false, const Deadline& until = {}) const;

@@ -174,7 +174,9 @@ void EndRates::restore(std::span<const double> state) {
     counts_.clear();
     for (std::size_t i = 0; i < state.size(); i += 3) {
         const double token = state[i], ends = state[i + 1], goes_on = state[i + 2];
-        if (!(token >= 0 && token <= std::numeric_limits<std::int32_t>::max() && ends >= 1 && goes_on >= 0)) {
+        const bool possible = token >= 0 && token <= std::numeric_limits<std::int32_t>::max() && ends >= 1 &&
+                              goes_on >= 0 && std::isfinite(ends) && std::isfinite(goes_on);
+        if (!possible) {
             throw std::invalid_argument("learned state holds impossible counts");
         }
         counts_[static_cast<std::int32_t>(token)] = {ends, goes_on};

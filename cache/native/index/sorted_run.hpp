@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "index/pages.hpp"
@@ -61,8 +62,12 @@ int compare_contexts(const Token* a, const Token* b, int known = 0);
 /// Sort positions by context, equal contexts by position.
 Positions sort_positions(const Token* log, std::span<const Position> positions);
 
-/// Merge two sorted runs into one; all positions of `older` are below all of `newer`. If one run is much smaller, the
-/// other is copied in stretches.
+/// The first `limit` positions of two merged runs, or all, to `out`; all positions of `older` are below all of `newer`.
+/// Returns how many of either these are. If one run is much smaller, the other is copied in stretches.
+std::pair<std::size_t, std::size_t> merge_some(const Token* log, std::span<const Position> older,
+                                               std::span<const Position> newer, std::size_t limit, Position* out);
+
+/// Merge two sorted runs into one in the same way.
 Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer);
 
 }  // namespace agentspec

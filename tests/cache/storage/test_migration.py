@@ -17,7 +17,8 @@ from agentspec.cache.storage import migrations
 from agentspec.cache.storage.database import Database
 from agentspec.cache.storage.migration import prepare, upgrade
 from agentspec.cache.storage.postgres import PostgresDatabase
-from agentspec.cache.storage.schema import VERSION, metadata, revision
+from agentspec.cache.storage.schema import VERSION, metadata, processes, revision
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase
 from agentspec.errors import CacheFormatError
 from agentspec.types import Namespace
@@ -125,6 +126,72 @@ def test_a_database_of_the_first_version_keeps_its_rows(tmp_path: Path, script: 
         query = "SELECT id, number = 5, size = length(tokens), hits FROM sequences ORDER BY id"
         assert [tuple(row) for row in connection.exec_driver_sql(query)] == [(1, 1, 1, 3), (2, 0, 1, 0)]
     database.close()
+
+
+SECOND = Path(__file__).parent / "version2.sql"  # a cache that release 2 of the tables wrote
+
+
+def second(location: str | Path) -> None:
+    """A database of the second version with four sequences."""
+    if isinstance(location, Path):
+        execute(location, SECOND.read_text())
+        return
+    database = connected(location)
+    with database.writing() as connection:
+        upgrade(connection, "0002")
+        for line in SECOND.read_text().splitlines():
+            if line.startswith('INSERT INTO "sequences"'):
+                connection.exec_driver_sql(
+                    line.replace("X'", r"'\x").replace("VALUES", "OVERRIDING SYSTEM VALUE VALUES")
+                )
+        connection.exec_driver_sql("SELECT setval(pg_get_serial_sequence('sequences', 'id'), 4)")
+    database.close()
+
+
+def test_a_database_of_the_second_version_is_migrated_and_goes_on(location: str | Path) -> None:
+    second(location)
+    for opening in range(2):
+        with SuffixCache.open(location, namespace="t", mode="writer") as cache:
+            assert cache.stats().sequences == 4 + opening
+            for first, rest in ((40, [41, 42]), (50, [51, 52])):
+                with cache.request([7, first], store=False) as request:
+                    assert request.draft(max_tokens=2).tokens.tolist() == rest
+            with cache.request([9], namespace="u") as request:
+                request.extend([80 + opening, 90])
+    store = SequenceStore.open(location, disk_bytes=None, mode="follower")
+    assert {(one.namespace.tenant, one.sequences, one.tokens) for one in store.namespaces()} == {
+        ("t", 2, 6),
+        ("u", 4, 9),
+    }
+    numbers = [one.sequence for one in store.records()]
+    assert all(number > 0 for number in numbers[:4]) and all(number < 0 for number in numbers[4:])
+    store.close()
+
+
+def test_no_two_processes_get_the_same_numbers(location: str | Path) -> None:
+    stores: list[SequenceStore] = []
+
+    def work() -> None:
+        store = SequenceStore.open(location, disk_bytes=None, mode="follower")
+        next(store.numbering)
+        stores.append(store)
+
+    work()
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    given = [store.numbering.process for store in stores]
+    assert sorted(given, key=lambda one: -(one or 0)) == [-number for number in range(1, 10)]
+    for store in stores:
+        numbers = [next(store.numbering) for _ in range(100)]
+        assert {number >> 32 for number in numbers} == {store.numbering.process}
+        assert len(set(numbers)) == 100
+    with stores[0]._database.engine.connect() as connection:
+        assert connection.execute(sa.select(processes.c.id)).scalars().all() == [9]  # the table does not grow
+    for store in stores:
+        store.close()
 
 
 def test_a_migration_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def with_run(data: bytes, run: np.ndarray) -> bytes:
     return sealed(data[:at] + run.astype(np.uint32).tobytes() + data[at + 4 * counts[2] :])
 
 
-@pytest.mark.parametrize("order", ["shuffled", "reversed", "rotated", "halves", "one", "by position"])
+@pytest.mark.parametrize("order", ["shuffled", "reversed", "rotated", "halves", "by position"])
 def test_a_run_in_a_wrong_order_is_safe(order: str) -> None:
     """The right positions in a wrong order, in a run with tables: matches are missed, nothing outside is read."""
     rng, index = np.random.default_rng(3), SuffixIndex()
@@ -241,7 +241,6 @@ def test_a_run_in_a_wrong_order_is_safe(order: str) -> None:
             "reversed": lambda: right[::-1],
             "rotated": lambda: np.roll(right, int(rng.integers(1, len(right)))),
             "halves": lambda: np.concatenate((right[::2], right[1::2])),
-            "one": lambda: np.full_like(right, right[int(rng.integers(len(right)))]),
             "by position": lambda: np.sort(right),
         }[order]()
         _, loaded, numbers = opened(with_run(packed(index, meta), run))
@@ -254,6 +253,14 @@ def test_a_run_in_a_wrong_order_is_safe(order: str) -> None:
                 loaded.count(context[-length:])
         loaded.append(9, text(5, 5000))
         loaded.remove(numbers[:2])
+
+
+def test_a_run_that_holds_a_position_twice_is_refused() -> None:
+    index, meta = an_index()
+    run = index.freeze(list(meta)).run
+    for wrong in (np.full_like(run, run[3]), np.append(run[:-1], run[0])):
+        with pytest.raises(CacheDamagedError, match="twice"):
+            opened(with_run(packed(index, meta), wrong))
 
 
 def test_forged_files_are_refused_or_safe() -> None:

@@ -242,26 +242,6 @@ def test_a_missing_table_is_damage(location: str | Path) -> None:
         SuffixCache.open(location)
 
 
-@pytest.mark.parametrize("damage", [("x'00'", r"'\x00'"), ("zeroblob(40)", "decode(repeat('00', 40), 'hex')")])
-def test_a_damaged_row_is_told_on_open_and_skipped_while_following(
-    location: str | Path, damage: tuple[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    writer, follower = opened(location), opened(location)
-    writer.put(row(1 << 32, [1, 2, 3]))
-    writer.put(row((1 << 32) + 1, [4, 5, 6]))
-    writer.flush()
-    execute(location, f"UPDATE sequences SET tokens = {damage[isinstance(location, str)]} WHERE id = 1")
-    assert [r.tokens.tolist() for r in follower.poll(process=2)] == [[4, 5, 6]]
-    assert "damaged" in caplog.text
-    with pytest.raises(CacheFormatError, match="damaged"):
-        writer.newest(limit=100)
-    writer.close()
-    follower.close()
-    for _ in range(2):  # and the folder is not left locked
-        with pytest.raises(CacheFormatError, match="damaged"):
-            SuffixCache.open(location, mode="writer")
-
-
 def test_a_database_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / DATABASE).mkdir()
     for _ in range(2):

@@ -68,7 +68,7 @@ def test_what_is_not_http_gets_an_error_of_the_usual_shape(running: Any) -> None
 @pytest.mark.parametrize(
     "framing", [b"content-length: 99999\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n%x\r\n" % 99_999]
 )
-def test_a_body_that_nobody_read_is_not_kept(
+def test_c5_a_body_that_nobody_read_is_not_kept(
     running: Any, until: Callable[..., None], head: bytes, framing: bytes
 ) -> None:
     """Neither what came before the answer nor what comes after it; one of unknown length ends the connection."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from agentspec.cache.sessions import TRANSCRIPT, Session, Sessions
+from agentspec.cache.memory.sessions import TRANSCRIPT, Session, Sessions
 from agentspec.cache.tokens import Tokens
 
 MOST = 1 << 20

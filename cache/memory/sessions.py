@@ -9,6 +9,7 @@ from itertools import islice
 
 from agentspec.cache.deletion import Scope
 from agentspec.cache.index import SuffixIndex
+from agentspec.cache.memory.group import Membership
 from agentspec.cache.tokens import Tokens
 
 TRANSCRIPT = 0
@@ -26,7 +27,7 @@ class Session:
     session nor share its output.
     """
 
-    __slots__ = ("_mark", "_needed", "busy", "forgotten", "index", "label", "measured", "name", "used_at")
+    __slots__ = ("_mark", "_needed", "busy", "forgotten", "index", "label", "measured", "membership", "name", "used_at")
 
     def __init__(self, name: str | None, label: str | None = None) -> None:
         self.name = name
@@ -36,6 +37,7 @@ class Session:
         self.index = SuffixIndex()
         self.busy = True
         self.measured = 0
+        self.membership: Membership | None = None  # of the request that holds this session
         self._needed = 0  # tokens of the last prompt that a continuation must share
         self._mark = b""  # the last 8 of these tokens
 
@@ -74,12 +76,15 @@ def _mark(prompt: Tokens, end: int) -> bytes:
 
 
 class Sessions:
-    """The sessions of one namespace, least recently used first. The caller holds the pool's lock."""
+    """The sessions of one namespace, least recently used first. The caller holds the namespace's lock."""
+
+    __slots__ = ("_by_name", "_sessions", "busy", "memory_bytes")
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._by_name: dict[str, Session] = {}
         self.memory_bytes = 0
+        self.busy = 0  # sessions that requests hold
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -92,6 +97,7 @@ class Sessions:
 
         A session that another request holds is not shared: the caller gets a new, nameless session.
         """
+        self.busy += 1
         found = self._by_name.get(name) if name is not None else self._continued_by(prompt)
         if found is not None and not found.busy:
             found.busy = True
@@ -118,9 +124,14 @@ class Sessions:
             session.measured = size
 
     def release(self, session: Session) -> None:
-        session.busy = False
+        self._no_longer_busy(session)
         session.used_at = time.time()
         self.measure(session)
+
+    def _no_longer_busy(self, session: Session) -> None:
+        if session.busy and id(session) in self._sessions:
+            self.busy -= 1
+        session.busy = False
 
     def evict(self) -> bool:
         """Evict the least recently used idle session; returns false if there is none."""
@@ -132,6 +143,7 @@ class Sessions:
 
     def forget(self, session: Session) -> None:
         """Delete a session with its transcript. Does nothing if it is deleted already."""
+        self._no_longer_busy(session)
         if self._sessions.pop(id(session), None) is None:
             return
         if session.name is not None:
@@ -146,4 +158,6 @@ class Sessions:
         for session in list(self):
             if scope.covers(session.label, time.time() if session.busy else session.used_at):
                 session.forgotten = True
+                if session.membership:
+                    session.membership.withdraw()
                 self.forget(session)

@@ -1,0 +1,341 @@
+"""The namespaces in memory, by tenant: each under its own lock, with running sums, and what goes when memory is full.
+
+Nothing here looks at every tenant or namespace for a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Protocol
+
+from agentspec.cache.deletion import Scope
+from agentspec.cache.memory.learned import KeptLearned
+from agentspec.cache.memory.totals import Totals
+from agentspec.cache.partition import Partition
+from agentspec.types import Namespace
+
+_RESERVE = 16  # this part of the budget is left free, for merges and for what comes until others were evicted
+_LEARNED = 64  # this part of it may hold what namespaces learned that are in memory no more
+_IDLE_SECONDS = 60.0  # a namespace that no request used for so long may leave memory as a whole
+_AT_ONCE = 16  # so many namespaces are loaded before they are used
+_TRIED = 16  # namespaces that are looked at, at most, for one that can give something
+
+
+class NamespaceSource(Protocol):
+    """Loads namespaces into memory that a store holds."""
+
+    def load(self, partition: Partition, room: int) -> None:
+        """Fill a partition with at most `room` bytes, and set `loaded`. The caller holds its lock. Raises nothing."""
+        ...
+
+    def can_reload(self) -> bool:
+        """Whether what leaves memory now would be found again."""
+        ...
+
+
+class _Tenant:
+    """One tenant's partitions, least recently used first, and their sizes."""
+
+    __slots__ = ("partitions", "sizes")
+
+    def __init__(self) -> None:
+        self.partitions: OrderedDict[Namespace, Partition] = OrderedDict()
+        self.sizes: Totals[Namespace] = Totals()
+
+
+class NamespaceTable:
+    """All partitions in memory. Thread-safe.
+
+    `memory_bytes` bounds all partitions, `tenant_memory_bytes` the partitions of each tenant, `tenant_namespaces` their
+    number. `_lock` guards tables and sums; nothing is done under it that takes longer with more text, and no lock is
+    taken. A thread that holds a partition's lock may take it. No thread waits for two partitions.
+    """
+
+    def __init__(self, memory_bytes: int, tenant_memory_bytes: int | None, tenant_namespaces: int | None) -> None:
+        self.limit = memory_bytes
+        self.tenant_limit = memory_bytes if tenant_memory_bytes is None else min(memory_bytes, tenant_memory_bytes)
+        self.source: NamespaceSource | None = None
+        self.on_pressure: Callable[[], None] = lambda: None
+        """Called by a request that leaves work to `relieve`; must return at once."""
+        self.evicted = 0  # sequences, sessions and namespaces, for good
+        self.unloaded = 0
+        self.stopping = False  # set when the maintenance thread is about to be ended
+        self._tenant_namespaces = tenant_namespaces
+        self._count = 0  # partitions
+        self._lock = threading.Lock()
+        self._tenants: dict[str, _Tenant] = {}
+        self._sizes: Totals[str] = Totals()  # by tenant, less what merging will give back
+        self._owed = 0  # bytes that merging will give back
+        self._due: dict[Partition, None] = {}  # partitions with something to merge
+        self._kept = KeptLearned(memory_bytes // _LEARNED)
+
+    def clear(self) -> None:
+        with self._lock:
+            tenants, self._tenants = self._tenants, {}
+            self._sizes, self._owed = Totals(), 0
+            self._due = {}
+        tenants.clear()  # what takes time is freed without the lock
+
+    def leave_behind(self) -> None:
+        """Replace the lock, which another thread may have held when this process was forked."""
+        self._lock = threading.Lock()
+
+    # Partitions.
+
+    @contextlib.contextmanager
+    def entered(self, namespace: Namespace) -> Iterator[Partition]:
+        """The partition of a namespace under its lock, loaded from the store if it is there.
+
+        A new partition starts from what the namespace had learned when it left memory, if that is known.
+        """
+        while True:
+            partition = self._find(namespace)
+            with partition.lock:
+                if partition.retired:  # between the two lines
+                    continue
+                if not partition.loaded and self.source:
+                    self.source.load(partition, self._room(namespace.tenant))
+                self.book(partition)
+                yield partition
+                return
+
+    def _find(self, namespace: Namespace) -> Partition:
+        with self._lock:
+            tenant = self._tenants.get(namespace.tenant)
+            found = tenant.partitions.get(namespace) if tenant else None
+            if tenant and found:
+                tenant.partitions.move_to_end(namespace)
+                return found
+            learned = self._kept.take(namespace)
+        made = Partition(namespace, loaded=self.source is None)
+        if learned:
+            made.restore(learned, saved=False)
+        with self._lock:
+            tenant = self._tenants.setdefault(namespace.tenant, _Tenant())
+            found = tenant.partitions.setdefault(namespace, made)
+            self._count += found is made
+            many = self._tenant_namespaces is not None and len(tenant.partitions) > self._tenant_namespaces
+            candidates = list(islice(tenant.partitions.values(), _TRIED)) if many else []
+        any(self._leave(one) for one in candidates if one is not found)
+        return found
+
+    def partitions(self, scope: Scope | None = None) -> list[Partition]:
+        """All partitions in memory, or only the partitions of namespaces that `scope` concerns."""
+        with self._lock:
+            everything = [one for tenant in self._tenants.values() for one in tenant.partitions.values()]
+        return [one for one in everything if scope is None or scope.concerns(one.namespace)]
+
+    def loaded(self, namespace: Namespace) -> Partition | None:
+        """The partition of a namespace, if it is in memory."""
+        with self._lock:
+            tenant = self._tenants.get(namespace.tenant)
+            found = tenant.partitions.get(namespace) if tenant else None
+        return found if found and found.loaded else None
+
+    def preload(self, namespace: Namespace) -> Partition | None:
+        """Load a namespace before it is used, as long as there are few and memory is half empty."""
+        if self._count >= _AT_ONCE or 2 * self._sizes.total >= self.limit:
+            return None
+        with self.entered(namespace) as partition:
+            pass
+        self.settle(partition)
+        return partition
+
+    # What was learned by namespaces that left.
+
+    def take_unsaved(self) -> tuple[list[tuple[int, int]], dict[str, bytes]]:
+        """Hits of sequences, and by key learned states, of namespaces that left since the last call."""
+        with self._lock:
+            return self._kept.take_unsaved()
+
+    def forget_learned(self) -> None:
+        """Forget what namespaces learned that are not in memory: a deletion may concern it."""
+        with self._lock:
+            self._kept.clear()
+
+    # Memory.
+
+    @property
+    def total(self) -> int:
+        """Bytes that all partitions take, deleted text that is not merged away included."""
+        return self._sizes.total + self._owed
+
+    def bytes_by_tenant(self) -> Counter[str]:
+        """The bytes that each tenant takes in memory, over all its namespaces, without what was deleted."""
+        with self._lock:
+            return Counter(dict(self._sizes.items()))
+
+    def settle(self, partition: Partition) -> None:
+        """Account for what a partition takes now, and evict if a budget is exceeded.
+
+        A tenant evicts its own; what another has to give is left to `relieve` as long as there is room.
+        """
+        with partition.lock:
+            self.book(partition)
+        tenant = partition.namespace.tenant
+        if self._sizes[tenant] > self.tenant_limit:
+            self._reduce(lambda: self._sizes[tenant] - self.tenant_limit, tenant)
+        if self._over() > 0:
+            with self._lock:
+                largest = self._sizes.largest()
+            if largest == tenant:
+                self._reduce(self._over, tenant)
+            else:
+                self.on_pressure()
+            self._reduce(lambda: self._sizes.total - self.limit, None, wait=False)
+            self._reduce(lambda: self._sizes.total - self.limit, tenant)
+
+        if self.total > self.limit:
+            self._give_back(partition)
+
+    def relieve(self) -> None:
+        """Evict until the reserve is free again, and merge what is due. Called by the maintenance thread."""
+        self._reduce(self._over, None)
+        with self._lock:
+            due, self._due = list(self._due), {}
+        for partition in due:
+            partition.merge(lambda: self.stopping)
+            with partition.lock:
+                self.book(partition)
+
+    def _give_back(self, partition: Partition) -> None:
+        """Merge one's own namespace, and then what nobody merges at the moment, until the budget holds."""
+        with self._lock:
+            others = list(islice(self._due, _TRIED))
+        for one in (partition, *others):
+            if self.total <= self.limit:
+                return
+            one.merge(lambda: False, wait=one is partition)
+            if one.lock.acquire(blocking=one is partition):
+                try:
+                    self.book(one)
+                finally:
+                    one.lock.release()
+
+    def _over(self) -> int:
+        return self._sizes.total - (self.limit - self.limit // _RESERVE)
+
+    def _room(self, tenant: str) -> int:
+        """Bytes that a namespace may take that is loaded: what is free, or half of what the largest has to give."""
+        with self._lock:
+            largest = self._sizes.largest()
+            most = self._sizes[largest] if largest is not None else 0
+            return min(self.tenant_limit, max(-self._over(), most // 2))
+
+    def book(self, partition: Partition) -> None:
+        """Account for a partition's size. The caller holds its lock."""
+        if partition.retired:
+            return
+        owed = partition.reclaimable_bytes()
+        due, size = partition.shared.merging_due, partition.memory_bytes() - owed
+        with self._lock:
+            self._account(partition, size, owed)
+            first = due and partition not in self._due and not partition.retired
+            if first:
+                self._due[partition] = None
+        if first:
+            self.on_pressure()
+
+    def _account(self, partition: Partition, size: int, owed: int = 0) -> None:
+        tenant = self._tenants.get(partition.namespace.tenant)
+        if tenant is None or tenant.partitions.get(partition.namespace) is not partition:
+            return
+        tenant.sizes.add(partition.namespace, size - partition.measured)
+        self._sizes.add(partition.namespace.tenant, size - partition.measured)
+        self._owed += owed - partition.owed
+        partition.measured, partition.owed = size, owed
+
+    def _reduce(self, excess: Callable[[], int], tenant: str | None, *, wait: bool = True) -> None:
+        """Evict from the largest namespace of `tenant`, or else of the largest tenant, until `excess()` is 0.
+
+        A flood of requests evicts its own entries so. Without `wait`, namespaces that are in use at the moment are
+        left out, so that no request waits for another tenant.
+        """
+        passed: set[Namespace] = set()
+        drained: set[str] = set()
+        while excess() > 0 and len(passed) < _TRIED:
+            with self._lock:
+                victim = self._victim(tenant, passed, drained)
+            if victim is None:
+                return
+            if not self._evict(victim, excess, wait):
+                passed.add(victim.namespace)
+
+    def _victim(self, tenant: str | None, passed: set[Namespace], drained: set[str]) -> Partition | None:
+        """What gives next: a namespace that can leave as a whole, else the largest. The caller holds `_lock`."""
+        if tenant is not None:
+            return self._victim_of(tenant, passed)
+        while (chosen := self._sizes.largest(drained)) is not None:
+            if found := self._victim_of(chosen, passed):
+                return found
+            drained.add(chosen)
+        return None
+
+    def _victim_of(self, tenant: str, passed: set[Namespace]) -> Partition | None:
+        theirs = self._tenants.get(tenant)
+        if theirs is None:
+            return None
+        oldest = next(iter(theirs.partitions.values()))
+        if oldest.namespace not in passed and self._may_leave(oldest):
+            return oldest
+        largest = theirs.sizes.largest(passed)
+        return None if largest is None else theirs.partitions[largest]
+
+    def _evict(self, victim: Partition, excess: Callable[[], int], wait: bool) -> bool:
+        """Evict some of a partition, or all of one that is idle; returns whether anything went."""
+        if not victim.lock.acquire(blocking=wait):
+            return False
+        try:
+            over = excess()
+            if over <= 0 or victim.retired or (self._may_leave(victim) and self._leave(victim)):
+                return True
+            gone = victim.evict(min(over, victim.measured // 4))  # the next may be larger then
+            if not gone and victim.is_empty:
+                self.retire(victim, keep_learned=True)
+                gone = 1
+            self.book(victim)
+            with self._lock:
+                self.evicted += gone
+            return bool(gone)
+        finally:
+            victim.lock.release()
+
+    def _may_leave(self, partition: Partition) -> bool:
+        """Whether a namespace is idle and would be found again in the store."""
+        return partition.idle_since(_IDLE_SECONDS) and self.source is not None and self.source.can_reload()
+
+    def _leave(self, partition: Partition) -> bool:
+        """Take a namespace out of memory as a whole, unless a request uses it."""
+        if not partition.lock.acquire(blocking=False):
+            return False
+        try:
+            if partition.retired or partition.sessions.busy:
+                return False
+            self.retire(partition, keep_learned=True)
+        finally:
+            partition.lock.release()
+        with self._lock:
+            self.unloaded += 1
+        return True
+
+    def retire(self, partition: Partition, *, keep_learned: bool = False) -> None:
+        """Let a partition leave memory. The caller holds its lock."""
+        hits = partition.fresh_hits() if keep_learned else []
+        changed = partition.fresh_learned() if keep_learned else None
+        learned = partition.learned() if keep_learned and changed is None and self.source is None else changed
+        with self._lock:
+            self._account(partition, 0)
+            partition.retired = True
+            self._due.pop(partition, None)
+            if learned:
+                self._kept.put(partition.namespace, learned, hits)
+            tenant = self._tenants.get(partition.namespace.tenant)
+            if tenant and tenant.partitions.get(partition.namespace) is partition:
+                del tenant.partitions[partition.namespace]
+                self._count -= 1
+                if not tenant.partitions:
+                    del self._tenants[partition.namespace.tenant]

@@ -1,0 +1,81 @@
+"""Reads the rows of `sequences` a piece at a time, and leaves out those that the database cannot give back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from agentspec.cache.storage.database import Database, reason
+from agentspec.cache.storage.schema import damaged, sequences
+
+PIECE = 256  # rows that are read at a time
+_FASTER = 64  # the range of ids shrinks by this factor where rows cannot be read, and grows by it where they can
+_MOST_LOST = 4096  # ids in a row that cannot be read: then the table itself is damaged
+
+
+class Pages:
+    """The rows with `after` < id <= `until` that meet all `conditions`, in pieces: iterate over it.
+
+    `lost` gets the id of every row that cannot be read, with the reason. Raises `DBAPIError` where the database does
+    not answer, `CacheFormatError` where nothing can be read. No transaction stays open between two pieces.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        conditions: Sequence[sa.ColumnElement[bool]],
+        after: int,
+        until: int,
+        *,
+        lost: Callable[[int, str], None],
+        newest_first: bool = False,
+        columns: Sequence[Any] = (sequences,),
+    ) -> None:
+        self._database = database
+        self._conditions = conditions
+        self._low, self._high = after, until
+        self._lost = lost
+        self._newest_first = newest_first
+        self._columns = columns
+
+    def __iter__(self) -> Iterator[list[sa.Row[Any]]]:
+        width, lost = self._high - self._low, 0
+        while (width := min(width, self._high - self._low)) > 0:
+            try:
+                rows = self._read(width)
+            except (exc.DBAPIError, ValueError, TypeError) as error:  # the last two: a value is not of its type
+                if isinstance(error, exc.DBAPIError) and not self._database.is_damage(error):
+                    raise
+                if width == 1:
+                    lost += 1
+                    self._lose(error, lost)
+                width = max(1, width // _FASTER)
+                continue
+            if rows:
+                yield rows
+            self._advance(rows, width)
+            width, lost = width * _FASTER, 0
+
+    def _read(self, width: int) -> list[sa.Row[Any]]:
+        low, high = (self._high - width, self._high) if self._newest_first else (self._low, self._low + width)
+        id_ = sequences.c.id
+        query = sa.select(*self._columns).where(*self._conditions, id_ > low, id_ <= high)
+        order = id_.desc() if self._newest_first else id_
+        with self._database.engine.connect() as connection:
+            return list(connection.execute(query.order_by(order).limit(PIECE)).all())
+
+    def _advance(self, rows: Sequence[sa.Row[Any]], width: int) -> None:
+        full = len(rows) == PIECE
+        if self._newest_first:
+            self._high = rows[-1].id - 1 if full else self._high - width
+        else:
+            self._low = rows[-1].id if full else self._low + width
+
+    def _lose(self, error: Exception, lost: int) -> None:
+        if lost > _MOST_LOST:
+            raise damaged(self._database.name, reason(error)) from error
+        self._lost(self._high if self._newest_first else self._low + 1, reason(error))
+        self._advance((), 1)

@@ -1,0 +1,237 @@
+"""Reads sequences from the database. A row that cannot be read is left out and counted; all others are served."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from agentspec.cache.record import SequenceRecord
+from agentspec.cache.storage import codec
+from agentspec.cache.storage.database import Database, reason
+from agentspec.cache.storage.rows.pages import PIECE, Pages
+from agentspec.cache.storage.schema import damaged, learned, namespaces, sequences
+from agentspec.errors import CacheError, CacheFormatError, CacheUnavailableError
+from agentspec.types import Namespace
+
+_log = logging.getLogger(__name__)
+
+_NONE: Sequence[sa.ColumnElement[bool]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNamespace:
+    """What the database holds of one namespace: numbers of sequences and tokens, and bytes of packed tokens."""
+
+    namespace: Namespace
+    sequences: int
+    tokens: int
+    bytes: int
+
+
+class SequenceReader:
+    """The sequences in a database, as they are read. Thread-safe, except that one thread at a time may `poll`.
+
+    All methods raise `CacheUnavailableError` where the database does not answer, and `CacheFormatError` where its
+    tables are damaged.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.last_id = 0  # rows up to this id were read, or skipped on purpose
+        self._damaged: dict[int, str] = {}  # the rows found so far that cannot be read, by id
+        self._noting = threading.Lock()
+
+    @property
+    def damaged(self) -> int:
+        """How many rows were found that cannot be read."""
+        return len(self._damaged)
+
+    # What there is.
+
+    def position(self) -> int:
+        """Set `last_id` to the newest row and return it: `poll` gives what comes later."""
+        with self._reading() as connection:
+            self.last_id = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+        return self.last_id
+
+    def namespaces(self) -> list[StoredNamespace]:
+        """Every namespace that has sequences, last used last, from running totals: no sequence is looked at."""
+        columns = namespaces.c
+        with self._reading() as connection:
+            query = sa.select(namespaces).where(columns.sequences > 0).order_by(columns.last)
+            rows = connection.execute(query).all()
+        found = (
+            StoredNamespace(
+                Namespace(row.tenant, row.model_fingerprint, row.tokenizer_hash, row.template_hash),
+                *(row.sequences, row.tokens, row.bytes),
+            )
+            for row in rows
+        )
+        return [one for one, row in zip(found, rows, strict=True) if one.namespace.key == row.key]
+
+    def numbers(self, namespace: Namespace, *, until: int | None = None) -> set[int]:
+        """The numbers of a namespace's stored sequences, in rows up to `until` if given."""
+        with self._reading() as connection:
+            return set(connection.execute(sa.select(sequences.c.number).where(*_rows(namespace, until))).scalars())
+
+    def extent(self, namespace: Namespace, *, until: int) -> tuple[int, int]:
+        """A namespace's count of rows up to `until`, and the last row's sequence number. Much faster than `numbers`."""
+        mine = _rows(namespace, until)
+        newest = sa.select(sequences.c.number).where(*mine).order_by(sequences.c.id.desc()).limit(1)
+        with self._reading() as connection:
+            count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
+            return count, connection.execute(newest).scalar() or 0
+
+    def learned(self) -> dict[str, bytes]:
+        """The drafters' learned states, by namespace key."""
+        with self._reading() as connection:
+            rows = connection.execute(sa.select(learned)).all()
+        return {row.namespace: row.state for row in rows if isinstance(row.state, bytes)}
+
+    def learned_of(self, namespace: Namespace) -> bytes | None:
+        """One namespace's learned state, if there is one."""
+        with self._reading() as connection:
+            query = sa.select(learned.c.state).where(learned.c.namespace == namespace.key)
+            state = connection.execute(query).scalar()
+        return state if isinstance(state, bytes) else None
+
+    # Sequences.
+
+    def newest(self, limit: int, beyond: Mapping[str, int] | None = None) -> list[SequenceRecord]:
+        """The newest sequences of at most `limit` tokens together, oldest first; sets `last_id`.
+
+        `beyond` maps namespaces (by key) to a row id: of these namespaces only later rows are read.
+        """
+        until, namespace = self.position(), sequences.c.namespace
+        after = beyond or {}
+        parts = [self._pages([namespace == key], last, until, newest_first=True) for key, last in after.items()]
+        parts.append(self._pages([namespace.not_in(after)] if after else _NONE, 0, until, newest_first=True))
+        return self._within(limit, (row for part in parts for row in part))
+
+    def load(self, namespace: Namespace, limit: int, beyond: int = 0) -> list[SequenceRecord]:
+        """The newest sequences of one namespace, in rows after `beyond`, at most `limit` tokens, oldest first."""
+        mine = [sequences.c.namespace == namespace.key]
+        return self._within(limit, self._pages(mine, beyond, self._newest_id(), newest_first=True))
+
+    def _within(self, limit: int, rows: Iterator[sa.Row[Any]]) -> list[SequenceRecord]:
+        found: list[SequenceRecord] = []
+        for record in self._readable(rows):
+            limit -= len(record.tokens)
+            if limit < 0:
+                break
+            found.append(record)
+        return found[::-1]
+
+    def poll(self, process: int | None, wanted: Callable[[str], bool] | None = None) -> Iterator[SequenceRecord]:
+        """Sequences that processes other than `process` added since the last call, read as they are asked for.
+
+        Without reading them, `last_id` passes over the rows of namespaces whose key `wanted` refuses.
+        """
+        begun = self.last_id
+        with self._reading() as connection:
+            newest = connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+        number = sequences.c.number
+        others = sa.true() if process is None else sa.not_(number.between(process << 32, ((process + 1) << 32) - 1))
+        names = (sequences.c.id, sequences.c.namespace)
+        with self._answering():
+            pieces = self._pieces([others], begun, newest, columns=(sequences,) if wanted is None else names)
+            for piece in pieces:
+                yield from self._readable(piece if wanted is None else self._chosen(piece, wanted))
+                self.last_id = piece[-1].id
+        self.last_id = max(newest, begun)
+
+    def _chosen(self, piece: list[sa.Row[Any]], wanted: Callable[[str], bool]) -> Iterator[sa.Row[Any]]:
+        ids = [row.id for row in piece if wanted(row.namespace)]
+        if ids:
+            yield from self._pages([sequences.c.id.in_(ids)], ids[0] - 1, ids[-1])
+
+    def records(self) -> Iterator[SequenceRecord]:
+        """Every sequence, oldest first, read as they are asked for."""
+        return self._readable(self._pages(_NONE, 0, self._newest_id()))
+
+    def problems(self) -> Iterator[str]:
+        """The problems of the database: faults in its structure, then every sequence that cannot be read."""
+        try:
+            with self._reading() as connection:
+                yield from (f"{self._database.name}: {problem}" for problem in self._database.problems(connection))
+            yield from (f"{self._database.name}: {problem}" for problem in self.unreadable().values())
+        except CacheError as error:
+            yield str(error)
+
+    def unreadable(self) -> dict[int, str]:
+        """What is wrong with each sequence that cannot be read, by the id of its row. Reads the whole table."""
+        self._damaged = {}
+        for _ in self.records():
+            pass
+        return dict(self._damaged)
+
+    def recheck(self) -> None:
+        """Stop counting damaged rows that are gone."""
+        ids = list(self._damaged)
+        for start in range(0, len(ids), PIECE):
+            some = ids[start : start + PIECE]
+            with self._reading() as connection:
+                left = set(connection.execute(sa.select(sequences.c.id).where(sequences.c.id.in_(some))).scalars())
+            for gone in set(some) - left:
+                self._damaged.pop(gone, None)
+
+    # How.
+
+    def _newest_id(self) -> int:
+        with self._reading() as connection:
+            return connection.execute(sa.select(sa.func.max(sequences.c.id))).scalar() or 0
+
+    def _pages(
+        self, conditions: Sequence[sa.ColumnElement[bool]], after: int, until: int, *, newest_first: bool = False
+    ) -> Iterator[sa.Row[Any]]:
+        with self._answering():
+            for piece in self._pieces(conditions, after, until, newest_first=newest_first):
+                yield from piece
+
+    def _pieces(
+        self, conditions: Sequence[sa.ColumnElement[bool]], after: int, until: int, **options: Any
+    ) -> Iterator[list[sa.Row[Any]]]:
+        return iter(Pages(self._database, conditions, after, until, lost=self._lose, **options))
+
+    def _readable(self, rows: Iterable[sa.Row[Any]]) -> Iterator[SequenceRecord]:
+        for row in rows:
+            try:
+                record = codec.decode(row)
+            except CacheFormatError as error:
+                self._lose(row.id, error.message)
+            else:
+                yield record
+
+    def _lose(self, id_: int, why: str) -> None:
+        with self._noting:
+            first = not self._damaged
+            self._damaged[id_] = f"sequence {id_}: {why}"
+        if first:
+            advice = "it is left out, like all that cannot be read; `agentspec cache repair` lists and removes them"
+            _log.warning("%s: sequence %d: %s; %s", self._database.name, id_, why, advice)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sa.Connection]:
+        with self._answering(), self._database.engine.connect() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.DBAPIError as error:
+            if self._database.is_transient(error):
+                raise CacheUnavailableError(f"{self._database.name} cannot be read: {reason(error)}") from error
+            raise damaged(self._database.name, reason(error)) from error
+
+
+def _rows(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool]]:
+    mine = sequences.c.namespace == namespace.key
+    return [mine] if until is None else [mine, sequences.c.id <= until]

@@ -1,0 +1,199 @@
+"""Namespaces neither wait for each other nor cost each other anything, however many there are. Counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache, namespaces, partition, pool
+from agentspec.cache.index import IndexDrafter, SuffixIndex
+from agentspec.cache.memory import group
+from agentspec.cache.namespaces import NamespaceTable
+from agentspec.cache.tokens import Tokens
+from agentspec.types import Namespace
+
+MIB = 1 << 20
+NATIVE = {SuffixIndex: ("append", "remove", "truncate", "usage", "common_prefix"), IndexDrafter: ("observe", "state")}
+
+
+def text(seed: int, length: int) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 5000, length).astype(np.int32)
+
+
+def record(cache: SuffixCache, output: Tokens, namespace: str | Namespace, session: str | None = None) -> None:
+    with cache.request([1, 2], namespace=namespace, session=session) as request:
+        request.draft(8)
+        request.extend(output[: len(output) // 2])
+        request.extend(output[len(output) // 2 :])
+
+
+class Watch:
+    """Makes locks, and knows who waited for which, and who did native work while they held one."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, set[str]] = defaultdict(set)  # locks that a thread may have waited for
+        self.worked: dict[str, set[str]] = defaultdict(set)  # threads that did native work under a lock
+        self.held: dict[str, list[str]] = defaultdict(list)  # by thread
+        self.made = 0
+
+    def threading(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            Lock=lambda: WatchedLock(self, threading.Lock()), RLock=lambda: WatchedLock(self, threading.RLock())
+        )
+
+    def native(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **options: Any) -> Any:
+            me = threading.current_thread().name
+            for lock in self.held[me]:
+                self.worked[lock].add(me)
+            return call(*args, **options)
+
+        return watched
+
+
+class WatchedLock:
+    def __init__(self, watch: Watch, lock: Any) -> None:
+        self.watch, self.lock = watch, lock
+        watch.made += 1
+        self.name = f"{sys._getframe(2).f_code.co_qualname} {watch.made}"
+
+    def acquire(self, blocking: bool = True) -> bool:
+        me = threading.current_thread().name
+        if blocking:
+            self.watch.taken[me].add(self.name)
+        got = bool(self.lock.acquire(blocking=blocking))
+        if got:
+            self.watch.held[me].append(self.name)
+        return got
+
+    def release(self) -> None:
+        self.watch.held[threading.current_thread().name].remove(self.name)
+        self.lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    watch = Watch()
+    for module in (namespaces, partition, pool, group):
+        monkeypatch.setattr(module, "threading", watch.threading())
+    for owner, names in NATIVE.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, watch.native(getattr(owner, name)))
+    yield watch
+
+
+def together(**works: Callable[[], None]) -> None:
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,), name=name) for name, work in works.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("share", [None, MIB // 2])
+def test_nobody_waits_for_another_tenants_work(watch: Watch, share: int | None) -> None:
+    """One floods its budget, so that it evicts and merges, while another goes on."""
+    quiet_done = threading.Event()
+
+    def flood() -> None:
+        turn = 0
+        while not quiet_done.is_set() or turn < 60:
+            record(cache, text(turn, 1500), Namespace("flood", f"m{turn % 3}"), session=f"s{turn % 9}")
+            turn += 1
+
+    def quiet() -> None:
+        for turn in range(60):
+            record(cache, text(10_000 + turn, 100), "quiet", session=f"s{turn % 9}")
+        quiet_done.set()
+
+    with SuffixCache.open(memory_bytes=MIB, tenant_memory_bytes=share) as cache:
+        together(flood=flood, quiet=quiet)
+        stats = cache.stats()
+        assert stats.evicted > 10
+        assert cache.tenant_bytes()["quiet"] > 50_000
+        cache.check_integrity()
+    waited = {lock: watch.worked.get(lock, set()) for lock in watch.taken["quiet"]}
+    assert {lock: workers for lock, workers in waited.items() if workers - {"quiet"}} == {}
+    everyones = watch.taken["flood"] & watch.taken["quiet"]
+    assert everyones and not any(watch.worked.get(lock) for lock in everyones)
+    assert any(waited.values())  # the watch sees what is done
+
+
+def test_a_request_costs_the_same_beside_many_tenants() -> None:
+    """Counted in instructions of the interpreter, at a full budget: every request evicts."""
+    costs = {}
+    for tenants in (2, 3000):
+        with SuffixCache.open(tenant_memory_bytes=MIB) as cache:
+            for number in range(tenants - 1):
+                cache.request([1, 2], namespace=f"tenant-{number}", session="s").close()
+            for turn in range(120):
+                record(cache, text(turn, 2000), "one", session=f"s{turn % 3}")
+            assert cache.stats().evicted > 0
+            assert cache.stats().namespaces == tenants
+            costs[tenants] = min(
+                instructions(lambda: record(cache, text(7, 20), "one", session="s1")) for _ in range(5)
+            )
+            quiet = [instructions(lambda: record(cache, text(7, 20), "tenant-0", session="s")) for _ in range(5)]
+            costs[-tenants] = min(quiet)
+    assert costs[3000] <= 1.1 * costs[2]
+    assert costs[-3000] <= 1.1 * costs[-2]
+
+
+def instructions(work: Callable[[], None]) -> int:
+    """How many bytecode instructions `work` takes, in all functions that it calls."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_an_empty_namespace_takes_little() -> None:
+    table, count = NamespaceTable(1 << 30, None, None), 1000
+    names = [Namespace(f"tenant-{number}") for number in range(count)]
+    with table.entered(Namespace("first")) as first:
+        native = first.shared.memory_bytes() + first.drafter.memory_bytes()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for name in names:
+            with table.entered(name):
+                pass
+        traced = (tracemalloc.get_traced_memory()[0] - before) / count
+    finally:
+        tracemalloc.stop()
+    objects = sys.getsizeof(first.shared.native) + sys.getsizeof(first.drafter.native)  # hold part of `native`
+    assert traced - objects + native <= 4096
+    assert traced - objects <= table.total / (count + 1) <= 4096  # and that is what it counts for
