@@ -11,13 +11,13 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.requests import MessagesLimits, MessagesRequest, parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
 from agentspec.protocol.requests import MAX_TOOLS, parse_chat
-from agentspec.protocol.responses import ResponseWriter
+from agentspec.protocol.responses import ResponseWriter, encode
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
 from agentspec.proxy.messages.inspection import MessagesInspector
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_body, chat_deltas, chat_headers
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_fields, chat_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import MESSAGE_EVENTS, Framing
 from agentspec.types import GenerateRequest
@@ -53,8 +53,10 @@ class MessagesEndpoint(GenerationEndpoint):
         record = exchange.record
         async with exchange.deadline.limit():
             request = await self._chat(exchange, backend)
-            body = await chat_body(backend, request, exchange.caller, exchange.route.upstream_model)
-        writer = MessagesWriter(exchange.fields["model"], request, self.settings.speculation_object)
+            chat = await chat_fields(backend, request, exchange.caller, exchange.route.upstream_model)
+            body = await self._run(exchange, encode, chat)
+        del chat
+        writer = MessagesWriter(exchange.fields["model"], request.bare(), self.settings.speculation_object)
         record.stream, record.response_headers = request.stream, TRANSLATED
         deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record)
         exchange.release()
@@ -76,7 +78,7 @@ class MessagesEndpoint(GenerationEndpoint):
         request, record.stream = caller.sign(request), parsed.stream
         if isinstance(backend, AddsHeaders):
             record.response_headers = backend.response_headers(request)
-        return request, MessagesWriter(fields["model"], parsed, self.settings.speculation_object)
+        return request, MessagesWriter(fields["model"], parsed.bare(), self.settings.speculation_object)
 
     def _local(
         self, fields: Mapping[str, Any], backend: Backend, record: RequestRecord, *, count: bool = False
