@@ -47,6 +47,7 @@ class MessagesEndpoint(GenerationEndpoint):
         exchange.release()
         scope, send, account, inspector = exchange.scope, exchange.send, exchange.account, MessagesInspector()
         await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
+        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
@@ -61,6 +62,7 @@ class MessagesEndpoint(GenerationEndpoint):
         deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record)
         exchange.release()
         await self._answer(deltas, writer, record, exchange.send, exchange.deadline)
+        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, record.usage)
 
     async def _chat(self, exchange: Exchange, backend: Forwards, *, count: bool = False) -> MessagesRequest:
         """The request as a chat for an upstream."""
