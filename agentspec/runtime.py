@@ -174,6 +174,15 @@ class Runtime:
             return Route(backend_name, self._strategies[model], upstream_model)
         return Route(backend_name, self._backends[backend_name], upstream_model)
 
+    def base_of(self, model: str) -> Route:
+        """The route of a plain model; of a strategy, that of its base model. Raises as `route` does."""
+        strategy = self.settings.models.get(self.aliases.meant(model))
+        if not isinstance(strategy, StrategySettings):
+            return self.route(model)
+        self.route(model)
+        backend_name, upstream_model = named_model(self.settings, strategy.base)
+        return Route(backend_name, self._backends[backend_name], upstream_model)
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Run `request` on the backend of its model, and start the runtime first if necessary.
 

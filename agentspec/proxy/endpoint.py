@@ -162,6 +162,7 @@ class GenerationEndpoint:
         inspector = StreamInspector(choices)
         scope, send, account = exchange.scope, exchange.send, exchange.account
         await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
+        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the exchange's body, in a thread if the body is large."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from agentspec.backends.base import TOKENIZE, Backend, Tokenization, is_forwarding
+from agentspec.backends.base import TOKENIZE, Forwards, Tokenization, is_forwarding, tokenization_of
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import encode
@@ -50,30 +50,36 @@ class _DetokenizeBody(Body):
 class TokenizationEndpoint(GenerationEndpoint):
     """Tokens of a prompt, or of a chat's prompt; or the text of tokens. A strategy's are those of its base model."""
 
+    generates: ClassVar[bool] = False
+
     async def _respond(self, exchange: Exchange) -> None:
-        base = exchange.route.backend
-        if not is_forwarding(base):
-            base = self.runtime.backends()[exchange.route.backend_name]
-        if is_forwarding(base):
-            check_head(exchange.scope)
-            await self._run(exchange, self._check, exchange.fields, base)
-            model = base.settings.model or exchange.route.upstream_model
-            async with exchange.deadline.limit():
-                body = await upstream_body(base, self.path, exchange.body, exchange.fields, exchange.caller, model)
-            exchange.release()
-            scope, send, at, account = exchange.scope, exchange.send, exchange.deadline, exchange.account
-            await pass_through(scope, send, base, self.path, body, at, StreamInspector(0), account=account, above=True)
+        route = self.runtime.base_of(exchange.fields["model"])
+        if is_forwarding(route.backend):
+            await self._pass(exchange, route.backend, route.upstream_model)
             return
-        if not isinstance(base, Tokenization):
+        side = tokenization_of(route.backend)
+        if side is None:
             raise InvalidRequestError(f"the model {exchange.record.model!r} shows no tokenizer", param="model")
         check_amounts(exchange.fields, self.path, self.settings)
-        answering: Callable[[Backend, Tokenization, Mapping[str, Any]], Awaitable[dict[str, Any]]]
-        answering = self._tokenize if self.path == TOKENIZE else self._detokenize
         async with exchange.deadline.limit():
-            answer = await answering(base, base, exchange.fields)
+            if self.path == TOKENIZE:
+                length = route.backend.capabilities.context_length
+                answer = {**await self._tokenize(side, exchange.fields), "max_model_len": length}
+            else:
+                answer = await self._detokenize(side, exchange.fields)
         await respond(exchange.send, Response(encode(answer), media_type="application/json"))
 
-    async def _tokenize(self, backend: Backend, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
+    async def _pass(self, exchange: Exchange, backend: Forwards, model: str) -> None:
+        """Pass the request to the upstream, beside whose /v1 the routes stand."""
+        check_head(exchange.scope)
+        await self._run(exchange, self._check, exchange.fields, backend)
+        async with exchange.deadline.limit():
+            body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
+        exchange.release()
+        scope, send, at, account = exchange.scope, exchange.send, exchange.deadline, exchange.account
+        await pass_through(scope, send, backend, self.path, body, at, StreamInspector(0), account=account, above=True)
+
+    async def _tokenize(self, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
         body = _TokenizeBody.parse(fields)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("send either prompt or messages", param="prompt")
@@ -94,10 +100,9 @@ class TokenizationEndpoint(GenerationEndpoint):
             message = f"return_token_strs is for at most {MAX_STRINGS} tokens; these are {len(tokens)}"
             raise InvalidRequestError(message, param="return_token_strs")
         strings = [await side.detokenize([token]) for token in tokens] if body.return_token_strs else None
-        length = backend.capabilities.context_length
-        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": strings}
+        return {"count": len(tokens), "tokens": tokens, "token_strs": strings}
 
-    async def _detokenize(self, backend: Backend, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
+    async def _detokenize(self, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
         body = _DetokenizeBody.parse(fields)
         if body.tokens is None:
             raise InvalidRequestError("tokens is missing", param="tokens")

@@ -20,7 +20,15 @@ from agentspec.backends.http import (
     decode_json,
     status_error,
 )
-from agentspec.backends.openai.hints import PRIORITY, SESSION, priority_fields, session_fields, session_headers
+from agentspec.backends.openai.answer_lengths import AnswerLengths
+from agentspec.backends.openai.hints import (
+    PRIORITY,
+    SESSION,
+    hint_fields,
+    priority_fields,
+    session_fields,
+    session_headers,
+)
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.prediction import prediction_fields
@@ -36,7 +44,7 @@ from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_head
 from agentspec.protocol.json_scan import array_items, member_span
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Usage
 
 logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
@@ -60,6 +68,7 @@ class OpenAIBackend:
         self._endpoint = Endpoint(settings, name=name, transport=transport)
         self._detector = ServerDetector(self._endpoint, settings)
         self._routes = RouteDetector(self._endpoint, settings)
+        self._lengths = AnswerLengths()
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
@@ -110,6 +119,7 @@ class OpenAIBackend:
             aclosing(self.deltas(response)) as deltas,
         ):
             async for delta in deltas:
+                self.observe_answer(request.tenant, request.labels, delta.usage)
                 yield delta
 
     async def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
@@ -203,7 +213,8 @@ class OpenAIBackend:
         session = self._own_labels(tenant, labels).session if self.settings.session_names else None
         if self._apart and not isinstance(given.get(SESSION), (str, NoneType)):
             raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
-        if not (added or predicts or session or PRIORITY in given):
+        length = self._lengths.expected(tenant, labels)
+        if not (added or predicts or session or length or PRIORITY in given):
             return {}
         kind = await self._detector.kind()
         if (given.get(SESSION) and not self._apart) or (kind == "vllm" and not self.settings.vllm_labels):
@@ -212,12 +223,18 @@ class OpenAIBackend:
         if predicts and kind == "vllm":
             model = self.settings.model or str(given.get("model"))
             fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
-        return fields | session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
+        fields |= session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
+        return fields | (hint_fields({"osl": length}, {**given, **fields}) if length else {})
 
     @property
     def needs_salt(self) -> bool:
         """Whether requests must carry a salt, which only chats, completions, responses and embeddings can."""
         return self._apart is not None
+
+    def observe_answer(self, tenant: str, labels: Labels, usage: Usage | None) -> None:
+        """Learn from an answer how long those of its step are."""
+        if usage is not None and self.settings.dynamo:
+            self._lengths.observe(tenant, labels, usage.completion_tokens)
 
     async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
         """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the

@@ -7,7 +7,7 @@ chats only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -76,6 +76,10 @@ class MessagesRequest:
     thoughts: bool = True
     omitted: bool = False
     prefilled: bool = False
+
+    def bare(self) -> MessagesRequest:
+        """The same without the chat, which a long conversation fills and an answer does not need."""
+        return replace(self, chat={})
 
 
 def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bool = False) -> MessagesRequest:

@@ -10,12 +10,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from agentspec.backends.base import Forwards, Tokenization, is_forwarding
-from agentspec.errors import UpstreamError
+from agentspec.errors import UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import encode
 from agentspec.proxy.endpoint import Exchange, respond
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
+from agentspec.types import GenerateRequest
 
 
 @dataclass(slots=True)
@@ -30,13 +31,15 @@ class CountTokensEndpoint(MessagesEndpoint):
             await self._forward(exchange, backend)
             return
         parsed = await self._run(exchange, lambda: self._local(exchange.fields, backend, exchange.record, count=True))
-        base = self.runtime.backends()[exchange.route.backend_name]
-        if is_forwarding(base):
-            await self._send(exchange, _of_server(base, base.settings.model or exchange.route.upstream_model, parsed))
+        base = self.runtime.base_of(exchange.fields["model"])
+        if is_forwarding(base.backend):
+            await self._send(exchange, _of_server(base.backend, base.upstream_model, parsed))
             return
-        if not isinstance(base, Tokenization):
+        if not isinstance(base.backend, Tokenization):
             raise HTTPException(404)
-        await self._send(exchange, _of_model(base, parsed))
+        most = len(parsed.chat["messages"])
+        request, _ = await self._run(exchange, lambda: parse_chat(parsed.chat, max_messages=most))
+        await self._send(exchange, _of_model(base.backend, request))
 
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         async with exchange.deadline.limit():
@@ -49,10 +52,8 @@ class CountTokensEndpoint(MessagesEndpoint):
         await respond(exchange.send, Response(encode({"input_tokens": count}), media_type="application/json"))
 
 
-async def _of_model(base: Tokenization, parsed: MessagesRequest) -> int:
+async def _of_model(base: Tokenization, request: GenerateRequest) -> int:
     """By a model of this process. Tools that its template cannot take are refused as for an answer."""
-    chat = parsed.chat
-    request, _ = parse_chat(chat, max_messages=len(chat["messages"]))
     text = await base.render(request.messages or (), request.tools, request.template_arguments)
     return len(await base.tokenize(text))
 
@@ -63,5 +64,7 @@ async def _of_server(backend: Forwards, model: str, parsed: MessagesRequest) -> 
     arguments = (chat["messages"], chat.get("tools") or (), chat.get("chat_template_kwargs") or {})
     try:
         return len(await backend.tokenizer_of(model).rendered_ids(*arguments))
-    except UpstreamError:
-        raise HTTPException(404) from None
+    except UpstreamStatusError as error:
+        if error.status in (404, 405, 501):
+            raise HTTPException(404) from None
+        raise

@@ -11,13 +11,13 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.requests import MessagesLimits, MessagesRequest, parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
 from agentspec.protocol.requests import MAX_TOOLS, parse_chat
-from agentspec.protocol.responses import ResponseWriter
+from agentspec.protocol.responses import ResponseWriter, encode
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
 from agentspec.proxy.messages.inspection import MessagesInspector
-from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_body, chat_deltas, chat_headers
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_fields, chat_headers
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import MESSAGE_EVENTS, Framing
 from agentspec.types import GenerateRequest
@@ -47,18 +47,22 @@ class MessagesEndpoint(GenerationEndpoint):
         exchange.release()
         scope, send, account, inspector = exchange.scope, exchange.send, exchange.account, MessagesInspector()
         await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
+        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
         record = exchange.record
         async with exchange.deadline.limit():
             request = await self._chat(exchange, backend)
-            body = await chat_body(backend, request, exchange.caller, exchange.route.upstream_model)
-        writer = MessagesWriter(exchange.fields["model"], request, self.settings.speculation_object)
+            chat = await chat_fields(backend, request, exchange.caller, exchange.route.upstream_model)
+            body = await self._run(exchange, encode, chat)
+        del chat
+        writer = MessagesWriter(exchange.fields["model"], request.bare(), self.settings.speculation_object)
         record.stream, record.response_headers = request.stream, TRANSLATED
         deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record)
         exchange.release()
         await self._answer(deltas, writer, record, exchange.send, exchange.deadline)
+        backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, record.usage)
 
     async def _chat(self, exchange: Exchange, backend: Forwards, *, count: bool = False) -> MessagesRequest:
         """The request as a chat for an upstream."""
@@ -76,7 +80,7 @@ class MessagesEndpoint(GenerationEndpoint):
         request, record.stream = caller.sign(request), parsed.stream
         if isinstance(backend, AddsHeaders):
             record.response_headers = backend.response_headers(request)
-        return request, MessagesWriter(fields["model"], parsed, self.settings.speculation_object)
+        return request, MessagesWriter(fields["model"], parsed.bare(), self.settings.speculation_object)
 
     def _local(
         self, fields: Mapping[str, Any], backend: Backend, record: RequestRecord, *, count: bool = False

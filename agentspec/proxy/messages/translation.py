@@ -12,7 +12,6 @@ from starlette.types import Scope
 from agentspec.backends.base import CHAT, Forwards
 from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
-from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.request_record import RequestRecord
@@ -24,8 +23,8 @@ TEMPLATED = ("vllm", "sglang")
 _HOSTED = ("api.openai.com", ".openai.azure.com")  # whose newer models refuse `max_tokens`
 
 
-async def chat_body(backend: Forwards, request: MessagesRequest, caller: Caller, model: str) -> bytes:
-    """The body for the upstream's chats, with what the backend tells about the caller.
+async def chat_fields(backend: Forwards, request: MessagesRequest, caller: Caller, model: str) -> dict[str, Any]:
+    """The fields for the upstream's chats, with what the backend tells about the caller.
 
     Raises `InvalidRequestError` for a message to be continued where the upstream cannot do that.
     """
@@ -37,7 +36,7 @@ async def chat_body(backend: Forwards, request: MessagesRequest, caller: Caller,
         chat["max_completion_tokens"] = chat.pop("max_tokens")
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    return encode(chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, chat))
+    return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, chat)
 
 
 def chat_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:

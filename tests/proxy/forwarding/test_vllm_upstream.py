@@ -151,7 +151,7 @@ def test_a_prediction_is_handed_to_the_drafter_as_token_ids(gateway: Any, upstre
     answer = post(gateway(*in_front_of(server.url)), PREDICTED)
     body = json.loads(sent(server)[-1])
     predicted = {"agentspec_prediction": [5, 6]} if tokens == b"[5, 6]" else {}
-    assert body == {**json.loads(PREDICTED), "vllm_xargs": {**XARGS, **predicted}}
+    assert body == {**json.loads(PREDICTED), "vllm_xargs": {**XARGS, **predicted}, "session_id": "s1"}
     assert answer.content == ANSWER
 
 

@@ -1,4 +1,4 @@
-"""Bodies that no client sends: each gets an answer or an error that is the client's, in Anthropic's shape."""
+"""Bodies that no client sends, on each route that came with Messages: all get an answer or the client's own error."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
@@ -53,6 +54,12 @@ BODY: dict[str, Any] = {
     "top_p": 0.9,
     "top_k": 5,
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"model": "e", "input": ["a b", "c"], "encoding_format": "base64", "dimensions": 3, "user": "u"},
+    "/tokenize": {"model": "m", "messages": BODY["messages"][:1], "tools": [], "add_special_tokens": False},
+    "/detokenize": {"model": "m", "tokens": [0, 1, 2]},
+    "/v1/completions": {"model": "m", "prompt": ["a", "b"], "n": 2, "max_tokens": 3, "echo": True, "stream": False},
+}
 ODD: list[Any] = [
     None, True, 0, -1, 1.5, 1e300, 2**40, "", "x", "\x00", "text", "user", "system", "tool_use", "image",
     "disabled", [], {}, [[]], [None], {"type": "text"}, {"type": "text", "text": 1},
@@ -71,13 +78,17 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(value[key])
 
 
-def mutated(rng: random.Random) -> dict[str, Any]:
-    body = copy.deepcopy(BODY)
-    for name in rng.sample(list(body), rng.randrange(4)):
+def mutated(rng: random.Random, whole: dict[str, Any] = BODY) -> dict[str, Any]:
+    body = copy.deepcopy(whole)
+    for name in rng.sample(list(body), rng.randrange(min(4, len(body)))):
         if name != "model":
             del body[name]
     for _ in range(rng.randint(1, 4)):
-        place, key = rng.choice([found for found in places(body) if found != (body, "model")])
+        free = [(place, key) for place, key in places(body) if place is not body or key != "model"]
+        if not free:
+            body[rng.choice(PARTS)] = copy.deepcopy(rng.choice(ODD))
+            continue
+        place, key = rng.choice(free)
         match rng.randrange(5):
             case 0:
                 del place[key]
@@ -87,8 +98,21 @@ def mutated(rng: random.Random) -> dict[str, Any]:
                 place.append(copy.deepcopy(rng.choice(ODD)))
             case _:
                 place[key] = copy.deepcopy(rng.choice(ODD))
-        body.setdefault("model", "m")
+        body["model"] = whole["model"]
     return body
+
+
+class FakeEncoder(FakeBackend):
+    dimensions = 3
+
+    def __init__(self) -> None:
+        super().__init__(capabilities=Capabilities(context_length=8, routes=("/embeddings",)))
+
+    async def count_tokens(self, texts: Any) -> list[int]:
+        return [len(text.split()) for text in texts]
+
+    async def embed(self, texts: Any, model: str, tenant: str = "") -> list[list[float]]:
+        return [[1.0, 0.0, 0.0] for _ in texts]
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +128,20 @@ def urls(shared_gateway: Any, shared_upstream: Any) -> dict[str, str]:
     up = OpenAISettings(base_url=shared_upstream(script).url)  # type: ignore[arg-type]
     settings = Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")})
     local = FakeBackend(lambda request: "Hi there")
-    return {"local": shared_gateway({"m": local}).url, "upstream": shared_gateway({}, settings).url}
+    return {"local": shared_gateway({"m": local, "e": FakeEncoder()}).url, "upstream": shared_gateway({}, settings).url}
 
 
-def check(url: str, seed: int, count: int) -> None:
+def check(url: str, seed: int, count: int, whole: dict[str, Any] = BODY) -> None:
     rng, answered = random.Random(seed), 0
     with httpx.Client(timeout=60) as client:
         for number in range(count):
-            body = mutated(rng)
+            body = mutated(rng, whole)
             response = client.post(url, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
             assert 200 <= response.status_code < 500, (seed, number, body, response.text)
             if response.status_code >= 400:
                 error = response.json()
-                assert error["type"] == "error" and error["error"]["message"], (seed, number, body)
+                assert error["error"]["message"], (seed, number, body)
+                assert error.get("type") == ("error" if "/messages" in url else None)
             else:
                 answered += 1
                 assert body.get("stream") or "error" not in response.json()
@@ -137,3 +162,14 @@ def test_odd_bodies(fuzz: Any, kind: str, path: str) -> None:
 @pytest.mark.parametrize(("kind", "path"), [("local", ""), ("local", "/count_tokens"), ("upstream", "")])
 def test_many_odd_bodies(urls: dict[str, str], kind: str, path: str) -> None:
     check(f"{urls[kind]}/v1/messages{path}", 11, 2000)
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_odd_bodies_of_the_other_routes(urls: dict[str, str], path: str) -> None:
+    check(f"{urls['local']}{path}", 7, 100, OTHERS[path])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", OTHERS)
+def test_many_odd_bodies_of_the_other_routes(urls: dict[str, str], path: str) -> None:
+    check(f"{urls['local']}{path}", 11, 2000, OTHERS[path])
