@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, TakesLimits, closing_items
-from agentspec.backends.settings import BackendSettings, OpenAISettings
+from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings
 from agentspec.errors import (
     AgentSpecError,
     ConfigurationError,
@@ -68,6 +68,7 @@ class Runtime:
         self._backends: dict[str, Backend] = dict(backends or {})
         self._names = _model_names(self.settings, self._backends)
         self._passthrough = _passthrough(self.settings, self._backends)
+        self.aliases = Aliases(self.settings.model_aliases, self._names, any_target=self._passthrough is not None)
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
         self._tenants = self.settings.server.tenant_names
@@ -134,7 +135,7 @@ class Runtime:
 
     async def start_for(self, model: str) -> None:
         """Call `start` in a thread unless it is done. Raises `ModelNotFoundError` first, and what `start` raises."""
-        self._resolve(model)
+        self._resolve(self.aliases.meant(model))
         if not self.ready:
             await anyio.to_thread.run_sync(self.start)
 
@@ -165,6 +166,7 @@ class Runtime:
 
     def route(self, model: str) -> Route:
         """The backend for `model`. Raises `ModelNotFoundError` if it is unknown, `NotReadyError` before `start()`."""
+        model = self.aliases.meant(model)
         backend_name, upstream_model = self._resolve(model)
         if not self.ready:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
@@ -227,6 +229,10 @@ class Runtime:
 
             return OpenAIBackend(settings, name=name)
         try:
+            if isinstance(settings, EncoderSettings):
+                from agentspec.backends.torch.encoder_backend import EncoderBackend
+
+                return EncoderBackend.load(settings)
             from agentspec.backends.torch import TorchBackend
         except ModuleNotFoundError as error:
             advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'
@@ -322,8 +328,38 @@ class Runtime:
             return self._names[model]
         if self._passthrough is not None:
             return self._passthrough, self.settings.backends[self._passthrough].model or model
-        known = ", ".join(repr(name) for name in self._names) or "none"
+        known = ", ".join(repr(name) for name in (*self._names, *self.aliases)) or "none"
         raise ModelNotFoundError(f"no model {model!r} here; configured: {known}", param="model")
+
+
+class Aliases:
+    """Further names of models: names that clients have built in, and beginnings of such names (`claude-*`).
+
+    Raises `ConfigurationError` for an alias that hides a model's own name, or whose target is none of `models`, unless
+    `any_target` may be one.
+    """
+
+    def __init__(self, given: Mapping[str, str], models: Collection[str], *, any_target: bool) -> None:
+        for alias, target in given.items():
+            if alias in models:
+                raise ConfigurationError(f"model_aliases.{alias} is the name of a model already")
+            if target not in models and not any_target:
+                known = ", ".join(map(repr, models)) or "none"
+                raise ConfigurationError(f"model_aliases.{alias} = {target!r} names no model; configured: {known}")
+        self._models, self._exact = models, {name: to for name, to in given.items() if not name.endswith("*")}
+        beginnings = ((name[:-1], to) for name, to in given.items() if name.endswith("*"))
+        self._beginnings = sorted(beginnings, key=lambda one: -len(one[0]))  # the longest that fits counts
+
+    def __iter__(self) -> Iterator[str]:
+        """The aliases that are whole names."""
+        return iter(self._exact)
+
+    def meant(self, model: str) -> str:
+        """The model that `model` stands for: itself if it is no alias."""
+        if model in self._models:
+            return model
+        begins = (target for beginning, target in self._beginnings if model.startswith(beginning))
+        return self._exact.get(model) or next(begins, model)
 
 
 def _model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, tuple[str, str]]:

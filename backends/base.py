@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 MESSAGES, COUNT_TOKENS = "/messages", "/messages/count_tokens"
 RESPONSES = "/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # beside /v1, as in vLLM
 NONE: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
 Floats = NDArray[np.float32]
@@ -115,8 +116,10 @@ class Forwards(Protocol):
         body: bytes = b"",
         query: str = "",
         tenant: str = DEFAULT_TENANT,
+        above: bool = False,
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send a tenant's request to `path` below the server's root; the caller allow-lists paths.
+        """Send a tenant's request to `path` below the server's root, or, `above`, beside its /v1; the caller
+        allow-lists paths.
 
         Error answers are returned like others. Leaving the block cancels the server's work. Raises `UpstreamError`.
         """
@@ -128,6 +131,11 @@ class Forwards(Protocol):
 
         Raises `UpstreamIsolationError` if that cannot be done, `InvalidRequestError` for a salt that is no text.
         """
+        ...
+
+    @property
+    def needs_salt(self) -> bool:
+        """Whether each request must carry its tenant's salt, since several tenants share the server's caches."""
         ...
 
     async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
@@ -226,6 +234,23 @@ class Embeds(Protocol):
 
     async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
         """One vector for each text, all of the same length. The texts are the tenant's."""
+        ...
+
+
+@runtime_checkable
+class EmbedsCounted(Embeds, Protocol):
+    """A backend that embeds in this process, and so knows how long texts and vectors are."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def dimensions(self) -> int:
+        """How many numbers a vector has."""
+        ...
+
+    async def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens each text has; at most `capabilities.context_length` of them are read."""
         ...
 
 

@@ -251,6 +251,10 @@ class SuffixIndex:
         """Bytes that the index holds, a mapped file and copies made for a merge included. Constant time."""
         return self.native.memory_bytes()
 
+    def transient_bytes(self) -> int:
+        """Bytes taken in addition while a log with much deleted text is written anew. Constant time."""
+        return self.native.transient_bytes()
+
     def reclaimable_bytes(self) -> int:
         """Bytes of deleted text among them, which merging gives back. Constant time."""
         return self.native.reclaimable_bytes()
@@ -363,6 +367,28 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     native = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:
         return [Draft(*tree) for tree in _native.draft_batch(native, patience)]
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+ExtendJob = tuple[IndexDrafter | None, Sequence[Sourced], Tokens, Tokens, SuffixIndex | None, int, Tokens]
+"""A drafter, the arguments of `IndexDrafter.observe`, and an index to add the tokens to, with a sequence's number and
+the context of a new one."""
+
+
+def extend_batch(jobs: Sequence[ExtendJob]) -> None:
+    """Observe and add the tokens of all jobs in one call, as if one after the other, over several threads.
+
+    A job without a drafter only adds, one without an index only observes. No two jobs may name one sequence, nor may a
+    job search an index that another adds to. Raises `InvalidRequestError`: before anything is done unless a sequence is
+    closed.
+    """
+    native = [
+        (drafter and drafter.native, _natives(indexes), context[-DEPTH:], tokens, into and into.native, *sequence)
+        for drafter, indexes, context, tokens, into, *sequence in jobs
+    ]
+    try:
+        _native.extend_batch(cast(Any, native))
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
 

@@ -106,6 +106,10 @@ class CacheSettings(BaseModel):
         description='Delete stored answers of /v1/responses after this time, or `"30d"`; `retention` if that is less',
     )
 
+    tenant_namespaces: int | None = Field(
+        default=4096, ge=1, description="Most namespaces (models) of one tenant in memory; idle ones leave it first"
+    )
+
     def open(self) -> SuffixCache:
         """Open the cache with these settings. Raises what `location` and `SuffixCache.open` raise."""
         from agentspec.cache.suffix_cache import SuffixCache
@@ -116,6 +120,7 @@ class CacheSettings(BaseModel):
             disk_bytes=self.disk_bytes,
             tenant_memory_bytes=self.tenant_memory_bytes,
             tenant_disk_bytes=self.tenant_disk_bytes,
+            tenant_namespaces=self.tenant_namespaces,
             retention=self.retention,
             refuse_patterns=self.refuse_patterns,
             responses_bytes=int(self.responses_bytes),

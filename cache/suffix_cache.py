@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, seconds_of, select
+from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest, draft_batch
@@ -51,6 +51,7 @@ class SuffixCache:
         namespace: Namespace,
         memory_bytes: int,
         tenant_memory_bytes: int | None,
+        tenant_namespaces: int | None,
         retention: float | None,
         content_filter: ContentFilter | None,
         store_error: str | None,
@@ -62,6 +63,7 @@ class SuffixCache:
         self._pool = CachePool(
             memory_bytes,
             tenant_memory_bytes,
+            tenant_namespaces=tenant_namespaces,
             content_filter=content_filter,
             numbers=store.numbering if store else None,
             persist=store.put if store else None,
@@ -88,6 +90,7 @@ class SuffixCache:
         disk_bytes: int | None = None,
         tenant_memory_bytes: int | None = None,
         tenant_disk_bytes: int | None = None,
+        tenant_namespaces: int | None = 4096,
         mode: Mode = "auto",
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
@@ -97,9 +100,10 @@ class SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
         Requests that name no namespace use `namespace`. `memory_bytes` bounds the index and `disk_bytes` the database
-        with its segments; the tenant limits bound one tenant's part of each. In memory the least recently used
-        sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
-        bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
+        with its segments; the tenant limits bound one tenant's part of each, `tenant_namespaces` how many of its
+        namespaces are in memory at once (those that no request uses leave it; from a database they come back). In
+        memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its
+        writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
         `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no permission, no room, no
         server), "auto" warns and goes on in memory, and the other modes raise `CacheUnavailableError`.
 
@@ -115,6 +119,8 @@ class SuffixCache:
         for name, limit in {"memory_bytes": memory_bytes, "tenant_memory_bytes": tenant_memory_bytes, **disk}.items():
             if limit is not None and not (isinstance(limit, int) and limit > 0):
                 raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
+        if tenant_namespaces is not None and not (isinstance(tenant_namespaces, int) and tenant_namespaces > 0):
+            raise ConfigurationError(f"tenant_namespaces must be 1 or more, or None, not {tenant_namespaces!r}")
         try:
             kept = None if retention is None else seconds_of(retention, "retention")
             default = namespace_of(namespace)
@@ -123,7 +129,8 @@ class SuffixCache:
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns else None
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
         limits = ResponseLimits.within(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
-        cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing, limits)
+        memory = memory_bytes, tenant_memory_bytes, tenant_namespaces
+        cache = cls(store, default, *memory, kept, content_filter, missing, limits)
         try:
             lifetime.register(cache)
             cache._start(mode)
@@ -302,6 +309,7 @@ class SuffixCache:
             if self._store:
                 released.callback(self._store.close)
             released.callback(self._pool.close)
+            self._pool.namespaces.stopping = True
             if self._maintenance:
                 self._maintenance.close()
             if self._sync and not self.closed:
@@ -369,55 +377,3 @@ def namespace_of(value: str | Namespace) -> Namespace:
         return value
     message = f"namespace must be a string or a Namespace of strings, not {value!r}"
     raise InvalidRequestError(message, param="namespace")
-
-
-class MaintenanceThread:
-    """Calls `work` every `seconds` in its own thread, and `urgent` soon after each `wake`.
-
-    A failure is logged unless it repeats the last message.
-    """
-
-    def __init__(
-        self, work: Callable[[], None], *, seconds: float, name: str, urgent: Callable[[], None] | None = None
-    ) -> None:
-        self._work = work
-        self._urgent = urgent
-        self._seconds = seconds
-        self._closing = False
-        self._woken = threading.Event()
-        self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Let the thread call `urgent`; returns at once."""
-        self._woken.set()
-
-    def close(self) -> None:
-        """End the thread and wait for it. Idempotent."""
-        self._closing = True
-        self._woken.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        due = time.monotonic() + self._seconds
-        while not self._closing:
-            self._woken.wait(max(0.0, due - time.monotonic()))
-            self._woken.clear()
-            if self._closing:
-                return
-            if time.monotonic() >= due:
-                self._try(self._work)
-                due = time.monotonic() + self._seconds
-            elif self._urgent:
-                self._try(self._urgent)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-            self._failure = None
-        except Exception as error:
-            if str(error) != self._failure:
-                _log.warning("looking after the cache failed: %s", error)
-            self._failure = str(error)

@@ -348,7 +348,7 @@ def _prompt(value: Any) -> dict[str, Any]:
     if not isinstance(value, list):
         raise wrong_type("prompt", "a string or an array of token ids", value)
     if any(isinstance(item, (str, list)) for item in value):
-        raise InvalidRequestError("this model answers one prompt a request; send them one by one", param="prompt")
+        raise InvalidRequestError("prompt must be a string or an array of token ids here", param="prompt")
     if not value:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
     return {"token_ids": validated(_TOKEN_IDS, value, "prompt")}

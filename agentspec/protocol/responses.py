@@ -46,15 +46,21 @@ class Accumulator:
     """Assembles a whole answer from its deltas: the choices, and the fields that they share."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
-    prompt: Prompt | None = None
+    prompts: dict[int, Prompt] = field(default_factory=dict)  # by the choice that told them
     usage: Usage = field(default_factory=Usage)
     speculation: Speculation | None = None
 
     def add(self, delta: Delta) -> None:
         self.choices.setdefault(delta.index, Choice()).add(delta)
-        self.prompt = delta.prompt or self.prompt
+        if delta.prompt is not None:
+            self.prompts[delta.index] = delta.prompt
         self.usage = delta.usage or self.usage
         self.speculation = delta.speculation or self.speculation
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The prompt, if it was told; of several, the first that was."""
+        return next(iter(self.prompts.values()), None)
 
     def all(self) -> list[tuple[int, Choice]]:
         """The choices in order; an answer without any delta has one empty choice."""

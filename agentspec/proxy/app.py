@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,13 +21,21 @@ from agentspec.backends.base import (
     CHAT,
     COMPLETIONS,
     COUNT_TOKENS,
+    DETOKENIZE,
     EMBEDDINGS,
     MESSAGES,
     RESPONSES,
+    TOKENIZE,
     Forwards,
     ReportsMetrics,
 )
-from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.errors import (
+    ConfigurationError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    UpstreamStatusError,
+    UpstreamTimeoutError,
+)
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
 from agentspec.proxy.admission.concurrency import Admission, ConcurrencyLimiter
@@ -34,8 +43,10 @@ from agentspec.proxy.admission.engine_places import EnginePlaces
 from agentspec.proxy.admission.limits import Deadlines, until_disconnect
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
+from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.forwarding.engine_link import EngineLink
+from agentspec.proxy.forwarding.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
@@ -43,9 +54,11 @@ from agentspec.proxy.logs import logger
 from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.proxy.middleware import GatewayMiddleware
+from agentspec.proxy.prompts import CompletionsEndpoint
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.responses.endpoint import ResponsesEndpoint
 from agentspec.proxy.responses.stored import StoredRoute
+from agentspec.proxy.tokenization import TokenizationEndpoint
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -89,21 +102,31 @@ def create_app(
     if server.stream_pacing and upstreams:
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
     places = EnginePlaces(server, settings.backends)
-    pages = Pages(runtime, shared, places)
-    paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
+    pages, deadlines = Pages(runtime, shared, places), Deadlines()
     common = (runtime, server, limiter, budget, deadlines, places, engine)
-    endpoints = [GenerationEndpoint(path, *common) for path in paths]
-    endpoints.append(MessagesEndpoint(MESSAGES, *common))
-    endpoints.append(CountTokensEndpoint(COUNT_TOKENS, *common))
     responses = ResponsesEndpoint(RESPONSES, *common)
-    endpoints.append(responses)
+    endpoints: list[GenerationEndpoint] = [
+        GenerationEndpoint(CHAT, *common),
+        CompletionsEndpoint(COMPLETIONS, *common),
+        EmbeddingsEndpoint(EMBEDDINGS, *common),
+        MessagesEndpoint(MESSAGES, *common),
+        CountTokensEndpoint(COUNT_TOKENS, *common),
+        responses,
+    ]
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
+    sides: list[GenerationEndpoint] = [TokenizationEndpoint(path, *common) for path in (TOKENIZE, DETOKENIZE)]
+    if server.extra_routes:
+        upstream = sole_upstream(settings)
+        sides += [ExtraRoute(path, *common, upstream) for path in server.extra_routes]
+    routes += [_RecordedRoute(one.path, one, "POST", "uses_models") for one in sides]
+    endpoints += sides
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
     stored = {f"/v1{RESPONSES}/{{id}}": ("GET", "DELETE"), f"/v1{RESPONSES}/{{id}}/input_items": ("GET",)}
     for path, methods in stored.items():
         handler = StoredRoute(responses, items=path.endswith("items"))
         routes.append(_RecordedRoute(path, handler, methods, "uses_models"))
+    _refuse_twice(routes)
     runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
@@ -174,13 +197,13 @@ class Pages:
         return _json(found)
 
     async def _objects(self, request: Request) -> list[dict[str, Any]]:
-        """The configured models; without any, the models of the sole upstream, which then accepts any name."""
-        names = self._runtime.models()
+        """The configured models and their aliases; without any, those of the sole upstream, which accepts any name."""
+        names, aliases = self._runtime.models(), [self._object(alias) for alias in self._runtime.aliases]
         if names or not (self._runtime.ready and self._runtime.takes_any_model):
-            return [self._object(name) for name in names]
+            return [self._object(name) for name in names] + aliases
         backend = self._runtime.route("*").backend
         check_head(request.scope)
-        return await self._listed(backend, request) if isinstance(backend, Forwards) else []
+        return (await self._listed(backend, request) if isinstance(backend, Forwards) else []) + aliases
 
     async def _listed(self, backend: Forwards, request: Request) -> list[dict[str, Any]]:
         """The models of an upstream. The call takes a place like others, or clients could open any number of them."""
@@ -232,6 +255,13 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "websocket.close", "code": 1000})
         return
     raise HTTPException(404)
+
+
+def _refuse_twice(routes: Sequence[Route]) -> None:
+    """Raises `ConfigurationError` for an extra route that the gateway answers itself."""
+    twice = [path for path, count in Counter(route.path for route in routes).items() if count > 1]
+    if twice:
+        raise ConfigurationError(f"server.extra_routes names {twice[0]!r}, which the gateway answers itself")
 
 
 async def _rendered(metrics: Metrics) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -81,6 +81,7 @@ class GenerationEndpoint:
     """
 
     framing: ClassVar[Framing] = CHUNKS
+    generates: ClassVar[bool] = True  # else an engine has no work with it, and it needs no place there
     path: str
     runtime: Runtime
     settings: ServerSettings
@@ -100,34 +101,44 @@ class GenerationEndpoint:
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
-        seconds = self.settings.request_timeout
-        deadline = self.deadlines.start(seconds)
-        try:
-            async with deadline.limit():
-                body = await read_body(headers, receive, self.settings.max_body_bytes)
-        except RequestTimeoutError:
-            raise SlowClientError(f"the body did not arrive within {seconds:g} s (server.request_timeout)") from None
+        deadline = self.deadlines.start(self.settings.request_timeout)
+        body = await self._read_body(headers, receive, deadline)
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
         runtime = self._ready()
-        if self.engine is not None and runtime.is_elsewhere(model):
+        name = runtime.aliases.meant(model)
+        if self.engine is not None and runtime.is_elsewhere(name):
             del fields
-            record.model = model
+            record.model = name
             async with until_disconnect(receive) as client:
                 await self.engine.relay(scope, send, body, deadline, self._follower())
             _note_disconnect(client, record)
             return
         route = runtime.route(model)
-        record.model = model if model in runtime.models() else OTHER
-        exchange = Exchange(scope, send, record, deadline, read_caller(headers, tenant), route, body, fields, account)
+        record.model = name if name in runtime.models() else OTHER
+        caller = read_caller(headers, tenant, fields)
+        record.labels = caller.labels
+        exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
         del body, fields  # an answer can take minutes
-        async with until_disconnect(receive) as client, self.places.enter(route.backend_name, tenant):
+        async with until_disconnect(receive) as client, self._place(route, tenant):
             await self._respond(exchange)
         _note_disconnect(client, record)
+
+    async def _read_body(self, headers: Headers, receive: Receive, deadline: Deadline) -> bytes:
+        """The body. Raises `SlowClientError` if it has not arrived at the deadline."""
+        try:
+            async with deadline.limit():
+                return await read_body(headers, receive, self.settings.max_body_bytes)
+        except RequestTimeoutError:
+            seconds = f"{self.settings.request_timeout:g} s (server.request_timeout)"
+            raise SlowClientError(f"the body did not arrive within {seconds}") from None
 
     def _follower(self) -> Follows:
         """What follows a stream from the process of the engine."""
         return FramedStream(self.framing)
+
+    def _place(self, route: Route, tenant: str) -> AbstractAsyncContextManager[Any]:
+        return self.places.enter(route.backend_name, tenant) if self.generates else nullcontext()
 
     async def _respond(self, exchange: Exchange) -> None:
         """Answer a request whose body is read and whose model is known."""

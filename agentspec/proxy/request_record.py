@@ -10,7 +10,7 @@ from typing import cast
 from starlette.types import Message, Scope, Send
 
 from agentspec.proxy.admission.auth import Identity
-from agentspec.types import Delta, Speculation, Usage
+from agentspec.types import Delta, Labels, Speculation, Usage
 
 _KEY = "agentspec.request_record"
 _MESSAGES = "/v1/messages/"
@@ -22,7 +22,7 @@ class RequestRecord:
 
     `identity` is whose key the request has, None before the check. `has_gateway_key` tells that the Authorization
     header is meant for this gateway. `response_headers` are the headers that the backend adds to the response.
-    `anthropic`: the route is of Anthropic's API, and so are its errors.
+    `labels` are those of the request. `anthropic`: the route is of Anthropic's API, and so are its errors.
     """
 
     request_id: str
@@ -43,6 +43,7 @@ class RequestRecord:
     body_begun: bool = False
     body_ended: bool = False
     anthropic: bool = False
+    labels: Labels = field(default_factory=Labels)
     large_body: bool = False  # of the request: 100 kB or more, or of unknown length
 
     @classmethod

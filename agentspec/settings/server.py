@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
 
@@ -116,6 +116,9 @@ class ServerSettings(BaseModel):
         " anew; gateways with the same secret share them",
     )
     secret_file: Path | None = Field(default=None, description="File holding the secret")
+    extra_routes: tuple[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){1,8}$")], ...] = Field(
+        default=(), description="Further routes to pass to the only upstream: POST with a JSON body, such as /v1/rerank"
+    )
 
     # Processes.
     workers: int = Field(

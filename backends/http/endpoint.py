@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from agentspec.backends.base import MESSAGES
+from agentspec.backends.base import MESSAGES, NONE
 from agentspec.backends.http.connections import OutgoingRequest, ServerConnections, Transport, open_connections
 from agentspec.backends.http.failures import mapped_errors, status_error
 from agentspec.backends.http.library import httpx
@@ -67,10 +67,12 @@ class Endpoint:
         query: str = "",
         timeout: float | None = None,
         above: bool = False,
+        told: Mapping[str, str] = NONE,
     ) -> AsyncIterator[UpstreamResponse]:
         """Send `body` and yield the answer once its headers have arrived; leaving the block closes the stream.
 
-        Headers outside the allow-list are dropped; the endpoint's own key replaces a given Authorization. `timeout`
+        Headers outside the allow-list are dropped, save those in `told`; the endpoint's own key replaces a given
+        Authorization. `timeout`
         in seconds replaces the configured one for each phase; `above` means a path beside `/v1`, not below. Raises
         `UpstreamError` when nothing answers, and for a redirect, which would carry the key elsewhere.
         """
@@ -79,6 +81,7 @@ class Endpoint:
         if self._authorization is not None:
             sent = {key: value for key, value in sent.items() if key not in ACCOUNT_HEADERS}
             sent |= self._own_key(path, self._authorization)
+        sent |= told
         with self._logged_errors():
             url = self._address(path, query, above=above)
             given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]

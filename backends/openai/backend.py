@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
@@ -19,6 +20,7 @@ from agentspec.backends.http import (
     decode_json,
     status_error,
 )
+from agentspec.backends.openai.hints import PRIORITY, SESSION, priority_fields, session_fields, session_headers
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.prediction import prediction_fields
@@ -28,9 +30,9 @@ from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import ConfigurationError, UpstreamError, UpstreamIsolationError
+from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import to_delta
-from agentspec.protocol.headers import label_headers, read_labels
+from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, read_labels
 from agentspec.protocol.json_scan import array_items, member_span
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
@@ -93,16 +95,18 @@ class OpenAIBackend:
         path, body = payload(self._limited(request), request.model or self.settings.model or "")
         if await self._detector.is_vllm():
             body |= token_id_fields(body)
+        if request.priority and self.settings.priority != "off":
+            body[PRIORITY] = request.priority
         body |= await self.body_fields(path, request.tenant, request.labels, body)
+        labels = self._own_labels(request.tenant, request.labels)
         headers = {
             "content-type": "application/json",
             "accept": "text/event-stream, application/json",
-            **label_headers(
-                self._own_labels(request.tenant, request.labels), speculation=request.speculation, store=request.store
-            ),
+            **label_headers(labels, speculation=request.speculation, store=request.store),
         }
+        told = self._session_headers(request.tenant, labels, {})
         async with (
-            self._endpoint.send("POST", path, headers=headers, body=_encode(body)) as response,
+            self._endpoint.send("POST", path, headers=headers, body=_encode(body), told=told) as response,
             aclosing(self.deltas(response)) as deltas,
         ):
             async for delta in deltas:
@@ -133,18 +137,20 @@ class OpenAIBackend:
         body: bytes = b"",
         query: str = "",
         tenant: str = DEFAULT_TENANT,
+        above: bool = False,
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Forward a request byte for byte to `path` below the base URL; the caller allow-lists paths.
+        """Forward a request byte for byte to `path` below the base URL, or, `above`, beside its /v1; the caller
+        allow-lists paths.
 
         With several tenants, request ids and the names of sessions and workflows in `headers` (lower case) are made the
         tenant's own. Error answers are returned like others, with status and body. Leaving the block cancels the
         upstream's work. Raises `UpstreamError` if nothing answers, and for redirects.
         """
+        labels = self._own_labels(tenant, read_labels(headers))
+        told = self._session_headers(tenant, labels, headers)
         if self._isolation is not None and self._isolation.required:
-            headers = self._isolation.headers(tenant, headers) | label_headers(
-                self._own_labels(tenant, read_labels(headers))
-            )
-        return self._endpoint.send(method, path, headers=headers, body=body, query=query)
+            headers = self._isolation.headers(tenant, headers) | label_headers(labels)
+        return self._endpoint.send(method, path, headers=headers, body=body, query=query, told=told, above=above)
 
     def limit(self, max_tokens: int) -> None:
         """Ask for at most `max_tokens` tokens in one answer from now on; `forward` sends what it is given."""
@@ -174,10 +180,11 @@ class OpenAIBackend:
     async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
-        A vLLM server is sent the labels and the tokens of a prediction, if the settings allow it. With several tenants,
-        vLLM and SGLang are sent a salt for each tenant, and names of sessions and workflows are made the tenant's own.
-        May wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither,
-        `InvalidRequestError` for a salt that is no text.
+        A vLLM server is sent the labels and the tokens of a prediction, one that knows sessions the session's name, one
+        that schedules by priority the client's on its own scale, if the settings allow it. With several tenants, vLLM
+        and SGLang are sent a salt for each tenant, and names of sessions and workflows are made the tenant's own. May
+        wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError`
+        for a salt that is no text.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -187,14 +194,30 @@ class OpenAIBackend:
             own = labels_in(given)
             named = Labels(sent.session or own.session, sent.workflow or own.workflow, sent.step)
             sent = self._apart.labels(tenant, named)
+        return salts | await self._labels_told(tenant, sent, labels, given)
+
+    async def _labels_told(self, tenant: str, sent: Labels, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields for the labels `sent` to our drafter, the session of `labels`, and the priority in `given`."""
         added = label_fields(sent, given)
         predicts = self.settings.vllm_labels and given.get("prediction") is not None
-        if not (added or predicts) or not await self._detector.is_vllm():
-            return salts
-        if predicts:
+        session = self._own_labels(tenant, labels).session if self.settings.session_names else None
+        if self._apart and not isinstance(given.get(SESSION), (str, NoneType)):
+            raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
+        if not (added or predicts or session or PRIORITY in given):
+            return {}
+        kind = await self._detector.kind()
+        if (given.get(SESSION) and not self._apart) or (kind == "vllm" and not self.settings.vllm_labels):
+            session = None  # the client's own stays
+        fields = added if kind == "vllm" else {}
+        if predicts and kind == "vllm":
             model = self.settings.model or str(given.get("model"))
-            added |= await prediction_fields(self._endpoint, model, {**given, **added})
-        return salts | added
+            fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
+        return fields | session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
+
+    @property
+    def needs_salt(self) -> bool:
+        """Whether requests must carry a salt, which only chats, completions, responses and embeddings can."""
+        return self._apart is not None
 
     async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
         """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
@@ -276,6 +299,12 @@ class OpenAIBackend:
 
     def _own_labels(self, tenant: str, labels: Labels) -> Labels:
         return self._apart.labels(tenant, labels) if self._apart else labels
+
+    def _session_headers(self, tenant: str, labels: Labels, headers: Mapping[str, str]) -> dict[str, str]:
+        """The headers that name the session in `labels`, which are the tenant's own, to routers."""
+        parent = self._own_labels(tenant, Labels(headers.get(SESSION_PARENT) or None)).session
+        final = headers.get(SESSION_FINAL, "").strip().lower()
+        return session_headers(self.settings, self._detector.known, labels.session, parent, final)
 
     async def _salts(self, tenant: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if self._isolation is None or not (self._apart or given.get(SALT)):

@@ -124,7 +124,7 @@ def test_pages(opened: Any) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nope", 404), ("POST", "/v1/responses", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)],
+    [("GET", "/nope", 404), ("POST", "/v1/assistants", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)],
 )
 def test_other_paths_and_methods_answer_in_the_same_shape(opened: Any, method: str, path: str, status: int) -> None:
     response = httpx.request(method, opened.url + path)

@@ -6,17 +6,20 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 
 from agentspec.errors import AuthenticationError
 from agentspec.protocol.headers import read_labels, read_switch
+from agentspec.proxy.admission.identity import identified
 from agentspec.settings.api_keys import ApiKey, read_keys
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
 
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -91,9 +94,12 @@ class Authenticator:
         return matches[0] if key and matches else None
 
 
-def read_caller(headers: Headers, tenant: str) -> Caller:
-    """The caller that the headers describe. Raises `InvalidRequestError` that names the wrong header."""
-    labels = read_labels(headers)
+def read_caller(headers: Headers, tenant: str, fields: Mapping[str, Any] = NO_FIELDS) -> Caller:
+    """The caller that the headers describe, or else the `fields` of the body.
+
+    Raises `InvalidRequestError` that names the wrong header of ours.
+    """
+    labels = identified(read_labels(headers), headers, fields)
     return Caller(tenant, labels, speculation=read_switch(headers, "speculation"), store=read_switch(headers, "store"))
 
 

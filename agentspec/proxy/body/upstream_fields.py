@@ -113,6 +113,7 @@ class UpstreamFields:
     def __init__(self, settings: OpenAISettings) -> None:
         self._allowed = frozenset(map(plain_name, settings.allow_fields))
         self._hosts = frozenset(host.lower() for host in settings.allow_media_hosts)
+        self._priority = settings.priority != "off"
         self._arguments = TEMPLATE_ARGUMENTS | set(settings.allow_template_arguments)
 
     def check(self, fields: Mapping[str, Any]) -> None:
@@ -128,7 +129,7 @@ class UpstreamFields:
         for name, value in fields.items():
             if (known := _SPELLINGS.get(plain_name(name[:128]), name)) != name:
                 raise InvalidRequestError(f"{_shown(name)} must be spelled {known}", param=_shown(name))
-            if name not in _TEXT_FIELDS:
+            if name not in _TEXT_FIELDS and not (name == "priority" and self._priority):  # checked by its scale
                 self._walk(name, value, _REGIONS.get(name, _OTHER))
 
     def check_template_arguments(self, arguments: Any) -> None:

@@ -13,6 +13,7 @@ from starlette.types import Scope, Send
 from agentspec.backends.base import Forwards
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.anthropic.errors import anthropic_error
+from agentspec.protocol.headers import label_headers
 from agentspec.protocol.sse import EventSplitter
 from agentspec.protocol.upstream_errors import error_object, without_account
 from agentspec.proxy.admission.auth import Caller
@@ -59,11 +60,13 @@ async def pass_through(
     method: str = "POST",
     *,
     account: BodyAccount,
+    above: bool = False,
 ) -> None:
     """Forward `body` to the upstream and send its answer back: streamed, followed by `inspector`, or whole.
 
-    A large whole answer waits until `account` has room for it, and its upstream meanwhile. Raises `UpstreamError` and
-    `AnswerMemoryError` before anything is sent; a stream that fails later ends with an error event.
+    `above`: `path` stands beside the upstream's /v1. A large whole answer waits until `account` has room for it, and
+    its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
+    later ends with an error event.
     """
     record = RequestRecord.of(scope)
     query = scope.get("query_string", b"").decode("latin-1")
@@ -71,7 +74,9 @@ async def pass_through(
     async with AsyncExitStack() as stack:
         async with deadline.limit():
             response = await stack.enter_async_context(
-                backend.forward(method, path, headers=headers, body=body, query=query, tenant=record.tenant)
+                backend.forward(
+                    method, path, headers=headers, body=body, query=query, tenant=record.tenant, above=above
+                )
             )
             record.stream = response.is_stream and response.status < 400
             if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
@@ -86,8 +91,8 @@ async def pass_through(
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
-    """The client's headers, without those that hold a key for this gateway."""
-    headers = dict(Headers(scope=scope)) | {"x-request-id": record.request_id}
+    """The client's headers with the request's labels, without those that hold a key for this gateway."""
+    headers = dict(Headers(scope=scope)) | label_headers(record.labels) | {"x-request-id": record.request_id}
     if record.has_gateway_key:
         headers = {name: value for name, value in headers.items() if name not in _KEYS}
     return headers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -20,6 +21,8 @@ from agentspec.proxy.messages.endpoint import MessagesEndpoint
 @dataclass(slots=True)
 class CountTokensEndpoint(MessagesEndpoint):
     """Counts by the model's own chat template and tokenizer; a strategy's request by those of its base model."""
+
+    generates: ClassVar[bool] = False
 
     async def _respond(self, exchange: Exchange) -> None:
         backend = exchange.route.backend

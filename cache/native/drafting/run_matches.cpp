@@ -28,8 +28,8 @@ bool RunMatches::follow(const Few& before) {
 }
 
 bool RunMatches::follow_found(const RunMatches& before) {
-    return follow(*before.cursor_) && std::all_of(before.others_.begin(), before.others_.end(),
-                                                  [this](const RunCursor& other) { return follow(other); });
+    return follow(*before.cursor_) && (!before.second_ || follow(*before.second_)) &&
+           (!before.third_ || follow(*before.third_));
 }
 
 bool RunMatches::follow(const RunCursor& before) {
@@ -50,10 +50,12 @@ bool RunMatches::goes_on(Position position) const {
 void RunMatches::search() {
     const std::vector<RunPart>& parts = run_->parts();
     cursor_.emplace(log_, parts[0], query_end_);
-    for (std::size_t i = 1; i < parts.size(); ++i) others_.emplace_back(log_, parts[i], query_end_);
+    if (parts.size() > 1) second_.emplace(log_, parts[1], query_end_);
+    if (parts.size() > 2) third_.emplace(log_, parts[2], query_end_);
     longest_ = next();
-    cursor_->take(taken_);
-    for (RunCursor& other : others_) other.take(taken_);
+    for (auto* cursor : {&cursor_, &second_, &third_}) {
+        if (*cursor) (*cursor)->take(taken_);
+    }
 }
 
 }  // namespace agentspec

@@ -5,7 +5,6 @@
 #include <array>
 #include <optional>
 #include <span>
-#include <vector>
 
 #include "index/run.hpp"
 #include "index/run_cursor.hpp"
@@ -29,9 +28,7 @@ public:
     /// The same for the positions not yet taken in; 0 when none of them shares a token.
     int next() const {
         if (!cursor_) return next_;
-        int next = cursor_->next();
-        for (const RunCursor& other : others_) next = std::max(next, other.next());
-        return next;
+        return second_ ? std::max({cursor_->next(), second_->next(), third_ ? third_->next() : 0}) : cursor_->next();
     }
 
     /// As RunCursor::widen.
@@ -42,7 +39,8 @@ public:
         } else {
             if (!cursor_) search();
             cursor_->widen(length, limit, visit);
-            for (RunCursor& other : others_) other.widen(length, limit, visit);
+            if (second_) second_->widen(length, limit, visit);
+            if (third_) third_->widen(length, limit, visit);
         }
     }
 
@@ -89,8 +87,8 @@ private:
     int next_;
     int taken_ = kDepth + 1;  // known matches as long as this are taken in
     Few known_;
-    std::optional<RunCursor> cursor_;  // in the run's first part
-    std::vector<RunCursor> others_;    // in its others, while it is merged
+    std::optional<RunCursor> cursor_;           // in the run's first part
+    std::optional<RunCursor> second_, third_;  // in its others, while it is merged
 };
 
 }  // namespace agentspec

@@ -100,10 +100,12 @@ bool SuffixIndex::step() {
         const Hold hold(*this);
         merging_end_ = 0;
         rewriting_ = false;
+        transient_ = 0;
         throw;
     }
     from.reset();
     free_retired();
+    transient_ = 0;
     return true;
 }
 
@@ -287,7 +289,10 @@ void SuffixIndex::rewrite() {
         }
         worked(known);
     }
+    const std::size_t before = account_->bytes();
+    const auto count = [&] { transient_ = account_->bytes() - std::min(before, account_->bytes()); };
     Relocation relocation(*from->log, pieces, deferred_ ? rest / 64 : 0, account_);
+    count();
     Runs runs;
     std::size_t looked_at = rest;
     for (const auto& run : *from->runs) {
@@ -295,6 +300,7 @@ void SuffixIndex::rewrite() {
         Positions positions = relocation.moved(run->positions());
         if (positions.empty()) continue;
         runs.push_back(std::make_shared<Run>(relocation.log()->data(), std::move(positions), account_));
+        count();
     }
     const Hold hold(*this);
     work_.background += looked_at;

@@ -344,7 +344,10 @@ std::vector<SequenceId> SuffixIndex::oldest(std::size_t tokens) const {
     return out;
 }
 
-std::size_t SuffixIndex::memory_bytes() const { return sizeof(*this) + account_->bytes() + catalogue_bytes_; }
+std::size_t SuffixIndex::memory_bytes() const {
+    const std::size_t parts = account_->bytes();
+    return sizeof(*this) + parts - std::min<std::size_t>(parts, transient_) + catalogue_bytes_;
+}
 
 std::size_t SuffixIndex::reclaimable_bytes() const { return reclaimable_; }
 

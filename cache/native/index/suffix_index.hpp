@@ -123,8 +123,10 @@ public:
     Usage usage() const;
     /// The least recently used sequences, that one first, which together hold at least `tokens` tokens; or all.
     std::vector<SequenceId> oldest(std::size_t tokens) const;
-    /// Bytes held by the index, a mapped file, copies in passing and what drafts still read included. Constant time.
+    /// Bytes held by the index, a mapped file and what drafts still read included. Constant time.
     std::size_t memory_bytes() const;
+    /// Bytes that the rewriting of a log takes in addition, for as long as it lasts. Constant time.
+    std::size_t transient_bytes() const { return transient_; }
     /// Bytes of them that merge steps will give back. Constant time.
     std::size_t reclaimable_bytes() const;
     /// Bytes of the index in pages of a mapped file.
@@ -240,7 +242,7 @@ private:
     mutable std::mutex publishing_;  // held to copy or exchange one pointer
     std::shared_ptr<const Snapshot> snapshot_;
     std::atomic<bool> due_{false};
-    std::atomic<std::size_t> catalogue_bytes_{0}, reclaimable_{0};
+    std::atomic<std::size_t> catalogue_bytes_{0}, reclaimable_{0}, transient_{0};
 
     std::shared_ptr<TokenLog> log_;  // after the tokens of a span there is a boundary, dead tokens, or the log ends
     std::uint64_t generation_ = 0;   // of the log

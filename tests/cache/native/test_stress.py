@@ -25,7 +25,12 @@ def program(built: dict[str, Path], sanitizer: str) -> Path:
         native, path = built["repository"] / "cache" / "native", built["folder"] / sanitizer
         sources = [*(native.glob(f"{part}/*.cpp") for part in ("drafting", "index", "storage"))]
         command = [compiler, "-std=c++20", "-O1", "-g", f"-fsanitize={SANITIZERS[sanitizer]}", "-pthread"]
-        command += ["-DAGENTSPEC_MERGE_PIECE=300", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", f"-I{native}"]
+        command += [
+            "-DAGENTSPEC_MERGE_PIECE=300",
+            "-fno-sanitize-recover=all",
+            "-fno-omit-frame-pointer",
+            f"-I{native}",
+        ]
         command += [str(Path(__file__).with_name("stress.cpp")), "-o", str(path)]
         command += [str(source) for part in sources for source in part]
         subprocess.run(command, check=True)

@@ -33,7 +33,7 @@ EVENTS = [
 ]
 WIRE = b"".join(EVENTS)
 OPEN_ELSEWHERE = [
-    "/invocations", "/pooling", "/score", "/rerank", "/tokenize", "/detokenize", "/pause", "/resume",
+    "/invocations", "/pooling", "/score", "/rerank", "/pause", "/resume",
     "/update_weights", "/load", "/ping", "/v1/responses/x/cancel", "/v1/audio/speech", "/v1/load_lora_adapter",
     "/v1/files", "/inference/v1/generate", "/docs", "/openapi.json", "//v1/chat/completions",
     "/v1//chat/completions", "/v1/chat/completions/", "/v1/chat/../completions", "/v1/%2e%2e/invocations",

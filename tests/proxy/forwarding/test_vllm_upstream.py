@@ -70,7 +70,7 @@ def test_labels_are_added_and_nothing_else_changes(gateway: Any, upstream: Any, 
     server = upstream(serve())
     answer = post(gateway(*in_front_of(server.url)), given)
     [body] = sent(server)
-    assert json.loads(body) == {**json.loads(given), "vllm_xargs": XARGS}
+    assert json.loads(body) == {**json.loads(given), "vllm_xargs": XARGS, "session_id": "s1"}
     assert body.endswith(expected)
     assert answer.content == ANSWER
 
@@ -103,7 +103,7 @@ def test_arguments_that_are_wrong_are_left_for_the_server_to_refuse(gateway: Any
     server = upstream(serve())
     body = b'{"model":"m","vllm_xargs":"x"}'
     post(gateway(*in_front_of(server.url)), body)
-    assert sent(server) == [body]
+    assert sent(server) == [b'{"session_id": "s1", ' + body[1:]]
 
 
 def test_the_counters_of_the_upstream_stand_beside_the_gateways_own(gateway: Any, upstream: Any) -> None:
