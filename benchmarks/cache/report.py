@@ -122,13 +122,18 @@ def _cost_goals(costs: Costs | None) -> Iterator[Figure]:
 def _tenancy_goals(found: Tenancy | None) -> Iterator[Figure]:
     note = f"{found.tenants:,} tenants" if found else ""
     in_use = f"{100 * found.budget_most:.0f} % at most" if found else ""
-    for name, value, unit, required, aim, how in (
-        ("bytes of an empty namespace", found and found.empty_bytes, "B", 4096, 4096, note),
-        ("a request beside many tenants vs alone", found and found.request_ratio, "x", 1.1, 1.05, note),
-        ("open a cache of many namespaces", found and found.open_seconds, "s", 2.0, 1.0, note),
-        ("first draft of a namespace of 100,000 tokens", found and 1e3 * found.first_draft_seconds, "ms", 20, 10, note),
-        ("another tenant's worst close while one overflows", found and 1e3 * found.worst_close, "ms", 5, 2, ""),
-    ):
+    values: tuple[float | None, ...] = (None,) * 5
+    if found:
+        milliseconds = (1e3 * found.first_draft_seconds, 1e3 * found.worst_close)
+        values = (found.empty_bytes, found.request_ratio, found.open_seconds, *milliseconds)
+    rows = (
+        ("bytes of an empty namespace", "B", 4096, 4096, note),
+        ("a request beside many tenants vs alone", "x", 1.1, 1.05, note),
+        ("open a cache of many namespaces", "s", 2.0, 1.0, note),
+        ("first draft of a namespace of 100,000 tokens", "ms", 20, 10, note),
+        ("another tenant's worst close while one overflows", "ms", 5, 2, ""),
+    )
+    for value, (name, unit, required, aim, how) in zip(values, rows, strict=True):
         yield Figure(name, value, unit, required, aim, note=how)
     share = found.budget_share if found else None
     yield Figure("share of the memory budget in use", share, "", 0.9, 0.95, at_most=False, note=in_use)

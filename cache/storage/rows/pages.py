@@ -16,7 +16,7 @@ _FASTER = 64  # the range of ids shrinks by this factor where rows cannot be rea
 _MOST_LOST = 4096  # ids in a row that cannot be read: then the table itself is damaged
 
 
-class Pages:
+class RowPages:
     """The rows with `after` < id <= `until` that meet all `conditions`, in pieces: iterate over it.
 
     `lost` gets the id of every row that cannot be read, with the reason. Raises `DBAPIError` where the database does

@@ -6,16 +6,15 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from agentspec.cache.record import SequenceRecord
+from agentspec.cache.record import SequenceRecord, StoredNamespace
 from agentspec.cache.storage import codec
 from agentspec.cache.storage.database import Database, reason
-from agentspec.cache.storage.rows.pages import PIECE, Pages
+from agentspec.cache.storage.rows.pages import PIECE, RowPages
 from agentspec.cache.storage.schema import damaged, learned, namespaces, sequences
 from agentspec.errors import CacheError, CacheFormatError, CacheUnavailableError
 from agentspec.types import Namespace
@@ -23,16 +22,6 @@ from agentspec.types import Namespace
 _log = logging.getLogger(__name__)
 
 _NONE: Sequence[sa.ColumnElement[bool]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StoredNamespace:
-    """What the database holds of one namespace: numbers of sequences and tokens, and bytes of packed tokens."""
-
-    namespace: Namespace
-    sequences: int
-    tokens: int
-    bytes: int
 
 
 class SequenceReader:
@@ -198,7 +187,7 @@ class SequenceReader:
     def _pieces(
         self, conditions: Sequence[sa.ColumnElement[bool]], after: int, until: int, **options: Any
     ) -> Iterator[list[sa.Row[Any]]]:
-        return iter(Pages(self._database, conditions, after, until, lost=self._lose, **options))
+        return iter(RowPages(self._database, conditions, after, until, lost=self._lose, **options))
 
     def _readable(self, rows: Iterable[sa.Row[Any]]) -> Iterator[SequenceRecord]:
         for row in rows:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.record import SequenceRecord
-from agentspec.cache.storage.rows.pages import PIECE, Pages
+from agentspec.cache.storage.rows.pages import PIECE, RowPages
 from agentspec.cache.storage.schema import namespaces, sequences
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.storage.sqlite import DATABASE
@@ -166,7 +166,7 @@ def test_it_is_read_in_pieces(location: str | Path) -> None:
     fill(location, 3 * PIECE + 7)
     store = opened(location)
     for newest_first in (False, True):
-        pages = Pages(store._database, (), 0, 10**9, lost=lambda *_: None, newest_first=newest_first)
+        pages = RowPages(store._database, (), 0, 10**9, lost=lambda *_: None, newest_first=newest_first)
         pieces = [[one.id for one in piece] for piece in pages]
         assert [len(piece) for piece in pieces] == [PIECE] * 3 + [7]
         ids = [one for piece in pieces for one in piece]
