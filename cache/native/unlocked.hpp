@@ -40,6 +40,9 @@ public:
         }
     }
 
+    /// For a child of a fork, which has none of the threads that were inside scopes.
+    static void forget_others() { running() = 0; }
+
 private:
     static std::atomic<bool>& ending() {
         static std::atomic<bool> value{false};
