@@ -8,6 +8,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <pthread.h>
+
 #include <chrono>
 #include <optional>
 #include <tuple>
@@ -238,9 +240,11 @@ NB_MODULE(_native, m) {
         "checksum",
         [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
         "bytes"_a.noconvert());
-    nb::set_leak_warnings(false);  // what the frames of daemon threads hold is never freed, which is no leak
     Released::forget_at_fork();
-    m.def("quiesce", &Released::quiesce);
+    m.def("quiesce", [] {
+        Released::quiesce();
+        nb::set_leak_warnings(false);  // daemon threads keep what their frames hold; the process ends with them
+    });
     bind_index(m);
     bind_drafter(m);
 }
