@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +39,13 @@ class LocalFiles:
         return (self._path / name).stat().st_size
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading."""
-        return (self._path / name).open("rb", buffering=0)
+        """Open a file for reading. A symbolic link is not followed, and a pipe is not waited for."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(self._path / name, flags)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise OSError(errno.EINVAL, "it is no file")
+        return os.fdopen(file, "rb", buffering=0)
 
     def create(self, name: str) -> BinaryIO:
         """Open an empty file for writing; truncates an existing file. Only the owner may read it."""
