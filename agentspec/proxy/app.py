@@ -168,13 +168,13 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
     raise HTTPException(404)
 
 
-def _index_size(runtime: Runtime) -> tuple[int, int] | None:
-    """Bytes and sequences of the token index; None if no local engine keeps one."""
+def _index_size(runtime: Runtime) -> tuple[int, int, int] | None:
+    """Bytes and sequences of the token index, unreadable rows of its database; None if no local engine keeps one."""
     local = any(backend.local for backend in runtime.settings.backends.values())
     if not (local and runtime.ready):
         return None
     stats = runtime.cache.stats()
-    return stats.memory_bytes, stats.sequences
+    return stats.memory_bytes, stats.sequences, stats.damaged
 
 
 async def _samples(runtime: Runtime) -> list[BackendSample]:

@@ -162,7 +162,7 @@ def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     (folder / name).symlink_to(target)
-    with pytest.raises((ConfigurationError, CacheUnavailableError), match="symbolic link|cannot be opened"):
+    with pytest.raises((ConfigurationError, CacheUnavailableError), match=r"symbolic link|cannot be opened"):
         SuffixCache.open(folder, mode="writer").close()
     assert target.read_bytes() == b""
 
