@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, closing_items
-from agentspec.backends.settings import BackendSettings, OpenAISettings
+from agentspec.backends.base import Backend, ReportsHealth, SharesCaches, TakesLimits, closing_items
+from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings
 from agentspec.errors import (
     AgentSpecError,
     ConfigurationError,
@@ -29,6 +29,7 @@ from agentspec.types import Delta, GenerateRequest
 if TYPE_CHECKING:
     from agentspec.backends.openai.isolation import TenantIsolation
     from agentspec.cache import SuffixCache
+    from agentspec.cache.responses import KeepsResponses
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
     from agentspec.reasoning.strategy import Strategy
 
@@ -47,7 +48,9 @@ class Runtime:
 
     `backends` are ready backends: each replaces the configured backend of its name; a name that is not configured
     becomes a model name as well. Without `settings`, only these backends exist. `cache` is an open cache, which the
-    caller closes; `knowledge` are open knowledge bases, which replace the configured ones of the same names. Nothing is
+    caller closes; `knowledge` are open knowledge bases, which replace the configured ones of the same names. With
+    `local` false another process answers for local backends and strategies, and none of them is built here;
+    `responses` then is the store of stored responses, in place of the cache's. Nothing is
     built before `start()`. Thread-safe, except that `aclose` may only be called once no new request arrives.
     """
 
@@ -58,16 +61,22 @@ class Runtime:
         backends: Mapping[str, Backend] | None = None,
         cache: SuffixCache | None = None,
         knowledge: Mapping[str, KnowledgeBase] | None = None,
+        local: bool = True,
+        responses: KeepsResponses | None = None,
     ) -> None:
         self.settings = settings or (Settings(backends={}) if backends else Settings())
         self._backends: dict[str, Backend] = dict(backends or {})
         self._names = _model_names(self.settings, self._backends)
         self._passthrough = _passthrough(self.settings, self._backends)
+        self.aliases = Aliases(self.settings.model_aliases, self._names, any_target=self._passthrough is not None)
         self._isolation: TenantIsolation | None = None
+        self._most_tokens: int | None = None
         self._tenants = self.settings.server.tenant_names
         self._strategies: dict[str, Strategy[Any]] = {}
         self._knowledge: dict[str, KnowledgeBase] = dict(knowledge or {})
         self._given_cache = cache
+        self._local = local
+        self._responses = responses
         self._own_cache: SuffixCache | None = None
         self._building = threading.Lock()
         self._opening = threading.Lock()
@@ -101,6 +110,11 @@ class Runtime:
                 self._own_cache = self.settings.cache.open()
             return self._own_cache
 
+    @property
+    def responses(self) -> KeepsResponses:
+        """The stored answers of the Responses API. Raises `CacheError` if the cache cannot be opened."""
+        return self.cache.responses if self._responses is None else self._responses
+
     def start(self) -> None:
         """Build the backends. Blocks until their models are loaded. Idempotent.
 
@@ -111,15 +125,17 @@ class Runtime:
             for name, settings in self.settings.backends.items():
                 if self._closed:
                     raise ShuttingDownError("the runtime is closed")
-                if name not in self._backends:
+                if name not in self._backends and (self._local or not settings.local):
                     self._backends[name] = self._build(name, settings)
             self._keep_tenants_apart()
-            self._build_strategies()
+            self._limit_upstreams()
+            if self._local:
+                self._build_strategies()
             self._started = True
 
     async def start_for(self, model: str) -> None:
         """Call `start` in a thread unless it is done. Raises `ModelNotFoundError` first, and what `start` raises."""
-        self._resolve(model)
+        self._resolve(self.aliases.meant(model))
         if not self.ready:
             await anyio.to_thread.run_sync(self.start)
 
@@ -132,12 +148,25 @@ class Runtime:
         """Whether requests for names that `models` does not list go to the sole upstream."""
         return self._passthrough is not None
 
+    def is_elsewhere(self, model: str) -> bool:
+        """Whether another process answers for `model`. Raises `ModelNotFoundError` if it is unknown."""
+        if self._local:
+            return False
+        backend, _ = self._resolve(model)
+        return self.settings.backends[backend].local or isinstance(self.settings.models.get(model), StrategySettings)
+
+    @property
+    def keeps_index(self) -> bool:
+        """Whether a local engine of this process keeps an index of tokens in `cache`."""
+        return self.ready and self._local and any(backend.local for backend in self.settings.backends.values())
+
     def backends(self) -> dict[str, Backend]:
         """The backends by name; empty before `start()`."""
         return dict(self._backends) if self.ready else {}
 
     def route(self, model: str) -> Route:
         """The backend for `model`. Raises `ModelNotFoundError` if it is unknown, `NotReadyError` before `start()`."""
+        model = self.aliases.meant(model)
         backend_name, upstream_model = self._resolve(model)
         if not self.ready:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
@@ -200,25 +229,53 @@ class Runtime:
 
             return OpenAIBackend(settings, name=name)
         try:
+            if isinstance(settings, EncoderSettings):
+                from agentspec.backends.torch.encoder_backend import EncoderBackend
+
+                return EncoderBackend.load(settings)
             from agentspec.backends.torch import TorchBackend
         except ModuleNotFoundError as error:
             advice = f'needs the package {error.name!r}: pip install "agentspec[torch]"'
             raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
         return TorchBackend.load(settings, cache=self.cache)
 
+    def limit_upstreams(self, max_tokens: int) -> None:
+        """Let no answer that is generated here, also by strategies, ask an upstream for more than `max_tokens`."""
+        self._most_tokens = max_tokens
+        self._limit_upstreams()
+
+    def _limit_upstreams(self) -> None:
+        for backend in list(self._backends.values()):
+            if self._most_tokens is not None and isinstance(backend, TakesLimits):
+                backend.limit(self._most_tokens)
+
     def serve_tenants(self, names: Collection[str]) -> None:
         """Note that these are the tenants from now on: of several, each needs its salt in upstreams.
 
-        Upstreams are not checked: requests to one that cannot keep them apart are refused.
+        Upstreams are not checked here: requests to one that cannot keep them apart are refused.
         """
         with self._joining:
             self._tenants = frozenset(names)
             if self._isolation is not None:
                 self._isolation.required = len(names) > 1
 
+    async def check_tenants(self, names: Collection[str]) -> None:
+        """Raises `ConfigurationError` if these would be several tenants in place of one, and an upstream that answers
+        cannot keep them apart.
+        """
+        isolation = self._isolation
+        if len(names) > 1 and isolation is not None and not isolation.required:
+            try:
+                await asyncio.gather(*(upstream.check_isolation() for upstream in self._sharing()))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{error.message}; either takes a restart") from None
+
+    def _sharing(self) -> list[SharesCaches]:
+        return [backend for backend in self._backends.values() if isinstance(backend, SharesCaches)]
+
     def _keep_tenants_apart(self) -> None:
         """Tell every upstream's backend how. Raises `ConfigurationError` if one that answers cannot do it."""
-        upstreams = [backend for backend in self._backends.values() if isinstance(backend, SharesCaches)]
+        upstreams = self._sharing()
         if not upstreams:
             return
         from agentspec.backends.openai.isolation import TenantIsolation
@@ -271,8 +328,38 @@ class Runtime:
             return self._names[model]
         if self._passthrough is not None:
             return self._passthrough, self.settings.backends[self._passthrough].model or model
-        known = ", ".join(repr(name) for name in self._names) or "none"
+        known = ", ".join(repr(name) for name in (*self._names, *self.aliases)) or "none"
         raise ModelNotFoundError(f"no model {model!r} here; configured: {known}", param="model")
+
+
+class Aliases:
+    """Further names of models: names that clients have built in, and beginnings of such names (`claude-*`).
+
+    Raises `ConfigurationError` for an alias that hides a model's own name, or whose target is none of `models`, unless
+    `any_target` may be one.
+    """
+
+    def __init__(self, given: Mapping[str, str], models: Collection[str], *, any_target: bool) -> None:
+        for alias, target in given.items():
+            if alias in models:
+                raise ConfigurationError(f"model_aliases.{alias} is the name of a model already")
+            if target not in models and not any_target:
+                known = ", ".join(map(repr, models)) or "none"
+                raise ConfigurationError(f"model_aliases.{alias} = {target!r} names no model; configured: {known}")
+        self._models, self._exact = models, {name: to for name, to in given.items() if not name.endswith("*")}
+        beginnings = ((name[:-1], to) for name, to in given.items() if name.endswith("*"))
+        self._beginnings = sorted(beginnings, key=lambda one: -len(one[0]))  # the longest that fits counts
+
+    def __iter__(self) -> Iterator[str]:
+        """The aliases that are whole names."""
+        return iter(self._exact)
+
+    def meant(self, model: str) -> str:
+        """The model that `model` stands for: itself if it is no alias."""
+        if model in self._models:
+            return model
+        begins = (target for beginning, target in self._beginnings if model.startswith(beginning))
+        return self._exact.get(model) or next(begins, model)
 
 
 def _model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, tuple[str, str]]:

@@ -173,7 +173,8 @@ class FakeBackend:
             deltas.append(Delta(extra=answer.extra))
         usage = answer.usage or _usage(request, prompt, token_ids, self.encode)
         speculation = answer.speculation if request.speculation else None
-        return [*deltas, Delta(finish_reason=reason, usage=usage, speculation=speculation)]
+        stop = _stop_string(request.sampling.stop, self.decode(given[: len(token_ids)])) if reason == "stop" else None
+        return [*deltas, Delta(finish_reason=reason, stop_reason=stop, usage=usage, speculation=speculation)]
 
     def _tops(self, request: GenerateRequest, top: Mapping[str, float], delta: Delta) -> tuple[TokenLogprob, ...]:
         """The first token with its scripted alternatives; a token without a scripted probability gets 1e-9."""
@@ -359,6 +360,11 @@ def _usage(
         accepted += 1
     rejected = len(predicted) - accepted
     return replace(usage, accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
+
+
+def _stop_string(stops: Sequence[str], text: str) -> str | None:
+    """The stop string that comes first in `text`."""
+    return min(((text.find(stop), stop) for stop in stops if stop in text), default=(0, None))[1]
 
 
 def _logprobs(request: GenerateRequest, token_id: int, word: str) -> tuple[TokenLogprob, ...]:

@@ -264,13 +264,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one generation. The prediction counts are None unless the request carried a prediction."""
+    """Token counts of one generation. The prediction counts are None unless the request carried a prediction.
+
+    `reasoning_tokens` are those of `completion_tokens` that are thoughts; None where nobody counted them.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +364,7 @@ class Delta:
 
     With several choices, each has its `index` and its own last delta; the very last delta carries the totals. `extra`
     holds message fields without a name here: `tool_calls`, `reasoning` (also as `reasoning_content`), an upstream's own
-    fields.
+    fields. `stop_reason` is the stop string that ended the choice, if one did and it is known.
     """
 
     text: str = ""
@@ -372,3 +376,4 @@ class Delta:
     extra: Mapping[str, Any] = field(default_factory=dict)
     index: int = 0
     prompt: Prompt | None = None
+    stop_reason: str | None = None

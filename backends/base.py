@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,10 +17,14 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, Mess
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
     from agentspec.backends.openai.isolation import TenantIsolation
+    from agentspec.backends.openai.tokenization import ServerTokenization
     from agentspec.backends.settings import OpenAISettings
     from agentspec.errors import AgentSpecError
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
+MESSAGES, COUNT_TOKENS = "/messages", "/messages/count_tokens"
+RESPONSES = "/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # beside /v1, as in vLLM
 NONE: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
 Floats = NDArray[np.float32]
@@ -112,8 +116,10 @@ class Forwards(Protocol):
         body: bytes = b"",
         query: str = "",
         tenant: str = DEFAULT_TENANT,
+        above: bool = False,
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send a tenant's request to `path` below the server's root; the caller allow-lists paths.
+        """Send a tenant's request to `path` below the server's root, or, `above`, beside its /v1; the caller
+        allow-lists paths.
 
         Error answers are returned like others. Leaving the block cancels the server's work. Raises `UpstreamError`.
         """
@@ -125,6 +131,29 @@ class Forwards(Protocol):
 
         Raises `UpstreamIsolationError` if that cannot be done, `InvalidRequestError` for a salt that is no text.
         """
+        ...
+
+    @property
+    def needs_salt(self) -> bool:
+        """Whether each request must carry its tenant's salt, since several tenants share the server's caches."""
+        ...
+
+    async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether requests to `path` can be forwarded, by a tenant whose `headers` may carry a client's key."""
+        ...
+
+    async def server_kind(self) -> str | None:
+        """What the server is: "vllm", "sglang" or "other"; None if it has never answered."""
+        ...
+
+    def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
+        """The answer to a request for completions, streamed or whole, as `generate` yields it. Raises `UpstreamError`,
+        for an error answer `UpstreamStatusError`.
+        """
+        ...
+
+    def tokenizer_of(self, model: str) -> ServerTokenization:
+        """The server's tokenizer for `model`, whether it has such endpoints or not."""
         ...
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
@@ -152,11 +181,20 @@ class SharesCaches(Protocol):
         ...
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the server cannot keep tenants apart although it must."""
+        """Raises `ConfigurationError` if the server could not keep several tenants apart, and they may not share it."""
         ...
 
     async def leave_loop(self) -> None:
         """Close the connections of the running loop, which is about to end."""
+        ...
+
+
+@runtime_checkable
+class TakesLimits(Protocol):
+    """A backend whose server others share, so that its operator bounds what is asked of it."""
+
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on."""
         ...
 
 
@@ -196,6 +234,23 @@ class Embeds(Protocol):
 
     async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
         """One vector for each text, all of the same length. The texts are the tenant's."""
+        ...
+
+
+@runtime_checkable
+class EmbedsCounted(Embeds, Protocol):
+    """A backend that embeds in this process, and so knows how long texts and vectors are."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def dimensions(self) -> int:
+        """How many numbers a vector has."""
+        ...
+
+    async def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens each text has; at most `capabilities.context_length` of them are read."""
         ...
 
 

@@ -101,6 +101,27 @@ class OpenAISettings(BaseModel):
         description="Let all tenants share what this upstream caches: their requests then carry no salt of their own."
         " Needed with several tenants in front of an upstream that is neither vLLM nor SGLang",
     )
+    messages: KindChoice = Field(
+        default="auto",
+        description="Whether it has Anthropic's /messages; auto asks it. Without, requests become chats",
+    )
+    session_names: bool = Field(
+        default=True, description="Tell a server that knows sessions (vLLM, SGLang, Dynamo, routers) the session's name"
+    )
+    session_headers: tuple[Annotated[str, Field(pattern=r"^x-[a-z0-9-]{1,62}$")], ...] = Field(
+        default=(), description="Headers in which a router in front of it looks for the session's name"
+    )
+    dynamo: bool = Field(default=False, description="Whether it is NVIDIA Dynamo, which is told of sessions and hints")
+    priority: Literal["off", "auto", "lowest_first", "highest_first"] = Field(
+        default="off",
+        description="Which `priority` it serves first, so that clients may send one (0: first); auto: its kind's."
+        " Only for servers that schedule by priority: vLLM refuses it otherwise",
+    )
+
+    responses: KindChoice = Field(
+        default="auto",
+        description="Whether it has OpenAI's /responses; auto asks it. Without, requests become chats",
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -109,4 +130,15 @@ class OpenAISettings(BaseModel):
         return self
 
 
-BackendSettings = Annotated[TorchSettings | OpenAISettings, Field(discriminator="kind")]
+class EncoderSettings(BaseModel):
+    """`[backends.NAME] kind = "encoder"`: an embedding model in this process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    local: ClassVar[bool] = True
+
+    kind: Literal["encoder"] = "encoder"
+    model: str = Field(default="minilm", description="Embedding model: built-in name, folder or model-hub id")
+    device: str = Field(default="auto", description="Device to run it on; auto takes the fastest there is")
+
+
+BackendSettings = Annotated[TorchSettings | OpenAISettings | EncoderSettings, Field(discriminator="kind")]

@@ -51,16 +51,21 @@ class TenantThreads:
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: Any) -> T:
         """The result of `function(*arguments)`. A cancelled caller leaves the queue; what runs is finished."""
+        future = self.submit(tenant, function, *arguments)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # for the same reason
+
+    def submit(self, tenant: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Queue `function(*arguments)`; the future can be cancelled while it waits. Raises `ShuttingDownError`."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
                 raise ShuttingDownError("the server is shutting down")
             self._waiting.setdefault(tenant, deque()).append(_Job(future, function, arguments))
         self._start()
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            del future  # for the same reason
+        return future
 
     def close(self) -> None:
         """Take no more work: what waits gets `ShuttingDownError`, what runs ends by itself."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
+from agentspec.cache.tokens import require_budget as require_budget
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft
 
@@ -58,6 +59,19 @@ class IndexUsage:
     lengths: NDArray[np.int64]
     hits: NDArray[np.int64]
     last_used: NDArray[np.int64]
+
+
+class IndexWork(NamedTuple):
+    """Tokens appended and removed since the index was made, and positions looked at, sorted or moved for it.
+
+    `locked` while other changes waited, `longest_hold` in one go, `background` while nobody waited.
+    """
+
+    appended: int
+    removed: int
+    locked: int
+    longest_hold: int
+    background: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +130,16 @@ class SuffixIndex:
     Unknown sequences raise `KeyError`; appending to a closed sequence raises `InvalidRequestError`. At most `tail`
     tokens are matched one by one, and a sorted run is at least `ratio` times as large as the next; both change the
     speed only.
+
+    Drafting waits for no change. Changes take work in proportion to their tokens; larger merges follow before they
+    return or, if `deferred`, when `merge_step` is called. Queries know of a change when it returns, merged or not.
     """
 
-    def __init__(self, *, tail: int = 128, ratio: int = 8) -> None:
-        self.native = _native.SuffixIndex(tail, ratio)
+    def __init__(self, *, tail: int = 128, ratio: int = 8, deferred: bool = False) -> None:
+        self.native = _native.SuffixIndex(tail, ratio, deferred)
 
     @classmethod
-    def load(cls, file: int, offset: int, counts: PartCounts, checksums: PartCounts) -> SuffixIndex:
+    def load(cls, file: int, offset: int, counts: PartCounts, sums: PartCounts, deferred: bool = False) -> SuffixIndex:
         """Map a frozen index that lies in the open file descriptor `file` from byte `offset` to the file's end.
 
         The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` if the file is not
@@ -130,7 +147,7 @@ class SuffixIndex:
         """
         index = cls()
         try:
-            index.native = _native.SuffixIndex.load(file, offset, counts, checksums)
+            index.native = _native.SuffixIndex.load(file, offset, counts, sums, deferred)
         except ValueError as error:
             raise CacheDamagedError(str(error)) from error
         except MemoryError as error:
@@ -138,7 +155,7 @@ class SuffixIndex:
         return index
 
     def freeze(self, sequences: Sequence[int] | NDArray[np.int64]) -> Frozen:
-        """Copy those `sequences` that exist, for `load`. Other threads may append; drafting is not held up at all."""
+        """Copy those `sequences` that exist, for `load`. Nobody is held up."""
         return Frozen(*self.native.freeze(np.ascontiguousarray(sequences, dtype=np.int64)))
 
     def append(self, sequence: int, tokens: TokensLike, context: TokensLike = EMPTY) -> None:
@@ -165,8 +182,20 @@ class SuffixIndex:
             raise InvalidRequestError(str(error)) from error
 
     def remove(self, sequences: Sequence[int] | NDArray[np.int64]) -> None:
-        """Delete sequences in one pass over the index. Unknown sequences are ignored."""
+        """Delete sequences. Unknown ones are ignored. Merging gives their memory back; no later query knows them."""
         self.native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
+
+    def merge_step(self) -> bool:
+        """Do a piece of the work that a `deferred` index put off; nobody waits for it. False if none is left.
+
+        Any thread may call it; while another is at it, it returns false at once.
+        """
+        return self.native.merge_step()
+
+    @property
+    def merging_due(self) -> bool:
+        """Whether `merge_step` has something to do. Constant time."""
+        return self.native.merging_due
 
     def tokens(self, sequence: int) -> Tokens:
         return self._known(sequence, self.native.tokens)
@@ -199,6 +228,13 @@ class SuffixIndex:
     def usage(self) -> IndexUsage:
         return IndexUsage(*self.native.usage())
 
+    def oldest(self, tokens: int) -> NDArray[np.int64]:
+        """The least recently used sequences, that one first, that together hold `tokens` tokens or more; else all."""
+        return self.native.oldest(tokens)
+
+    def work(self) -> IndexWork:
+        return IndexWork(*self.native.work())
+
     @property
     def sequence_count(self) -> int:
         return self.native.sequence_count
@@ -208,11 +244,19 @@ class SuffixIndex:
         return self.native.token_count
 
     def memory_bytes(self) -> int:
-        """Bytes that the index holds, by the capacity of its parts, a mapped file included. Constant time."""
+        """Bytes that the index holds, a mapped file and copies made for a merge included. Constant time."""
         return self.native.memory_bytes()
 
+    def transient_bytes(self) -> int:
+        """Bytes taken in addition while a log with much deleted text is written anew. Constant time."""
+        return self.native.transient_bytes()
+
+    def reclaimable_bytes(self) -> int:
+        """Bytes of deleted text among them, which merging gives back. Constant time."""
+        return self.native.reclaimable_bytes()
+
     def mapped_bytes(self) -> int:
-        """Bytes of the index that are pages of a mapped file and were not written to since."""
+        """Bytes of the index that are pages of a mapped file."""
         return self.native.mapped_bytes()
 
     def check_integrity(self) -> None:
@@ -314,7 +358,7 @@ DraftJob = tuple[IndexDrafter, Sequence[Sourced], Tokens, int, float, bool]
 def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> list[Draft]:
     """Draft for all jobs in one call, over several threads where there is enough to do.
 
-    An index that cannot be read within `patience` seconds, because another thread deletes from it, is left out.
+    A draft that is not complete after `patience` seconds is what there is of it then: its likeliest part.
     """
     native = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:
@@ -323,16 +367,24 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
         raise InvalidRequestError(str(error)) from error
 
 
-def require_budget(max_tokens: int, min_probability: float) -> None:
-    """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
-    if type(max_tokens) is int and max_tokens >= 0 and type(min_probability) is float and 0.0 <= min_probability <= 1.0:
-        return  # the usual case: ten times as fast as the checks below
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
-        raise InvalidRequestError(f"max_tokens must be an integer, 0 or more, not {max_tokens!r}", param="max_tokens")
-    if not isinstance(min_probability, int | float | np.floating) or not 0.0 <= min_probability <= 1.0:
-        raise InvalidRequestError(
-            f"min_probability must lie between 0 and 1, not {min_probability!r}", param="min_probability"
-        )
+ExtendJob = tuple[IndexDrafter | None, Sequence[Sourced], Tokens, Tokens, SuffixIndex | None, int, Tokens]
+"""A drafter, the arguments of `IndexDrafter.observe`; an index, a sequence and its context, to add the tokens to."""
+
+
+def extend_batch(jobs: Sequence[ExtendJob]) -> None:
+    """Observe and then add the tokens of all jobs in one call, as if one after the other, over several threads.
+
+    A drafter or index may be None. No job may search an index that another adds to. Raises `InvalidRequestError`,
+    before anything is done unless a sequence is closed.
+    """
+    native = [
+        (drafter and drafter.native, _natives(indexes), context[-DEPTH:], tokens, into and into.native, *sequence)
+        for drafter, indexes, context, tokens, into, *sequence in jobs
+    ]
+    try:
+        _native.extend_batch(cast(Any, native))
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
 
 
 def _natives(indexes: Sequence[Sourced]) -> list[tuple[_native.SuffixIndex, int]]:

@@ -63,17 +63,21 @@ class NamespaceTable:
         """Called by a request that leaves work to `relieve`; must return at once."""
         self.evicted = 0  # sequences, sessions and namespaces, for good
         self.unloaded = 0
+        self.stopping = False  # set when the maintenance thread is about to be ended
         self._tenant_namespaces = tenant_namespaces
         self._count = 0  # partitions
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
-        self._sizes: Totals[str] = Totals()  # by tenant
+        self._sizes: Totals[str] = Totals()  # by tenant, less what merging will give back
+        self._owed = 0  # bytes that merging will give back
+        self._due: dict[Partition, None] = {}  # partitions with something to merge
         self._kept = KeptLearned(memory_bytes // _LEARNED)
 
     def clear(self) -> None:
         with self._lock:
             tenants, self._tenants = self._tenants, {}
-            self._sizes = Totals()
+            self._sizes, self._owed = Totals(), 0
+            self._due = {}
         tenants.clear()  # what takes time is freed without the lock
 
     def leave_behind(self) -> None:
@@ -157,11 +161,11 @@ class NamespaceTable:
 
     @property
     def total(self) -> int:
-        """Bytes that all partitions take."""
-        return self._sizes.total
+        """Bytes that all partitions take, deleted text that is not merged away included."""
+        return self._sizes.total + self._owed
 
     def bytes_by_tenant(self) -> Counter[str]:
-        """The bytes that each tenant takes in memory, over all its namespaces."""
+        """The bytes that each tenant takes in memory, over all its namespaces, without what was deleted."""
         with self._lock:
             return Counter(dict(self._sizes.items()))
 
@@ -185,9 +189,32 @@ class NamespaceTable:
             self._reduce(lambda: self._sizes.total - self.limit, None, wait=False)
             self._reduce(lambda: self._sizes.total - self.limit, tenant)
 
+        if self.total > self.limit:
+            self._give_back(partition)
+
     def relieve(self) -> None:
-        """Evict until the reserve is free again. Called by the maintenance thread."""
+        """Evict until the reserve is free again, and merge what is due. Called by the maintenance thread."""
         self._reduce(self._over, None)
+        with self._lock:
+            due, self._due = list(self._due), {}
+        for partition in due:
+            partition.merge(lambda: self.stopping)
+            with partition.lock:
+                self.book(partition)
+
+    def _give_back(self, partition: Partition) -> None:
+        """Merge one's own namespace, and then what nobody merges at the moment, until the budget holds."""
+        with self._lock:
+            others = list(islice(self._due, _TRIED))
+        for one in (partition, *others):
+            if self.total <= self.limit:
+                return
+            one.merge(lambda: False, wait=one is partition)
+            if one.lock.acquire(blocking=one is partition):
+                try:
+                    self.book(one)
+                finally:
+                    one.lock.release()
 
     def _over(self) -> int:
         return self._sizes.total - (self.limit - self.limit // _RESERVE)
@@ -203,17 +230,24 @@ class NamespaceTable:
         """Account for a partition's size. The caller holds its lock."""
         if partition.retired:
             return
-        size = partition.memory_bytes()
+        owed = partition.reclaimable_bytes()
+        due, size = partition.shared.merging_due, partition.memory_bytes() - owed
         with self._lock:
-            self._account(partition, size)
+            self._account(partition, size, owed)
+            first = due and partition not in self._due and not partition.retired
+            if first:
+                self._due[partition] = None
+        if first:
+            self.on_pressure()
 
-    def _account(self, partition: Partition, size: int) -> None:
+    def _account(self, partition: Partition, size: int, owed: int = 0) -> None:
         tenant = self._tenants.get(partition.namespace.tenant)
         if tenant is None or tenant.partitions.get(partition.namespace) is not partition:
             return
         tenant.sizes.add(partition.namespace, size - partition.measured)
         self._sizes.add(partition.namespace.tenant, size - partition.measured)
-        partition.measured = size
+        self._owed += owed - partition.owed
+        partition.measured, partition.owed = size, owed
 
     def _reduce(self, excess: Callable[[], int], tenant: str | None, *, wait: bool = True) -> None:
         """Evict from the largest namespace of `tenant`, or else of the largest tenant, until `excess()` is 0.
@@ -259,7 +293,7 @@ class NamespaceTable:
             over = excess()
             if over <= 0 or victim.retired or (self._may_leave(victim) and self._leave(victim)):
                 return True
-            gone = victim.evict(over)
+            gone = victim.evict(min(over, victim.measured // 4))  # the next may be larger then
             if not gone and victim.is_empty:
                 self.retire(victim, keep_learned=True)
                 gone = 1
@@ -296,6 +330,7 @@ class NamespaceTable:
         with self._lock:
             self._account(partition, 0)
             partition.retired = True
+            self._due.pop(partition, None)
             if learned:
                 self._kept.put(partition.namespace, learned, hits)
             tenant = self._tenants.get(partition.namespace.tenant)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 
 import numpy as np
@@ -20,15 +20,16 @@ from agentspec.cache.tokens import EMPTY, MOST_LEARNED, Tokens, inflate
 from agentspec.errors import CacheFormatError
 from agentspec.types import Namespace
 
-_OVERHEAD = 2560  # bytes of the Python objects of an empty namespace
+_OVERHEAD = 2048  # bytes of the Python objects of an empty namespace
 _META_BYTES = 256  # bytes of a SequenceMeta with its place in the table
 
 
 class Partition:
     """One namespace's outputs, drafter, sessions and groups. Namespaces share neither tokens nor learned states.
 
-    `lock` guards all but drafting; whoever takes it from outside looks whether the partition is `retired`: then it has
-    left the cache, and a request that comes later gets another. What a namespace has not changed takes no memory.
+    `lock` guards all but drafting and `merge`, which nobody waits for; whoever takes it from outside looks whether the
+    partition is `retired`: then it has left the cache, and a request that comes later gets another. What a namespace
+    has not changed takes no memory.
     """
 
     __slots__ = (
@@ -43,7 +44,9 @@ class Partition:
         "loaded",
         "lock",
         "measured",
+        "merging",
         "namespace",
+        "owed",
         "retired",
         "sessions",
         "shared",
@@ -53,13 +56,15 @@ class Partition:
     def __init__(self, namespace: Namespace, *, loaded: bool = True) -> None:
         self.namespace = namespace
         self.lock = threading.RLock()
+        self.merging = threading.Lock()
         self.shared = SuffixIndex()
         self.drafter = IndexDrafter()
         self.sessions = Sessions()
         self.loaded = loaded  # whether it has what the store has
         self.retired = False
         self.added = 0  # tokens added since this object was made
-        self.measured = 0  # bytes that the pool has booked for it
+        self.measured = 0  # bytes that the table has booked for it,
+        self.owed = 0  # and for its text that is gone but not merged away
         self.used_at = time.monotonic()
         self.group_bytes = 0
         self._groups: dict[str, Group] = {}
@@ -86,6 +91,22 @@ class Partition:
 
     def _past_bytes(self) -> int:
         return self.shared.memory_bytes() + _META_BYTES * len(self._meta)
+
+    def reclaimable_bytes(self) -> int:
+        """Bytes of text that is gone, among `memory_bytes`: merging gives them back."""
+        return self.shared.reclaimable_bytes()
+
+    def merge(self, enough: Callable[[], bool], *, wait: bool = True) -> None:
+        """Do the work that adding and deleting have put off, a piece at a time, until `enough()`.
+
+        Only one thread does it at a time; without `wait` the others leave it to that one. No lock need be held.
+        """
+        if self.merging.acquire(blocking=wait):
+            try:
+                while not enough() and self.shared.merge_step():
+                    pass
+            finally:
+                self.merging.release()
 
     def add(self, record: SequenceRecord) -> None:
         """Add a finished output to the cached past outputs."""
@@ -156,8 +177,9 @@ class Partition:
     def evict(self, excess: int) -> int:
         """Free about `excess` bytes; returns how many sequences and sessions were evicted, 0 when none could be.
 
-        Evicts the least recently used from whichever is larger, cached past outputs or sessions. A sequence is used
-        when it is added and whenever it predicted a token rightly.
+        What sequences took is given back when `merge` comes to it. Evicts the least recently used from whichever is
+        larger, cached past outputs or sessions. A sequence is used when it is added and whenever it predicted a token
+        rightly.
         """
         sessions, goal = 0, self.sessions.memory_bytes - excess
         while self.sessions.memory_bytes > max(goal, self._past_bytes() - 1) and self.sessions.evict():
@@ -169,12 +191,8 @@ class Partition:
         return int(self.sessions.evict())
 
     def _evict_past(self, share: float) -> int:
-        usage = self.shared.usage()
-        order = np.argsort(usage.last_used, kind="stable")
-        quota = max(share, 1 / 16) * self.shared.token_count
-        # Every removal is one pass over the index, so at least a sixteenth of the tokens is removed at once.
-        gone = order[: int(np.searchsorted(np.cumsum(usage.lengths[order]), quota)) + 1]
-        self._remove(usage.sequences[gone].tolist())
+        gone = self.shared.oldest(max(1, int(share * self.shared.token_count)))
+        self._remove(gone.tolist())
         return len(gone)
 
     def _remove(self, sequences: list[int]) -> None:

@@ -95,6 +95,21 @@ class CacheSettings(BaseModel):
         default=(), description="Regular expressions; an output whose text matches one is neither stored nor shared"
     )
 
+    responses_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        gt=0,
+        description="Most that stored answers of /v1/responses may take, and a quarter of disk_bytes at most",
+    )
+    responses_age: Seconds | None = Field(
+        default=30 * 86400.0,
+        ge=0,
+        description='Delete stored answers of /v1/responses after this time, or `"30d"`; `retention` if that is less',
+    )
+
+    tenant_namespaces: int | None = Field(
+        default=4096, ge=1, description="Most namespaces (models) of one tenant in memory; idle ones leave it first"
+    )
+
     def open(self) -> SuffixCache:
         """Open the cache with these settings. Raises what `location` and `SuffixCache.open` raise."""
         from agentspec.cache.suffix_cache import SuffixCache
@@ -105,8 +120,11 @@ class CacheSettings(BaseModel):
             disk_bytes=self.disk_bytes,
             tenant_memory_bytes=self.tenant_memory_bytes,
             tenant_disk_bytes=self.tenant_disk_bytes,
+            tenant_namespaces=self.tenant_namespaces,
             retention=self.retention,
             refuse_patterns=self.refuse_patterns,
+            responses_bytes=int(self.responses_bytes),
+            responses_age=self.responses_age,
         )
 
     def location(self) -> Path | str | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +17,11 @@ from numpy.typing import NDArray
 from agentspec.cache.content_filter import ContentFilter
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import Decode, seconds_of, select
+from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest, draft_batch
+from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft, Labels, Namespace
@@ -50,9 +51,11 @@ class SuffixCache:
         namespace: Namespace,
         memory_bytes: int,
         tenant_memory_bytes: int | None,
+        tenant_namespaces: int | None,
         retention: float | None,
         content_filter: ContentFilter | None,
         store_error: str | None,
+        responses: ResponseLimits,
     ) -> None:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
@@ -60,10 +63,17 @@ class SuffixCache:
         self._pool = CachePool(
             memory_bytes,
             tenant_memory_bytes,
+            tenant_namespaces=tenant_namespaces,
             content_filter=content_filter,
             numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
+        self.responses: ResponseStore = MemoryResponses(responses)
+        if store:
+            from agentspec.cache.responses.table import DatabaseResponses
+
+            self.responses = table = DatabaseResponses(store.database, responses)
+            store.also_forgets.append(table.forget_within)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
         self._left_behind = False
@@ -85,23 +95,29 @@ class SuffixCache:
         disk_bytes: int | None = None,
         tenant_memory_bytes: int | None = None,
         tenant_disk_bytes: int | None = None,
+        tenant_namespaces: int | None = 4096,
         mode: Mode = "auto",
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
+        responses_bytes: int = 64 << 20,
+        responses_age: float | None = 30 * 86400.0,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
         Requests that name no namespace use `namespace`. `memory_bytes` bounds the index and `disk_bytes` the database
-        with its segments; the tenant limits bound one tenant's part of each. In memory the least recently used
-        sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
-        bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
-        `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no permission, no room, no
-        server), "auto" warns and goes on in memory, and the other modes raise `CacheUnavailableError`.
+        with its segments; the tenant limits bound one tenant's part of each, `tenant_namespaces` how many of its
+        namespaces are in memory at once (those that no request uses leave it; from a database they come back). In
+        memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its
+        writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode
+        "writer" raises `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no
+        permission, no room, no server), "auto" warns and goes on in memory, and the other modes raise
+        `CacheUnavailableError`.
 
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once and every hour. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
-        output serves its own session only. Raises `ConfigurationError` for settings that cannot work, and
-        `CacheFormatError` for a database that cannot be read.
+        output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
+        limits on disk, and are deleted after `responses_age` seconds, or `retention` if that is less. Raises
+        `ConfigurationError` for settings that cannot work, and `CacheFormatError` for a database that cannot be read.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
@@ -109,6 +125,8 @@ class SuffixCache:
         for name, limit in {"memory_bytes": memory_bytes, "tenant_memory_bytes": tenant_memory_bytes, **disk}.items():
             if limit is not None and not (isinstance(limit, int) and limit > 0):
                 raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
+        if tenant_namespaces is not None and not (isinstance(tenant_namespaces, int) and tenant_namespaces > 0):
+            raise ConfigurationError(f"tenant_namespaces must be 1 or more, or None, not {tenant_namespaces!r}")
         try:
             kept = None if retention is None else seconds_of(retention, "retention")
             default = namespace_of(namespace)
@@ -116,7 +134,9 @@ class SuffixCache:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns else None
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
-        cache = cls(store, default, memory_bytes, tenant_memory_bytes, kept, content_filter, missing)
+        limits = response_limits(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
+        memory = memory_bytes, tenant_memory_bytes, tenant_namespaces
+        cache = cls(store, default, *memory, kept, content_filter, missing, limits)
         try:
             lifetime.register(cache)
             cache._start(mode)
@@ -237,7 +257,10 @@ class SuffixCache:
             text=text,
             decode=decode,
         )
-        return self._deleter.forget(selection)
+        count = self._deleter.forget(selection)
+        if self._store is None:
+            self.responses.forget(selection)
+        return count
 
     def flush(self) -> None:
         """Wait until the outputs of all requests closed so far are on disk. Raises `CacheError` if writing fails."""
@@ -292,6 +315,7 @@ class SuffixCache:
             if self._store:
                 released.callback(self._store.close)
             released.callback(self._pool.close)
+            self._pool.namespaces.stopping = True
             if self._maintenance:
                 self._maintenance.close()
             if self._sync and not self.closed:
@@ -348,6 +372,16 @@ class SuffixCache:
         self._deleter.maintain()
         if self._sync:
             self._sync.maintain()
+        self.responses.maintain()
+
+
+def response_limits(
+    total: int, age: float | None, retention: float | None, disk: int | None, tenant_disk: int | None
+) -> ResponseLimits:
+    """The limits of stored answers: a quarter of the disk's at most, so that sequences can make room for the rest."""
+    ages = [seconds for seconds in (age, retention) if seconds is not None]
+    shares = [total] if disk is None else [total, disk // 4]
+    return ResponseLimits(min(shares), None if tenant_disk is None else tenant_disk // 4, min(ages, default=None))
 
 
 def namespace_of(value: str | Namespace) -> Namespace:
@@ -358,55 +392,3 @@ def namespace_of(value: str | Namespace) -> Namespace:
         return value
     message = f"namespace must be a string or a Namespace of strings, not {value!r}"
     raise InvalidRequestError(message, param="namespace")
-
-
-class MaintenanceThread:
-    """Calls `work` every `seconds` in its own thread, and `urgent` soon after each `wake`.
-
-    A failure is logged unless it repeats the last message.
-    """
-
-    def __init__(
-        self, work: Callable[[], None], *, seconds: float, name: str, urgent: Callable[[], None] | None = None
-    ) -> None:
-        self._work = work
-        self._urgent = urgent
-        self._seconds = seconds
-        self._closing = False
-        self._woken = threading.Event()
-        self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Let the thread call `urgent`; returns at once."""
-        self._woken.set()
-
-    def close(self) -> None:
-        """End the thread and wait for it. Idempotent."""
-        self._closing = True
-        self._woken.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        due = time.monotonic() + self._seconds
-        while not self._closing:
-            self._woken.wait(max(0.0, due - time.monotonic()))
-            self._woken.clear()
-            if self._closing:
-                return
-            if time.monotonic() >= due:
-                self._try(self._work)
-                due = time.monotonic() + self._seconds
-            elif self._urgent:
-                self._try(self._urgent)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-            self._failure = None
-        except Exception as error:
-            if str(error) != self._failure:
-                _log.warning("looking after the cache failed: %s", error)
-            self._failure = str(error)

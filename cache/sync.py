@@ -13,6 +13,7 @@ from agentspec.cache.storage.segment_file import Coverage, Segment, segment_of
 from agentspec.cache.storage.segment_folder import LoadedSegment
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.errors import CacheError, CacheLockedError
+from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class StoreSync:
         self._store.position()
         saved = self._segments.namespaces()  # before the rows: those of a segment are committed before it is written
         stored = [one.namespace for one in self._store.namespaces()]
+        self._store.learned_of(Namespace(""))  # raises where a table is missing: better now than later
         for key in set(saved) - {namespace.key for namespace in stored}:
             self._segments.delete(key)
         self._pool.namespaces.source = self

@@ -1,4 +1,4 @@
-"""Checks token ids and turns them into contiguous int32 arrays, which all code inside the cache uses."""
+"""Checks token ids and turns them into contiguous int32 arrays, which all code inside the cache uses; budgets too."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ TokensLike = NDArray[np.integer] | Sequence[int]
 
 MOST_LEARNED = 16 << 20  # bytes of a drafter's learned state; a forged one cannot take more memory
 EMPTY: Tokens = np.zeros(0, dtype=np.int32)
-_MAX = int(np.iinfo(np.int32).max)
+MOST_TOKEN = 2**31 - 2
+"""The highest token id: orders of contexts need one number above it."""
 
 
 def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
     """`value` as a one-dimensional contiguous int32 array, without a copy if it is such an array already.
 
     Raises `InvalidRequestError`, with `param` set to `name`, for another dtype or shape and for ids outside
-    0 .. 2^31 - 1.
+    0 .. 2^31 - 2.
     """
     try:
         array = np.asarray(value)
@@ -34,10 +35,25 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
         return EMPTY
     if array.dtype.kind not in "iu":
         raise InvalidRequestError(f"{name} must be integers, not of dtype {array.dtype}", param=name)
-    low, high = int(array.min()), _MAX if array.dtype == np.int32 else int(array.max())
-    if low < 0 or high > _MAX:
-        raise InvalidRequestError(f"{name} must be ids from 0 to {_MAX}, not {low if low < 0 else high}", param=name)
+    if array.dtype == np.int32 and int(array.view(np.uint32).max()) <= MOST_TOKEN:
+        return np.ascontiguousarray(array)  # the usual case: one pass finds what is too low and too high
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > MOST_TOKEN:
+        wrong = low if low < 0 else high
+        raise InvalidRequestError(f"{name} must be ids from 0 to {MOST_TOKEN}, not {wrong}", param=name)
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def require_budget(max_tokens: int, min_probability: float) -> None:
+    """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
+    if type(max_tokens) is int and max_tokens >= 0 and type(min_probability) is float and 0.0 <= min_probability <= 1.0:
+        return  # the usual case: ten times as fast as the checks below
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
+        raise InvalidRequestError(f"max_tokens must be an integer, 0 or more, not {max_tokens!r}", param="max_tokens")
+    if not isinstance(min_probability, int | float | np.floating) or not 0.0 <= min_probability <= 1.0:
+        raise InvalidRequestError(
+            f"min_probability must lie between 0 and 1, not {min_probability!r}", param="min_probability"
+        )
 
 
 def inflate(packed: bytes, most: int) -> bytes:

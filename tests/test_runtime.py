@@ -222,3 +222,26 @@ async def test_the_local_engine_refuses_extra_fields(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await text_of(runtime.generate(replace(ask("smollm2-135m"), extra={name: 0})))
     assert caught.value.param == name and len(fake.requests) == 1
+
+
+def test_aliases_lead_to_models() -> None:
+    aliases = {"claude-*": "small", "claude-opus-*": "large", "gpt-5": "large"}
+    runtime = Runtime(
+        Settings(backends={}, model_aliases=aliases), backends={"small": FakeBackend(), "large": FakeBackend()}
+    )
+    meant = ["claude-haiku-4-5", "claude-opus-5", "gpt-5", "small", "gpt-5-mini"]
+    assert [runtime.aliases.meant(name) for name in meant] == ["small", "large", "large", "small", "gpt-5-mini"]
+    assert list(runtime.aliases) == ["gpt-5"] and runtime.models() == ["small", "large"]
+
+
+@pytest.mark.parametrize("aliases", [{"small": "large"}, {"x": "missing"}, {"x": "y", "y": "small"}])
+def test_aliases_that_cannot_work_are_refused(aliases: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="model_aliases"):
+        Runtime(Settings(backends={}, model_aliases=aliases), backends={"small": FakeBackend(), "large": FakeBackend()})
+
+
+async def test_an_alias_is_answered_by_its_model() -> None:
+    fake = FakeBackend("ok")
+    runtime = Runtime(Settings(backends={}, model_aliases={"gpt-5": "small"}), backends={"small": fake})
+    assert await text_of(runtime.generate(ask("gpt-5"))) == "ok"
+    assert fake.requests[0].model == "small"

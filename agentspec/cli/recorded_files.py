@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 import typer
 
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.calls import BadLineError, Format, OnBad, RecordedCall, detect, read, refuse
+from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, refuse
+from agentspec.recordings.formats import Format, detect, files_of, read
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,11 +25,23 @@ class Advance(Protocol):
     def __call__(self, what: str, count: int, *, total: int | None = None) -> None: ...
 
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE", exists=True, dir_okay=False)]
+Files = Annotated[list[Path], typer.Argument(metavar="FILE", exists=True, help="Files, or folders of them")]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="What the files hold [default: found by looking]")
 ]
 SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines that cannot be read, naming each")]
+
+
+def found(files: list[Path], console: Console) -> list[Path]:
+    """`files`, with each folder replaced by the files in it whose format is known; the others are counted aloud."""
+    unknown: list[Path] = []
+    known = [file for path in files for file in files_of(path, unknown.append)]
+    if unknown:
+        rest = (
+            f"{len(unknown)} file{'' if len(unknown) == 1 else 's'} of no known format left out, such as {unknown[0]}"
+        )
+        console.print(rest, markup=False, highlight=False, soft_wrap=True)
+    return known
 
 
 def recorded_calls(file: Path, format_: Format | None, on_bad: OnBad) -> Iterator[RecordedCall]:

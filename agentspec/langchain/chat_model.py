@@ -38,7 +38,14 @@ from agentspec.step.decorator import current_model, current_speculation, observe
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
-_OWN = ("model", "prediction", "speculation", "session", "store")  # options besides sampling that may be set per call
+_OWN = (
+    "model",
+    "prediction",
+    "speculation",
+    "session",
+    "store",
+    "latency_target_ms_per_token",
+)  # options besides sampling that may be set per call
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
 _RETRIED = (429, 502, 503, 504)
 
@@ -87,6 +94,7 @@ class ChatAgentSpec(BaseChatModel):
     prediction: str | None = None
     speculation: bool | None = None
     session: str | None = None
+    latency_target_ms_per_token: float | None = Field(default=None, gt=0)
     store: bool = True
     extra_body: dict[str, Any] = Field(default_factory=dict)
     streaming: bool = False  # LangChain's option: `invoke` reports tokens to callbacks as they arrive
@@ -242,6 +250,9 @@ class ChatAgentSpec(BaseChatModel):
         prediction = _predicted(chosen["prediction"])
         if prediction is not None and self.base_url is not None:
             extra["prediction"] = {"type": "content", "content": prediction}
+        target = chosen["latency_target_ms_per_token"]
+        if target is not None and self.base_url is not None:
+            extra["latency_target_ms_per_token"] = target
         speculation = current_speculation() if chosen["speculation"] is None else chosen["speculation"]
         return GenerateRequest(
             model=chosen["model"],
@@ -251,6 +262,7 @@ class ChatAgentSpec(BaseChatModel):
             prediction=prediction,
             speculation=speculation is not False,
             store=chosen["store"],
+            latency_target_ms_per_token=target,
             extra=extra,
         )
 

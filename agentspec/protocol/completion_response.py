@@ -8,28 +8,31 @@ from typing import Any
 
 from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.responses import Accumulator, ChunkBuilder, clamped, prompt_logprobs
-from agentspec.types import Delta, GenerateRequest, Prompt, TokenLogprob
+from agentspec.types import MAX_CHOICES, Delta, GenerateRequest, Prompt, TokenLogprob
 
 
 @dataclass(slots=True)
 class CompletionWriter:
     """Writes text completions. `text_offset` counts characters from the start of the choice's text.
 
-    With `echo` every choice begins with the prompt, and with the log-probabilities of its tokens if requested.
+    With `echo` every choice begins with the prompt, and with the log-probabilities of its tokens if requested. Of
+    several prompts, each has `per_prompt` choices, and theirs come one after the other.
     """
 
     request: GenerateRequest
     format: AnswerFormat
     include_speculation: bool = True
+    per_prompt: int = MAX_CHOICES
     _builder: ChunkBuilder = field(init=False)
     _offsets: dict[int, int] = field(default_factory=dict, init=False)
-    _prompt: Prompt | None = field(default=None, init=False)
+    _prompts: dict[int, Prompt] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._builder = ChunkBuilder("text_completion", "cmpl", self.request, self.format, self.include_speculation)
 
     def body(self, answer: Accumulator) -> dict[str, Any]:
-        self._prompt = answer.prompt
+        for index, prompt in answer.prompts.items():
+            self._prompts[index // self.per_prompt] = prompt
         choices = [
             self._choice(index, "".join(one.text), one.token_ids, one.logprobs, one.finish_reason)
             for index, one in answer.all()
@@ -37,7 +40,8 @@ class CompletionWriter:
         return self._builder.whole(choices, answer)
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        self._prompt = delta.prompt or self._prompt
+        if delta.prompt is not None:
+            self._prompts[delta.index // self.per_prompt] = delta.prompt
         tokens = self.format.token_ids and delta.token_ids
         echoed = self.format.echo and delta.index not in self._offsets
         if delta.text or delta.logprobs or delta.finish_reason or tokens or echoed:
@@ -54,7 +58,8 @@ class CompletionWriter:
     ) -> dict[str, Any]:
         begins = index not in self._offsets
         self._offsets.setdefault(index, 0)
-        prompt = self._prompt if begins and self._prompt is not None else Prompt()
+        known = self._prompts.get(index // self.per_prompt)
+        prompt = known if begins and known is not None else Prompt()
         before = self._echoed(index, prompt) if self.format.echo and begins else None
         shown = self._logprobs(index, logprobs) if self.request.sampling.logprobs else None
         if shown and before:

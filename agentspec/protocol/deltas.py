@@ -30,6 +30,7 @@ def to_delta(chunk: Any) -> Delta:
             token_ids=tuple(int(token) for token in choice.get("token_ids") or ()),
             logprobs=_logprobs(choice.get("logprobs")),
             finish_reason=_finish_reason(choice.get("finish_reason")),
+            stop_reason=_stop_reason(choice),
             usage=read_usage(usage) if (usage := chunk.get("usage")) else None,
             speculation=read_speculation(counts) if (counts := chunk.get("speculation")) else None,
             extra={key: value for key, value in message.items() if key not in _MESSAGE_FIELDS and value is not None},
@@ -52,6 +53,12 @@ def _finish_reason(value: object) -> FinishReason | None:
     if value is None or value == "":
         return None
     return cast(FinishReason, value) if value in _KNOWN_FINISH else _FINISH.get(str(value), "stop")
+
+
+def _stop_reason(choice: Mapping[str, Any]) -> str | None:
+    """The stop string that ended a choice, as vLLM and SGLang tell it; both name a token that did by its id."""
+    told = (choice.get("stop_reason"), choice.get("matched_stop"))
+    return next((text for text in told if isinstance(text, str)), None)
 
 
 def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...]:

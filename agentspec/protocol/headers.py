@@ -11,6 +11,8 @@ from agentspec.types import Labels
 
 PREFIX = "x-agentspec-"
 MAX_LABEL = 256
+SESSION_PARENT, SESSION_FINAL = "x-dynamo-parent-session-id", "x-dynamo-session-final"
+"""NVIDIA Dynamo's headers for the session that began this one, and for a session's last request."""
 _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 

@@ -23,7 +23,7 @@ from agentspec.protocol.validation import (
 )
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ROLE: TypeAdapter[str] = TypeAdapter(Text)
 _CHOICES = ("none", "auto", "required")
 
@@ -119,7 +119,7 @@ def _may_be_called(name: str) -> bool:
 
 
 class _Described(Model):
-    name: Annotated[Text, must(_may_be_called, " must be 1 to 64 letters, digits, '_', '-' or '.'")] = REQUIRED
+    name: Annotated[Text, must(_may_be_called, " must be 1 to 128 letters, digits, '_', '-' or '.'")] = REQUIRED
     parameters: dict[str, Any] | None = None
 
 

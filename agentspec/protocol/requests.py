@@ -44,6 +44,8 @@ T = TypeVar("T")
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 MAX_TOP_LOGPROBS = 20
+EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+"""`reasoning_effort`, and the nearest of the three that chat templates know; None: no reasoning."""
 _FORM = "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
 _RULES = "n min_tokens ignore_eos bad_words prompt_logprobs".split()
 _SAMPLING = (
@@ -177,7 +179,10 @@ class _ChatFields(Body):
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     modalities: Annotated[Any, only(["text"])] = None
-    reasoning_effort: Annotated[Any, only("none")] = None
+    reasoning_effort: (
+        Annotated[Text, must(lambda effort: effort in EFFORTS, f" must be one of {', '.join(EFFORTS)}")] | None
+    ) = None
+    verbosity: Annotated[Any, only("low", "medium", "high")] = None  # no chat template knows it
     chat_template_kwargs: TemplateArguments | None = None
     include_reasoning: bool | None = None
     continue_final_message: bool | None = None
@@ -194,10 +199,17 @@ class _ChatFields(Body):
             "tools": tools,
             "tool_choice": choice if tools else "auto",
             "parallel_tool_calls": _or(self.parallel_tool_calls, plain.parallel_tool_calls) or not tools,
-            "template_arguments": _or(self.chat_template_kwargs, plain.template_arguments),
+            "template_arguments": self._effort() | dict(_or(self.chat_template_kwargs, plain.template_arguments)),
             "split_reasoning": _or(self.include_reasoning, plain.split_reasoning),
             **self._start(plain),
         }
+
+    def _effort(self) -> dict[str, Any]:
+        """`reasoning_effort` as chat templates know it; one that has no such argument is not changed by it."""
+        effort = None if self.reasoning_effort is None else EFFORTS[self.reasoning_effort]
+        if effort is None:
+            return {} if self.reasoning_effort is None else {"enable_thinking": False}
+        return {"enable_thinking": True, "reasoning_effort": effort}
 
     def _start(self, plain: GenerateRequest) -> dict[str, Any]:
         """Whether the model continues the last message, and whether the template opens an answer.
@@ -336,7 +348,7 @@ def _prompt(value: Any) -> dict[str, Any]:
     if not isinstance(value, list):
         raise wrong_type("prompt", "a string or an array of token ids", value)
     if any(isinstance(item, (str, list)) for item in value):
-        raise InvalidRequestError("this model answers one prompt a request; send them one by one", param="prompt")
+        raise InvalidRequestError("prompt must be a string or an array of token ids here", param="prompt")
     if not value:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
     return {"token_ids": validated(_TOKEN_IDS, value, "prompt")}

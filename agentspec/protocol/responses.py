@@ -25,12 +25,14 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
+    stop_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason = delta.stop_reason or self.stop_reason
         for name, value in delta.extra.items():
             before = self.extra.get(name)
             if name == "tool_calls":
@@ -44,15 +46,21 @@ class Accumulator:
     """Assembles a whole answer from its deltas: the choices, and the fields that they share."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
-    prompt: Prompt | None = None
+    prompts: dict[int, Prompt] = field(default_factory=dict)  # by the choice that told them
     usage: Usage = field(default_factory=Usage)
     speculation: Speculation | None = None
 
     def add(self, delta: Delta) -> None:
         self.choices.setdefault(delta.index, Choice()).add(delta)
-        self.prompt = delta.prompt or self.prompt
+        if delta.prompt is not None:
+            self.prompts[delta.index] = delta.prompt
         self.usage = delta.usage or self.usage
         self.speculation = delta.speculation or self.speculation
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The prompt, if it was told; of several, the first that was."""
+        return next(iter(self.prompts.values()), None)
 
     def all(self) -> list[tuple[int, Choice]]:
         """The choices in order; an answer without any delta has one empty choice."""

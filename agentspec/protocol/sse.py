@@ -23,6 +23,11 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def named_event(name: str, data: bytes) -> bytes:
+    """The bytes of an event that has a name, for clients that tell events apart by it."""
+    return b"event: " + name.encode() + b"\n" + event(data)
+
+
 class SseDecoder:
     """Takes bytes and yields the `data` of every event that they complete.
 

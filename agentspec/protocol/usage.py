@@ -28,18 +28,21 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def read_usage(value: Mapping[str, Any]) -> Usage:
-    """Read a `usage` object of the Chat Completions or the Responses API.
+    """Read a `usage` object of the Chat Completions, the Responses or the Messages API.
 
     Raises `AttributeError`, `TypeError`, `ValueError` or `OverflowError` for an object of the wrong shape.
     """
     prompt = value.get("prompt_tokens_details") or value.get("input_tokens_details") or {}
-    completion = value.get("completion_tokens_details") or {}
-    return Usage(
-        prompt_tokens=_count(value.get("prompt_tokens", value.get("input_tokens"))),
+    completion = value.get("completion_tokens_details") or value.get("output_tokens_details") or {}
+    reasoning = completion.get("reasoning_tokens", value.get("reasoning_tokens"))
+    read, written = _count(value.get("cache_read_input_tokens")), _count(value.get("cache_creation_input_tokens"))
+    return Usage(  # the Messages API counts the tokens of a prompt without those that its cache is concerned with
+        prompt_tokens=_count(value.get("prompt_tokens", value.get("input_tokens"))) + read + written,
         completion_tokens=_count(value.get("completion_tokens", value.get("output_tokens"))),
-        cached_tokens=_count(prompt.get("cached_tokens")),
+        cached_tokens=_count(prompt.get("cached_tokens")) or read,
         accepted_prediction_tokens=completion.get("accepted_prediction_tokens"),
         rejected_prediction_tokens=completion.get("rejected_prediction_tokens"),
+        reasoning_tokens=None if reasoning is None else _count(reasoning),
     )
 
 

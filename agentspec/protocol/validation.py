@@ -19,7 +19,7 @@ MAX_TOKEN_ID = 2**31 - 1
 
 # Accepted without effect on a local answer: these fields serve a hosted service's billing, storage or abuse handling.
 INERT = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
+    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier session_id store user".split()
 )
 # Lists and objects whose items an error does not name: `stop`, not `stop[3]`.
 _UNDIVIDED = re.compile(r"(^|\.)(bad_words|logit_bias|prompt|stop|stop_token_ids|(guided_)?choice)$")

@@ -4,32 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import anyio
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Forwards, ReportsMetrics
-from agentspec.errors import ModelNotFoundError, PermissionDeniedError, UpstreamStatusError, UpstreamTimeoutError
+from agentspec.backends.base import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    TOKENIZE,
+    Forwards,
+    ReportsMetrics,
+)
+from agentspec.errors import (
+    ConfigurationError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    UpstreamStatusError,
+    UpstreamTimeoutError,
+)
 from agentspec.protocol.responses import encode
 from agentspec.proxy.admission.auth import Authenticator
-from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
-from agentspec.proxy.admission.limits import Deadlines
+from agentspec.proxy.admission.concurrency import Admission, ConcurrencyLimiter
+from agentspec.proxy.admission.engine_places import EnginePlaces
+from agentspec.proxy.admission.limits import Deadlines, until_disconnect
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
+from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
+from agentspec.proxy.forwarding.engine_link import EngineLink
+from agentspec.proxy.forwarding.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading
 from agentspec.proxy.logs import logger
+from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
+from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.proxy.middleware import GatewayMiddleware
+from agentspec.proxy.prompts import CompletionsEndpoint
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.responses.endpoint import ResponsesEndpoint
+from agentspec.proxy.responses.stored import StoredRoute
+from agentspec.proxy.tokenization import TokenizationEndpoint
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -40,7 +69,25 @@ MODELS_SECONDS = 10.0  # to list the models of an upstream
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMiddleware:
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What a gateway of several processes has in common with the others.
+
+    `body_memory` is this process's share in bytes, `engine` the process of local models, None if it is this one.
+    `scrape` returns the metrics of all processes, given those of this one. The gateway was started at `since`, in
+    seconds since 1970; None is now.
+    """
+
+    limiter: Admission
+    body_memory: int
+    engine: EngineLink | None = None
+    scrape: Callable[[Metrics], Awaitable[bytes]] | None = None
+    since: int | None = None
+
+
+def create_app(
+    runtime: Runtime, settings: Settings | None = None, *, shared: Shared | None = None
+) -> GatewayMiddleware:
     """The gateway as an ASGI application, to be run with its lifespan.
 
     The lifespan starts the runtime in a thread; until that is done, generation requests get 503. The end of the
@@ -48,17 +95,39 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     """
     settings = settings or runtime.settings
     server = settings.server
-    limiter = ConcurrencyLimiter(server)
-    budget = BodyBudget(server.max_body_memory, server.parsing_threads, shared=bool(server.api_keys))
+    shared = shared or Shared(ConcurrencyLimiter(server), server.max_body_memory)
+    limiter, engine = shared.limiter, shared.engine
+    budget = BodyBudget(shared.body_memory, server.parsing_threads, shared=bool(server.api_keys))
     upstreams = [name for name, backend in settings.backends.items() if not backend.local]
     if server.stream_pacing and upstreams:
         logger.warning("server.stream_pacing does not pace forwarded streams", backends=upstreams)
-    pages = Pages(runtime, limiter)
-    paths, deadlines = (CHAT, COMPLETIONS, EMBEDDINGS), Deadlines()
-    endpoints = [GenerationEndpoint(path, runtime, server, limiter, budget, deadlines) for path in paths]
+    places = EnginePlaces(server, settings.backends)
+    pages, deadlines = Pages(runtime, shared, places), Deadlines()
+    common = (runtime, server, limiter, budget, deadlines, places, engine)
+    responses = ResponsesEndpoint(RESPONSES, *common)
+    endpoints: list[GenerationEndpoint] = [
+        GenerationEndpoint(CHAT, *common),
+        CompletionsEndpoint(COMPLETIONS, *common),
+        EmbeddingsEndpoint(EMBEDDINGS, *common),
+        MessagesEndpoint(MESSAGES, *common),
+        CountTokensEndpoint(COUNT_TOKENS, *common),
+        responses,
+    ]
     routes = [_RecordedRoute(f"/v1{one.path}", one, "POST", "uses_models") for one in endpoints]
+    sides: list[GenerationEndpoint] = [TokenizationEndpoint(path, *common) for path in (TOKENIZE, DETOKENIZE)]
+    if server.extra_routes:
+        upstream = sole_upstream(settings)
+        sides += [ExtraRoute(path, *common, upstream) for path in server.extra_routes]
+    routes += [_RecordedRoute(one.path, one, "POST", "uses_models") for one in sides]
+    endpoints += sides
     routes += [_RecordedRoute(path, handler, "GET") for path, handler in pages.routes().items()]
     routes.append(_RecordedRoute("/metrics", pages.metrics, "GET", "reads_metrics"))
+    stored = {f"/v1{RESPONSES}/{{id}}": ("GET", "DELETE"), f"/v1{RESPONSES}/{{id}}/input_items": ("GET",)}
+    for path, methods in stored.items():
+        handler = StoredRoute(responses, items=path.endswith("items"))
+        routes.append(_RecordedRoute(path, handler, methods, "uses_models"))
+    _refuse_twice(routes)
+    runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     authenticator, hosts = Authenticator(server.api_keys), HostCheck(server)
@@ -70,17 +139,19 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
 class Pages:
     """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
 
-    def __init__(self, runtime: Runtime, limiter: ConcurrencyLimiter) -> None:
+    def __init__(self, runtime: Runtime, shared: Shared, places: EnginePlaces) -> None:
         self._runtime = runtime
-        self._limiter = limiter
-        self._created = int(time.time())
+        self._limiter, self._engine = shared.limiter, shared.engine
+        self._scrape = shared.scrape or _rendered
+        self._created = shared.since or int(time.time())
         self._samples: list[BackendSample] = []
+        self._sampling: asyncio.Task[list[BackendSample]] | None = None
         self.registry = Metrics(
             version=VERSION,
             models=runtime.models(),
-            index_size=lambda: _index_size(runtime),
+            index_size=lambda: index_size(runtime),
             backends=lambda: self._samples,
-            tenants=limiter.samples,
+            tenants=lambda: places.add_to(shared.limiter.samples()),
         )
 
     def routes(self) -> dict[str, Handler]:
@@ -97,18 +168,23 @@ class Pages:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Report whether the gateway accepts requests: 200, or 503 while it loads, drains, or has a failed backend."""
-        status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
+        """Report whether the gateway accepts requests: 200, or 503 while it loads, drains, or has a failed backend.
+
+        Which of these it is, only those who have a key are told.
+        """
+        loaded = self._runtime.ready and (self._engine is None or self._engine.ready)
+        status = "draining" if self._limiter.closed else "ready" if loaded else "loading"
         if self._runtime.failure is not None:
             status = "failed"
-        return _json({"status": status}, 200 if status == "ready" else 503)
+        told = RequestRecord.of(request.scope).identity is not None or status == "ready"
+        return _json({"status": status if told else "not ready"}, 200 if status == "ready" else 503)
 
     async def version(self, request: Request) -> Response:
         return _json({"version": VERSION})
 
     async def metrics(self, request: Request) -> Response:
-        self._samples = await _samples(self._runtime)
-        return Response(await anyio.to_thread.run_sync(self.registry.render), headers={"content-type": CONTENT_TYPE})
+        self._samples = await self._sampled()
+        return Response(await self._scrape(self.registry), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": await self._objects(request)})
@@ -121,22 +197,34 @@ class Pages:
         return _json(found)
 
     async def _objects(self, request: Request) -> list[dict[str, Any]]:
-        """The configured models; without any, the models of the sole upstream, which then accepts any name."""
-        names = self._runtime.models()
+        """The configured models and their aliases; without any, those of the sole upstream, which accepts any name."""
+        names, aliases = self._runtime.models(), [self._object(alias) for alias in self._runtime.aliases]
         if names or not (self._runtime.ready and self._runtime.takes_any_model):
-            return [self._object(name) for name in names]
+            return [self._object(name) for name in names] + aliases
         backend = self._runtime.route("*").backend
         check_head(request.scope)
+        return (await self._listed(backend, request) if isinstance(backend, Forwards) else []) + aliases
+
+    async def _listed(self, backend: Forwards, request: Request) -> list[dict[str, Any]]:
+        """The models of an upstream. The call takes a place like others, or clients could open any number of them."""
         record = RequestRecord.of(request.scope)
+        headers = request_headers(request.scope, record)
         try:
-            headers = request_headers(request.scope, record)
-            async with asyncio.timeout(MODELS_SECONDS):
-                return await backend.models(headers) if isinstance(backend, Forwards) else []
+            async with self._limiter.enter(record.tenant, request.receive) as receive, until_disconnect(receive):
+                async with asyncio.timeout(MODELS_SECONDS):
+                    return await backend.models(headers)
+            raise ClientDisconnect
         except TimeoutError:
             raise UpstreamTimeoutError("the upstream did not list its models in time") from None
         except UpstreamStatusError as error:
             error.for_client = not (record.has_gateway_key or error.own_key)
             raise
+
+    async def _sampled(self) -> list[BackendSample]:
+        """The current counts of all backends. Who asks while they are being asked gets the same answer."""
+        if self._sampling is None or self._sampling.done():
+            self._sampling = asyncio.create_task(backend_samples(self._runtime))
+        return await asyncio.shield(self._sampling)
 
     def _object(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}
@@ -148,8 +236,9 @@ class _RecordedRoute(Route):
     Raises `PermissionDeniedError` if the identity of the request's key lacks the `permission`.
     """
 
-    def __init__(self, path: str, handler: Any, method: str, permission: str = "") -> None:
-        super().__init__(path, handler, methods=[method], include_in_schema=False)
+    def __init__(self, path: str, handler: Any, methods: str | Sequence[str], permission: str = "") -> None:
+        listed = [methods] if isinstance(methods, str) else methods
+        super().__init__(path, handler, methods=listed, include_in_schema=False)
         self._permission = permission
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,16 +257,26 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
     raise HTTPException(404)
 
 
-def _index_size(runtime: Runtime) -> tuple[int, int, int] | None:
-    """Bytes and sequences of the token index, unreadable rows of its database; None if no local engine keeps one."""
-    local = any(backend.local for backend in runtime.settings.backends.values())
-    if not (local and runtime.ready):
+def _refuse_twice(routes: Sequence[Route]) -> None:
+    """Raises `ConfigurationError` for an extra route that the gateway answers itself."""
+    twice = [path for path, count in Counter(route.path for route in routes).items() if count > 1]
+    if twice:
+        raise ConfigurationError(f"server.extra_routes names {twice[0]!r}, which the gateway answers itself")
+
+
+async def _rendered(metrics: Metrics) -> bytes:
+    return await anyio.to_thread.run_sync(metrics.render)
+
+
+def index_size(runtime: Runtime) -> tuple[int, int, int] | None:
+    """Bytes and sequences of the token index, unreadable rows of its database; None if this process has no index."""
+    if not runtime.keeps_index:
         return None
     stats = runtime.cache.stats()
     return stats.memory_bytes, stats.sequences, stats.damaged
 
 
-async def _samples(runtime: Runtime) -> list[BackendSample]:
+async def backend_samples(runtime: Runtime) -> list[BackendSample]:
     """The current counts of all backends that report any."""
     counting = {name: backend for name, backend in runtime.backends().items() if isinstance(backend, ReportsMetrics)}
     found = await asyncio.gather(*(backend.metrics(name) for name, backend in counting.items()))

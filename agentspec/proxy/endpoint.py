@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
-from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError
+from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
-from agentspec.protocol.obfuscation import filler, obfuscated
+from agentspec.protocol.obfuscation import filler
 from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
-from agentspec.protocol.sse import DONE, event
 from agentspec.proxy.admission.auth import Caller, read_caller
-from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
-from agentspec.proxy.admission.limits import Deadline, Deadlines, until_disconnect
+from agentspec.proxy.admission.concurrency import Admission
+from agentspec.proxy.admission.engine_places import EnginePlaces
+from agentspec.proxy.admission.limits import Deadline, Deadlines, DisconnectWatch, until_disconnect
 from agentspec.proxy.body.amounts import check_amounts
-from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields
-from agentspec.proxy.errors import error_event, log_unexpected, outcome
-from agentspec.proxy.forwarding.inspection import expected_choices
+from agentspec.proxy.errors import log_unexpected, outcome
+from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
+from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
 from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
 from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.streaming.framing import CHUNKS, Framing
 from agentspec.proxy.streaming.pacing import paced
-from agentspec.runtime import Runtime
+from agentspec.reasoning.strategy import Strategy
+from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
 from agentspec.types import Delta, GenerateRequest
+
+T = TypeVar("T")
 
 MAX_MODEL_NAME = 256
 EVENT_STREAM = [
@@ -47,58 +52,131 @@ EVENT_STREAM = [
 
 
 @dataclass(slots=True)
+class Exchange:
+    """One admitted request, whose body was read as `fields`, and the ways to answer it.
+
+    What it holds in memory besides its body is reported to `account`.
+    """
+
+    scope: Scope
+    send: Send
+    record: RequestRecord
+    deadline: Deadline
+    caller: Caller
+    route: Route
+    body: bytes
+    fields: Mapping[str, Any]
+    account: BodyAccount
+
+    def release(self) -> None:
+        """Drop the body, which nobody needs any more: an answer can take minutes."""
+        self.body, self.fields = b"", {}
+
+
+@dataclass(slots=True)
 class GenerationEndpoint:
     """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses.
 
-    `settings` may be replaced while requests run.
+    `settings` may be replaced while requests run. `engine` answers for the models that are in another process.
     """
 
+    framing: ClassVar[Framing] = CHUNKS
+    generates: ClassVar[bool] = True  # else an engine has no work with it, and it needs no place there
     path: str
     runtime: Runtime
     settings: ServerSettings
-    limiter: ConcurrencyLimiter
+    limiter: Admission
     budget: BodyBudget
     deadlines: Deadlines
+    places: EnginePlaces
+    engine: EngineLink | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        async with self.limiter.enter(record.tenant, receive) as receive:
-            with self.budget.account(record.tenant) as account:
+        with self.budget.account(record.tenant) as account:
+            async with self.limiter.enter(record.tenant, account.counting(receive)) as receive:
                 await self._admitted(scope, receive, send, record, account)
 
     async def _admitted(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: Callable[[int], None]
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
     ) -> None:
         headers, tenant = Headers(scope=scope), record.tenant
         deadline = self.deadlines.start(self.settings.request_timeout)
-        async with deadline.limit():
-            body = await read_body(headers, receive, self.settings.max_body_bytes, account)
+        body = await self._read_body(headers, receive, deadline)
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
-        route = self._ready().route(model)
-        record.model = model if model in self.runtime.models() else OTHER
-        caller = read_caller(headers, tenant)
-        async with until_disconnect(receive) as client:
-            if is_forwarding(route.backend):
-                check_head(scope)
-                await self.budget.run(tenant, len(body), self._check, fields, route.backend)
-                async with deadline.limit():
-                    body = await upstream_body(route.backend, self.path, body, fields, caller, route.upstream_model)
-                choices = expected_choices(self.path, fields)
-                del fields  # an answer can take minutes
-                await pass_through(scope, send, route.backend, self.path, body, deadline, choices)
-            else:
-                request, writer = await self.budget.run(
-                    tenant, len(body), self._parse, fields, caller, route.backend, record
-                )
-                await self._answer(self.runtime.generate(request), writer, record, send, deadline)
-        if client.cancelled_caught and not record.body_ended:
-            record.outcome = "cancelled"
+        runtime = self._ready()
+        name = runtime.aliases.meant(model)
+        if self.engine is not None and runtime.is_elsewhere(name):
+            del fields
+            record.model = name
+            async with until_disconnect(receive) as client:
+                await self.engine.relay(scope, send, body, deadline, self._follower())
+            _note_disconnect(client, record)
+            return
+        route = runtime.route(model)
+        record.model = name if name in runtime.models() else OTHER
+        caller = read_caller(headers, tenant, fields)
+        record.labels = caller.labels
+        exchange = Exchange(scope, send, record, deadline, caller, route, body, fields, account)
+        del body, fields  # an answer can take minutes
+        async with until_disconnect(receive) as client, self._place(route, tenant):
+            await self._respond(exchange)
+        _note_disconnect(client, record)
+
+    async def _read_body(self, headers: Headers, receive: Receive, deadline: Deadline) -> bytes:
+        """The body. Raises `SlowClientError` if it has not arrived at the deadline."""
+        try:
+            async with deadline.limit():
+                return await read_body(headers, receive, self.settings.max_body_bytes)
+        except RequestTimeoutError:
+            seconds = f"{self.settings.request_timeout:g} s (server.request_timeout)"
+            raise SlowClientError(f"the body did not arrive within {seconds}") from None
+
+    def _follower(self) -> Follows:
+        """What follows a stream from the process of the engine."""
+        return FramedStream(self.framing)
+
+    def _place(self, route: Route, tenant: str) -> AbstractAsyncContextManager[Any]:
+        return self.places.enter(route.backend_name, tenant) if self.generates else nullcontext()
+
+    async def _respond(self, exchange: Exchange) -> None:
+        """Answer a request whose body is read and whose model is known."""
+        backend, record = exchange.route.backend, exchange.record
+        if is_forwarding(backend):
+            await self._forward(exchange, backend)
+            return
+        request, writer = await self._run(exchange, self._parse, exchange.fields, exchange.caller, backend, record)
+        exchange.release()
+        await self._answer(self.runtime.generate(request), writer, record, exchange.send, exchange.deadline)
+
+    async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
+        check_head(exchange.scope)
+        await self._run(exchange, self._check, exchange.fields, backend)
+        async with exchange.deadline.limit():
+            body = await upstream_body(
+                backend, self.path, exchange.body, exchange.fields, exchange.caller, exchange.route.upstream_model
+            )
+        choices = expected_choices(self.path, exchange.fields)
+        exchange.release()
+        inspector = StreamInspector(choices)
+        scope, send, account = exchange.scope, exchange.send, exchange.account
+        await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
+
+    async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of work on the exchange's body, in a thread if the body is large."""
+        return await self.budget.run(exchange.record.tenant, len(exchange.body), function, *arguments)
 
     def _check(self, fields: Mapping[str, Any], backend: Forwards) -> None:
         """Raise `InvalidRequestError` for what the upstream may not get."""
         check_amounts(fields, self.path, self.settings)
         UpstreamFields(backend.settings).check(fields)
+
+    def _check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
+        """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
+        for upstream in _upstreams(backend):
+            check_amounts(fields, self.path, self.settings)
+            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
 
     def _parse(
         self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
@@ -107,6 +185,7 @@ class GenerationEndpoint:
         if self.path not in (routes := backend.capabilities.routes):
             refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
             raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
+        self._check_roles(fields, backend)
         kind: type[ChatWriter | CompletionWriter]
         if self.path == CHAT:
             (request, form), kind = parse_chat(fields, max_messages=self.settings.max_messages), ChatWriter
@@ -133,12 +212,23 @@ class GenerationEndpoint:
             length = self.settings.stream_pacing_characters
             deltas = paced(deltas, pacing, length, token_ids=form.token_ids)
         obfuscate = bool(pacing) if form.obfuscation is None else form.obfuscation
-        await send_sse(deadline.within(deltas), writer, record, send, obfuscate=obfuscate)
+        await send_sse(deadline.within(deltas), writer, record, send, obfuscate=obfuscate, framing=self.framing)
 
     def _ready(self) -> Runtime:
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
+
+
+def _upstreams(backend: Backend) -> list[Forwards]:
+    """The upstreams that a strategy asks with what a request wants of it."""
+    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
+    return [role.backend for role in roles if is_forwarding(role.backend)]
+
+
+def _note_disconnect(client: DisconnectWatch, record: RequestRecord) -> None:
+    if client.cancelled_caught and not record.body_ended:
+        record.outcome = "cancelled"
 
 
 def _model(fields: Mapping[str, Any]) -> str:
@@ -160,7 +250,13 @@ async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, recor
 
 
 async def send_sse(
-    deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send, *, obfuscate: bool = False
+    deltas: AsyncGenerator[Delta],
+    writer: ResponseWriter,
+    record: RequestRecord,
+    send: Send,
+    *,
+    obfuscate: bool = False,
+    framing: Framing = CHUNKS,
 ) -> None:
     """Answer with server-sent events, filled up to equal sizes if `obfuscate`.
 
@@ -170,21 +266,21 @@ async def send_sse(
         first = await anext(deltas, Delta(finish_reason="stop"))
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         try:
-            await _send_chunks(first, writer, record, send, obfuscate)
+            await _send_chunks(first, writer, record, send, framing, obfuscate)
             async for delta in deltas:
-                await _send_chunks(delta, writer, record, send, obfuscate)
+                await _send_chunks(delta, writer, record, send, framing, obfuscate)
         except Exception as error:
             record_failure(record, error)
-            await _send(send, error_event(error, record.request_id))
-        await _send(send, DONE)
+            await _send(send, framing.error(error, record.request_id))
+        await _send(send, framing.end)
     await send({"type": "http.response.body", "body": b""})
 
 
 async def _send_chunks(
-    delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send, obfuscate: bool
+    delta: Delta, writer: ResponseWriter, record: RequestRecord, send: Send, framing: Framing, obfuscate: bool
 ) -> None:
     note(record, delta)
-    events = [event(obfuscated(chunk) if obfuscate else encode(chunk)) for chunk in writer.chunks(delta)]
+    events = [framing.event(chunk, obfuscate=obfuscate) for chunk in writer.chunks(delta)]
     for data in events or ([filler()] if obfuscate else []):
         await _send(send, data)
 

@@ -11,23 +11,28 @@ from starlette.exceptions import HTTPException
 
 from agentspec.errors import (
     AgentSpecError,
+    AnswerMemoryError,
     AuthenticationError,
     EngineError,
+    EngineRestartingError,
     InvalidRequestError,
     NotReadyError,
     OverloadedError,
     ShuttingDownError,
+    SlowClientError,
     UpstreamAuthenticationError,
     UpstreamStatusError,
 )
+from agentspec.protocol.anthropic.errors import anthropic_error
 from agentspec.protocol.responses import encode
-from agentspec.protocol.sse import event
+from agentspec.protocol.sse import event, named_event
 from agentspec.protocol.upstream_errors import error_object, without_account
 from agentspec.proxy.logs import logger
 from agentspec.telemetry.safe_errors import class_of, frames_of
 
 # Headers of an upstream's error answer that are passed on.
 _RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
+_UNAVAILABLE = (ShuttingDownError, NotReadyError, AnswerMemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,13 @@ def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
 def error_event(error: Exception, request_id: str = "") -> bytes:
     """The event that ends a stream after `error` interrupted it."""
     return event(without_account(encode(_body(_of_gateway(error), request_id))))
+
+
+def anthropic_error_event(error: Exception, request_id: str = "") -> bytes:
+    """The same on the routes of Anthropic's API."""
+    error = _of_gateway(error)
+    status = error.status if isinstance(error, AgentSpecError) else 500
+    return named_event("error", without_account(anthropic_error(encode(_body(error, request_id)), status, request_id)))
 
 
 def _of_gateway(error: Exception) -> Exception:
@@ -98,7 +110,7 @@ def _body(error: Exception, request_id: str) -> dict[str, Any]:
 
 def outcome(error: Exception) -> str:
     """The metrics label, one of a fixed set, for a request that ended with `error`."""
-    if isinstance(error, (OverloadedError, ShuttingDownError, NotReadyError)):
+    if isinstance(error, (OverloadedError, *_UNAVAILABLE)):
         return "rejected"
     return "client_error" if 400 <= error_response(error).status < 500 else "server_error"
 
@@ -106,8 +118,10 @@ def outcome(error: Exception) -> str:
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, OverloadedError):
         return {"retry-after": str(math.ceil(error.retry_after))}
-    if isinstance(error, (ShuttingDownError, NotReadyError)):
+    if isinstance(error, (*_UNAVAILABLE, EngineRestartingError)):
         return {"retry-after": "1"}
+    if isinstance(error, SlowClientError):
+        return {"connection": "close"}  # the rest of the body may never come
     return {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentspec.errors import AgentSpecError, InvalidRequestError, RequestTooLargeError
 from agentspec.proxy import logs
+from agentspec.proxy.body.budget import BodyAccount, BodyBudget
 from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.hosts import HostCheck, is_unprotected
 from agentspec.proxy.serving.http_server import HttpServer
@@ -25,14 +25,21 @@ from agentspec.reasoning.retrieval.knowledge.wire import found_json, parse_searc
 from agentspec.settings.server import ServerSettings
 
 MAX_BODY_BYTES = 8 << 20
+MAX_BODY_MEMORY = 256 << 20  # of all searches at once
+PARSING_THREADS = 2
 GRACE_SECONDS = 10
 
 
 def create_service(base: KnowledgeBase) -> Starlette:
     """An ASGI application that answers `POST /search` and `GET /health`, and closes `base` when its lifespan ends."""
 
+    budget = BodyBudget(MAX_BODY_MEMORY, PARSING_THREADS, shared=False)
+
     async def search(request: Request) -> Response:
-        queries, count, fingerprint = await _read_search(request)
+        with budget.account("") as account:
+            return await answer(*await _read_search(request, account))
+
+    async def answer(queries: list[Query], count: int, fingerprint: str | None) -> Response:
         encoder = base.metric.encoder if isinstance(base.metric, DenseMetric) else None
         own = None if encoder is None else encoder.fingerprint
         encoded = [
@@ -80,14 +87,15 @@ def _checked(app: ASGIApp, hosts: HostCheck) -> ASGIApp:
     return checked
 
 
-async def _read_search(request: Request) -> tuple[list[Query], int, str | None]:
+async def _read_search(request: Request, account: BodyAccount) -> tuple[list[Query], int, str | None]:
     body = bytearray()
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
+        if len(body) + len(chunk) > MAX_BODY_BYTES:
             raise RequestTooLargeError(f"a search may have {MAX_BODY_BYTES} bytes")
+        account(len(chunk))
+        body += chunk
     try:
-        return parse_search(await asyncio.to_thread(parse_object, bytes(body)))
+        return parse_search(await account.run(len(body), parse_object, bytes(body)))
     except (ValueError, InvalidRequestError) as error:
         raise InvalidRequestError(f"not a search: {error}") from None
 
@@ -100,4 +108,4 @@ def _usable(query: Query, fingerprint: str | None, encoder: Encoder | None) -> b
 
 
 async def _failed(request: Request, error: Any) -> Response:
-    return JSONResponse(error.body(), error.status)
+    return JSONResponse(error.body(), error.status, {"retry-after": "1"} if error.status == 429 else None)

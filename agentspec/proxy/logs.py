@@ -10,9 +10,12 @@ import logging
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from select import PIPE_BUF
+from types import MappingProxyType
 from typing import Any, TextIO, cast
 
 from agentspec.telemetry.safe_errors import class_of, frames_of
@@ -62,7 +65,14 @@ logger = EventLogger("agentspec.proxy")
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats any record as a JSON object: class and frames in place of a traceback, which would end with a message."""
+    """Formats any record as a JSON object: class and frames in place of a traceback, which would end with a message.
+
+    `fields` stand in every line.
+    """
+
+    def __init__(self, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__()
+        self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
         said = cast(object, record.msg)
@@ -71,6 +81,7 @@ class JsonFormatter(logging.Formatter):
             line = {**said.fields, "event": said.event}
         else:
             line = {"event": record.getMessage(), "logger": record.name}
+        line |= self._fields
         line["level"] = record.levelname.lower()
         second = int(record.created)
         line["timestamp"] = f"{_clock(second)}.{int((record.created - second) * 1e6):06d}Z"
@@ -119,8 +130,9 @@ class BackgroundHandler(logging.StreamHandler[TextIO]):
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
                 lines.append(_encode({"event": "log lines dropped", "count": dropped, "level": "warning"}) + "\n")
-            self.stream.write("".join(lines))
-            self.stream.flush()
+            for text in _together(lines):
+                self.stream.write(text)
+                self.stream.flush()
         finally:
             self._writing.release()
 
@@ -136,16 +148,38 @@ class BackgroundHandler(logging.StreamHandler[TextIO]):
                 return
 
 
-def configure(level: str = "INFO", stream: TextIO | None = None, *, background: bool = False) -> None:
+def _together(lines: Iterable[str]) -> Iterator[str]:
+    """Whole lines, as many as one write to a pipe keeps together: several processes may write to the same log."""
+    text = ""
+    for line in lines:
+        if text and len(text) + len(line) > PIPE_BUF:  # ASCII, so that characters are bytes
+            yield text
+            text = ""
+        text += line
+    yield text
+
+
+def configure(
+    level: str = "INFO",
+    stream: TextIO | None = None,
+    *,
+    background: bool = False,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Write the process's log records from `level` on to `stream` (stderr) as JSON; the HTTP client's from WARNING.
 
-    `background`: write from a thread, as a server does that must not wait for its log.
+    `background`: write from a thread, as a server does that must not wait for its log. `fields` go into every line.
     """
     given = stream or sys.stderr
     handler = BackgroundHandler(given) if background else logging.StreamHandler(given)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonFormatter(fields))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
     for name in ("httpx", "httpx2", "httpcore", "httpcore2"):  # at INFO and DEBUG they log addresses and headers
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def quiet_server() -> None:
+    """Leave out what the HTTP server says about its start and its end, since another process says it."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -13,8 +13,9 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.proxy.admission.auth import Authenticator, request_id
-from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.protocol.anthropic.errors import anthropic_error
+from agentspec.proxy.admission.auth import Identifies, request_id
+from agentspec.proxy.admission.concurrency import Admission
 from agentspec.proxy.admission.limits import Deadlines
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.endpoint import GenerationEndpoint
@@ -28,32 +29,43 @@ from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import Metrics
 from agentspec.types import StepSpeculation
 
-OPEN_ROUTES = ("/health",)
+OPEN_ROUTES = ("/health", "/ready")
+"""Routes for probes of orchestrators, which send no key and call the gateway by any name."""
 
 
 @dataclass(slots=True)
 class GatewayMiddleware:
-    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes."""
+    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes.
+
+    `logs_requests`: write a line about each request.
+    """
 
     routes: Router
-    authenticator: Authenticator
+    authenticator: Identifies
     hosts: HostCheck
-    limiter: ConcurrencyLimiter
+    limiter: Admission
     deadlines: Deadlines
     metrics: Metrics
     loading: Loading
     endpoints: Sequence[GenerationEndpoint]
     runtime: Runtime
     budget: BodyBudget
+    logs_requests: bool = True
 
-    def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
+    async def check(self, settings: ServerSettings) -> None:
+        """Raises `ConfigurationError` for keys and limits that cannot be used with the upstreams that there are."""
+        await self.runtime.check_tenants(settings.tenant_names)
+
+    def apply(self, settings: ServerSettings, authenticator: Identifies) -> None:
         """Use other keys and limits for the requests to come."""
         self.authenticator, self.hosts = authenticator, HostCheck(settings)
         self.limiter.update(settings)
         self.runtime.serve_tenants(settings.tenant_names)
+        self.runtime.limit_upstreams(settings.max_output_tokens)
         self.budget.shared = bool(settings.api_keys)
         for endpoint in self.endpoints:
             endpoint.settings = settings
+            endpoint.places.update(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,8 +81,7 @@ class GatewayMiddleware:
         try:
             is_open = scope["path"] in OPEN_ROUTES
             self.hosts.check(scope, any_host=is_open)
-            if not is_open:
-                record.identity = self.authenticator.identify(headers)
+            record.identity = (self.authenticator.find if is_open else self.authenticator.identify)(headers)
             await self.routes(scope, receive, send)
         except ClientDisconnect:
             record.outcome = "cancelled"
@@ -94,7 +105,8 @@ class GatewayMiddleware:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
             counts = {"drafted": done.drafted, "accepted": done.accepted, "steps": done.steps}
             metrics.speculation(record.model, **counts, failed_roles=failed)
-        logger.log(_level(record), "request", **_log_fields(record))
+        if self.logs_requests:
+            logger.log(_level(record), "request", **_log_fields(record))
 
 
 async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
@@ -104,10 +116,11 @@ async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
     log_unexpected(error, record.request_id)
     if record.body_begun:
         return
-    headers = {"content-type": "application/json", "content-length": str(len(failed.body)), **failed.headers}
+    body = anthropic_error(failed.body, failed.status, record.request_id) if record.anthropic else failed.body
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **failed.headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": failed.status, "headers": raw})
-    await send({"type": "http.response.body", "body": failed.body})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _level(record: RequestRecord) -> int:

@@ -10,9 +10,10 @@ from typing import cast
 from starlette.types import Message, Scope, Send
 
 from agentspec.proxy.admission.auth import Identity
-from agentspec.types import Delta, Speculation, Usage
+from agentspec.types import Delta, Labels, Speculation, Usage
 
 _KEY = "agentspec.request_record"
+_MESSAGES = "/v1/messages/"
 
 
 @dataclass(slots=True)
@@ -21,6 +22,7 @@ class RequestRecord:
 
     `identity` is whose key the request has, None before the check. `has_gateway_key` tells that the Authorization
     header is meant for this gateway. `response_headers` are the headers that the backend adds to the response.
+    `labels` are those of the request. `anthropic`: the route is of Anthropic's API, and so are its errors.
     """
 
     request_id: str
@@ -40,6 +42,8 @@ class RequestRecord:
     first_token: float | None = None
     body_begun: bool = False
     body_ended: bool = False
+    anthropic: bool = False
+    labels: Labels = field(default_factory=Labels)
     large_body: bool = False  # of the request: 100 kB or more, or of unknown length
 
     @classmethod
@@ -48,6 +52,7 @@ class RequestRecord:
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
+        self.anthropic = f"{scope['path']}/".startswith(_MESSAGES)
         headers = dict(scope["headers"])
         self.large_body = b"transfer-encoding" in headers or len(headers.get(b"content-length", b"")) > 5
 
@@ -87,7 +92,11 @@ class RequestRecord:
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", self.request_id.encode()
-        if self.large_body and self.status >= 400:  # the server would go on to read it, however long it is
+        if self.anthropic:
+            yield b"request-id", self.request_id.encode()
+        if self.large_body and (
+            self.status >= 400 or self.method != "POST"
+        ):  # the server would go on to read it, however long it is
             yield b"connection", b"close"
         for name, value in self.response_headers.items():
             yield name.encode(), value.encode()

@@ -18,7 +18,8 @@ import numpy as np
 
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.calls import BadLineError, Format, RecordedCall, read
+from agentspec.recordings.calls import BadLineError, RecordedCall
+from agentspec.recordings.formats import Format, read
 from agentspec.types import Message
 
 START, END = "<|im_start|>", "<|im_end|>"

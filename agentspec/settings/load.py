@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
+from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.settings import IndexSettings, KnowledgeSettings, RemoteSettings
@@ -86,6 +86,11 @@ class Settings(BaseSettings):
     models: dict[str, AnyModel] = Field(default_factory=dict)
     knowledge: dict[str, KnowledgeSettings] = Field(default_factory=dict)
     traces: TraceSettings = Field(default_factory=TraceSettings)
+    model_aliases: dict[str, str] = Field(
+        default_factory=dict,
+        description="Further names of models, for clients with names built in; one that ends in * is for all that begin"
+        " so",
+    )
 
     _origins: dict[Key, tuple[SourceKind, str]] = PrivateAttr(default_factory=dict)
 
@@ -110,7 +115,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _tenants_are_kept_apart(self) -> Self:
         for name, backend in self.backends.items():
-            if isinstance(backend, TorchSettings) or backend.shared_upstream or len(self.server.tenant_names) < 2:
+            if not isinstance(backend, OpenAISettings) or backend.shared_upstream or len(self.server.tenant_names) < 2:
                 continue
             if backend.vllm == backend.sglang == "off":
                 raise ValueError(
@@ -285,7 +290,7 @@ def _explain(item: Any, merged: Mapping[str, Any], origins: Mapping[Key, tuple[S
     if item["type"].startswith("union_tag") and key[0] == "knowledge":
         return f'{name}: set kind = "index" (a folder) or kind = "remote" (a service)'
     if item["type"].startswith("union_tag"):
-        return f'{name}: set kind = "torch" (a local model) or kind = "openai" (an OpenAI-compatible endpoint)'
+        return f'{name}: set kind = "torch" (a local model), "encoder" (an embedding model) or "openai" (an endpoint)'
     if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{name} = {item['input']!r}: must be a table"
     if item["type"] == "value_error":
@@ -303,13 +308,16 @@ def _where(key: Key, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
     return {"file": f"{origin}: ", "env": f"{origin}: ", "flag": "command line: ", "default": ""}[source]
 
 
+_BACKENDS: dict[str, type[BaseModel]] = {"openai": OpenAISettings, "encoder": EncoderSettings}
+
+
 def _known(key: Key, merged: Mapping[str, Any]) -> str:
     """The known key nearest to the unknown `key` in its table, or all known keys of the table."""
     *parents, last = key
     table: type[BaseModel] = Settings
     match parents:
         case ["backends", name]:
-            table = OpenAISettings if merged["backends"][name].get("kind") == "openai" else TorchSettings
+            table = _BACKENDS.get(str(merged["backends"][name].get("kind")), TorchSettings)
         case ["knowledge", name]:
             table = RemoteSettings if merged["knowledge"][name].get("kind") == "remote" else IndexSettings
         case ["server", "api_keys", *_]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
 
@@ -50,7 +50,8 @@ class ServerSettings(BaseModel):
     max_body_memory: ByteSize = Field(
         default=ByteSize(256 << 20),
         gt=0,
-        description="Memory for the bodies of all running requests, half of it for one tenant; beyond it, 429",
+        description="Memory for all running requests' bodies and, up to half of it, for upstreams' whole answers above"
+        " 64 KiB; half of either for one tenant. A body beyond it gets 429; an answer waits, then gets 503",
     )
     parsing_threads: int = Field(
         default=2, ge=1, description="Threads that read bodies above 64 KiB; one tenant never takes the last"
@@ -115,6 +116,17 @@ class ServerSettings(BaseModel):
         " anew; gateways with the same secret share them",
     )
     secret_file: Path | None = Field(default=None, description="File holding the secret")
+    extra_routes: tuple[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){1,8}$")], ...] = Field(
+        default=(), description="Further routes to pass to the only upstream: POST with a JSON body, such as /v1/rerank"
+    )
+
+    # Processes.
+    workers: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that serve the port; with more than one, local models run in a process of their own",
+    )
 
     @model_validator(mode="after")
     def _tenants_fit(self) -> Self:

@@ -10,22 +10,27 @@ class StopScanner:
     """Passes text on up to the first stop string and holds back text that may be the beginning of one.
 
     Of several stop strings, the one that is complete first counts, and of those that are complete at the same place the
-    longest. The result therefore does not depend on how the text was cut into pieces.
+    longest. The result therefore does not depend on how the text was cut into pieces. `matched` is that stop string.
     """
 
     stops: tuple[str, ...]
     held: str = ""
-    stopped: bool = False
+    matched: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.matched is not None
 
     def feed(self, piece: str) -> str:
         """The text that can now be passed on; `stopped` is True once a stop string is complete."""
         if not self.stops:
             return piece
         text = self.held + piece
-        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:  # cut the text before the stop string that is complete first
-            self.stopped, self.held = True, ""
-            return text[: min(found)[1]]
+            (_, at, self.matched), self.held = min(found), ""
+            return text[:at]
         keep = max((partial_end(text, stop) for stop in self.stops), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -4,16 +4,19 @@ from agentspec.backends.http.connections import Transport
 from agentspec.backends.http.endpoint import Endpoint
 from agentspec.backends.http.failures import decode_json, mapped_errors, status_error
 from agentspec.backends.http.library import httpx
+from agentspec.backends.http.local_server import LocalServer, pieces_of
 from agentspec.backends.http.response import MAX_ANSWER_BYTES, MAX_LIST_BYTES, UpstreamResponse
 
 __all__ = [
     "MAX_ANSWER_BYTES",
     "MAX_LIST_BYTES",
     "Endpoint",
+    "LocalServer",
     "Transport",
     "UpstreamResponse",
     "decode_json",
     "httpx",
     "mapped_errors",
+    "pieces_of",
     "status_error",
 ]

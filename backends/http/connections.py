@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from urllib.request import getproxies, proxy_bypass
 
 from agentspec.backends.http.library import httpcore, httpx
-from agentspec.backends.http.network import HttpConnection, connect
+from agentspec.backends.http.network import HttpConnection, connect, connect_unix
 
 Transport = httpx.AsyncBaseTransport
 
@@ -114,10 +114,12 @@ class ConnectionPool:
 
     What a call costs does not depend on how many there are: httpx's own pool looks at all of them for each call.
     A server may close an idle connection at the moment when a request is sent on it. So if a connection that was used
-    before breaks before any byte of the answer, the request is sent once more, on a new connection.
+    before breaks before any byte of the answer, the request is sent once more, on a new connection. With `path`, the
+    server listens on that Unix socket.
     """
 
-    def __init__(self, url: httpx.URL, keepalive_expiry: float) -> None:
+    def __init__(self, url: httpx.URL, keepalive_expiry: float, path: str | None = None) -> None:
+        self._path = path
         secure = url.scheme == "https"
         self._host, self._port = url.host, url.port or (443 if secure else 80)
         self._context = _tls() if secure else None
@@ -135,13 +137,17 @@ class ConnectionPool:
             except (httpcore.NetworkError, httpcore.RemoteProtocolError):
                 if used.begun:
                     raise
-        new = await connect(self._host, self._port, self._context, request.connect_timeout)
-        return await self._exchange(new, data, request.read_timeout)
+        return await self._exchange(await self._connect(request.connect_timeout), data, request.read_timeout)
 
     async def aclose(self) -> None:
         """Close the idle connections; one in use is closed at the end of its call. Idempotent."""
         self._expiry = 0.0
         self._close_idle()
+
+    async def _connect(self, timeout: float | None) -> HttpConnection:
+        if self._path is not None:
+            return await connect_unix(self._path, timeout)
+        return await connect(self._host, self._port, self._context, timeout)
 
     async def _exchange(self, connection: HttpConnection, data: bytes, timeout: float | None) -> RawAnswer:
         try:

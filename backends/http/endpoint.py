@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from agentspec.backends.base import MESSAGES, NONE
 from agentspec.backends.http.connections import OutgoingRequest, ServerConnections, Transport, open_connections
 from agentspec.backends.http.failures import mapped_errors, status_error
 from agentspec.backends.http.library import httpx
@@ -66,10 +67,12 @@ class Endpoint:
         query: str = "",
         timeout: float | None = None,
         above: bool = False,
+        told: Mapping[str, str] = NONE,
     ) -> AsyncIterator[UpstreamResponse]:
         """Send `body` and yield the answer once its headers have arrived; leaving the block closes the stream.
 
-        Headers outside the allow-list are dropped; the endpoint's own key replaces a given Authorization. `timeout`
+        Headers outside the allow-list are dropped, save those in `told`; the endpoint's own key replaces a given
+        Authorization. `timeout`
         in seconds replaces the configured one for each phase; `above` means a path beside `/v1`, not below. Raises
         `UpstreamError` when nothing answers, and for a redirect, which would carry the key elsewhere.
         """
@@ -77,7 +80,8 @@ class Endpoint:
         sent |= allowed(headers.items(), REQUEST_HEADERS, REQUEST_PREFIXES) | {"accept-encoding": "identity"}
         if self._authorization is not None:
             sent = {key: value for key, value in sent.items() if key not in ACCOUNT_HEADERS}
-            sent["authorization"] = self._authorization
+            sent |= self._own_key(path, self._authorization)
+        sent |= told
         with self._logged_errors():
             url = self._address(path, query, above=above)
             given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
@@ -89,6 +93,16 @@ class Endpoint:
             yield UpstreamResponse(answer, self.name, own_key=self.has_key)
         finally:
             await answer.aclose()
+
+    def _own_key(self, path: str, authorization: str) -> dict[str, str]:
+        """The headers that carry the operator's key. Anthropic's routes are asked for it as `x-api-key`; its own host
+        takes a bearer for something else.
+        """
+        scheme, _, key = authorization.partition(" ")
+        if not path.startswith(MESSAGES) or scheme != "Bearer":
+            return {"authorization": authorization}
+        is_anthropic = self._url.host.endswith("anthropic.com")
+        return {"x-api-key": key} | ({} if is_anthropic else {"authorization": authorization})
 
     async def fetch(
         self,

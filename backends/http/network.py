@@ -219,6 +219,18 @@ async def connect(host: str, port: int, context: ssl.SSLContext | None, timeout:
     return connection
 
 
+async def connect_unix(path: str, timeout: float | None) -> HttpConnection:
+    """A new connection to a server of this machine. Raises as `connect`."""
+    try:
+        async with asyncio.timeout(timeout):
+            _, connection = await asyncio.get_running_loop().create_unix_connection(HttpConnection, path)
+    except TimeoutError as error:
+        raise httpcore.ConnectTimeout(str(error)) from error
+    except OSError as error:
+        raise httpcore.ConnectError(str(error)) from error
+    return connection
+
+
 def _wake(event: asyncio.Future[None] | None) -> None:
     if event is not None and not event.done():
         event.set_result(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 
 from agentspec.backends.http.connections import RawAnswer
@@ -10,14 +10,15 @@ from agentspec.backends.http.failures import mapped_errors
 from agentspec.errors import UpstreamError
 
 MAX_ANSWER_BYTES = 64 << 20
+SMALL_ANSWER_BYTES = 64 << 10
 MAX_LIST_BYTES = 4 << 20  # of what describes a server: its models, its metrics
 
 # Headers that may be forwarded with a request or an answer. Hop-by-hop headers, cookies and hosts are not among them.
-REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempotency-key", "user-agent"})
-REQUEST_PREFIXES = ("openai-", "trace", "x-agentspec-", "x-request-id", "x-stainless-")
+REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempotency-key", "user-agent", "x-api-key"})
+REQUEST_PREFIXES = ("anthropic-", "openai-", "trace", "x-agentspec-", "x-request-id", "x-stainless-")
 RESPONSE_HEADERS = frozenset({"content-encoding", "content-type", "retry-after", "retry-after-ms", "x-should-retry"})
-RESPONSE_PREFIXES = ("openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
-ACCOUNT_HEADERS = frozenset({"openai-organization", "openai-project"})
+RESPONSE_PREFIXES = ("anthropic-ratelimit-", "openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
+ACCOUNT_HEADERS = frozenset({"openai-organization", "openai-project", "x-api-key"})
 """Headers that choose or name the account. With the operator's key they are the operator's business."""
 _OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", "x-agentspec-", "x-request-id")
 
@@ -51,15 +52,31 @@ class UpstreamResponse:
             async for piece in self._answer:
                 yield piece
 
-    async def aread(self, limit: int = MAX_ANSWER_BYTES) -> bytes:
-        """The whole body. Raises `UpstreamError` if it breaks off or is longer than `limit` bytes."""
-        body = bytearray()
-        async with aclosing(self.aiter_raw()) as pieces:
-            async for piece in pieces:
-                body += piece
-                if len(body) > limit:
+    async def aread(self, limit: int = MAX_ANSWER_BYTES, room: Callable[[int], Awaitable[None]] | None = None) -> bytes:
+        """The whole body. Raises `UpstreamError` if it breaks off or is longer than `limit` bytes.
+
+        Before more than `SMALL_ANSWER_BYTES` are kept, `room` is asked for the bytes to come, all at once where the
+        server has told how many. Meanwhile the server has to wait.
+        """
+        pieces: list[bytes] = []
+        size, allotted = 0, SMALL_ANSWER_BYTES if room else limit
+        async with aclosing(self.aiter_raw()) as arriving:
+            async for piece in arriving:
+                size += len(piece)
+                wanted = max(size, self._announced) if size > allotted else size
+                if wanted > limit:
                     raise UpstreamError(f"upstream {self.name} answered with more than {limit} bytes")
-        return bytes(body)
+                if room is not None and wanted > allotted:
+                    await room(wanted - allotted)
+                    allotted = wanted
+                pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    @property
+    def _announced(self) -> int:
+        """The length that the server has told, 0 if it has told none."""
+        told = next((value for name, value in self._answer.headers if name.lower() == b"content-length"), b"")
+        return int(told[:20]) if told.isdigit() else 0
 
 
 def allowed(headers: Iterable[tuple[str, str]], names: frozenset[str], prefixes: tuple[str, ...]) -> dict[str, str]:

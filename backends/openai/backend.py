@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, Capabilities
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Capabilities
 from agentspec.backends.http import (
-    MAX_ANSWER_BYTES,
     MAX_LIST_BYTES,
     Endpoint,
     Transport,
@@ -19,23 +20,29 @@ from agentspec.backends.http import (
     decode_json,
     status_error,
 )
+from agentspec.backends.openai.hints import PRIORITY, SESSION, priority_fields, session_fields, session_headers
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
+from agentspec.backends.openai.prediction import prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
-from agentspec.backends.openai.server_kind import ServerDetector
+from agentspec.backends.openai.routes import RouteDetector
+from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics, token_id_fields
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import ConfigurationError, UpstreamError, UpstreamIsolationError
+from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import to_delta
-from agentspec.protocol.headers import label_headers, read_labels
+from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, read_labels
+from agentspec.protocol.json_scan import array_items, member_span
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
 
 logger = logging.getLogger(__name__)
 SCRAPE_SECONDS = 1.0
-_LABELLED = (CHAT, COMPLETIONS)  # where vLLM accepts arguments besides OpenAI's
+MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
+INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
+_LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments besides OpenAI's
 
 
 class OpenAIBackend:
@@ -52,7 +59,9 @@ class OpenAIBackend:
         self.settings = settings
         self._endpoint = Endpoint(settings, name=name, transport=transport)
         self._detector = ServerDetector(self._endpoint, settings)
+        self._routes = RouteDetector(self._endpoint, settings)
         self._isolation: TenantIsolation | None = None
+        self._most_tokens: int | None = None
         self._capabilities = Capabilities(logprobs=True, continue_final=True)
         self._tokenization: ServerTokenization | None = None
 
@@ -83,22 +92,30 @@ class OpenAIBackend:
         Raises `UpstreamStatusError` for an error answer, `UpstreamTimeoutError`, and `UpstreamError` for any other
         failure: also for a stream that ends without a finish reason, so that a cut answer never looks complete.
         """
-        path, body = payload(request, request.model or self.settings.model or "")
+        path, body = payload(self._limited(request), request.model or self.settings.model or "")
         if await self._detector.is_vllm():
             body |= token_id_fields(body)
+        if request.priority and self.settings.priority != "off":
+            body[PRIORITY] = request.priority
         body |= await self.body_fields(path, request.tenant, request.labels, body)
+        labels = self._own_labels(request.tenant, request.labels)
         headers = {
             "content-type": "application/json",
             "accept": "text/event-stream, application/json",
-            **label_headers(
-                self._own_labels(request.tenant, request.labels), speculation=request.speculation, store=request.store
-            ),
+            **label_headers(labels, speculation=request.speculation, store=request.store),
         }
-        last: Delta | None = None
+        told = self._session_headers(request.tenant, labels, {})
         async with (
-            self._endpoint.send("POST", path, headers=headers, body=_encode(body)) as response,
-            aclosing(self._chunks(response)) as chunks,
+            self._endpoint.send("POST", path, headers=headers, body=_encode(body), told=told) as response,
+            aclosing(self.deltas(response)) as deltas,
         ):
+            async for delta in deltas:
+                yield delta
+
+    async def deltas(self, response: UpstreamResponse) -> AsyncGenerator[Delta]:
+        """The answer in `response`, streamed or whole. Raises as `generate` does."""
+        last: Delta | None = None
+        async with aclosing(self._chunks(response)) as chunks:
             async for chunk in chunks:
                 delta = to_delta(chunk)
                 if last is not None:
@@ -120,29 +137,35 @@ class OpenAIBackend:
         body: bytes = b"",
         query: str = "",
         tenant: str = DEFAULT_TENANT,
+        above: bool = False,
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Forward a request byte for byte to `path` below the base URL; the caller allow-lists paths.
+        """Forward a request byte for byte to `path` below the base URL, or, `above`, beside its /v1; the caller
+        allow-lists paths.
 
         With several tenants, request ids and the names of sessions and workflows in `headers` (lower case) are made the
         tenant's own. Error answers are returned like others, with status and body. Leaving the block cancels the
         upstream's work. Raises `UpstreamError` if nothing answers, and for redirects.
         """
+        labels = self._own_labels(tenant, read_labels(headers))
+        told = self._session_headers(tenant, labels, headers)
         if self._isolation is not None and self._isolation.required:
-            headers = self._isolation.headers(tenant, headers) | label_headers(
-                self._own_labels(tenant, read_labels(headers))
-            )
-        return self._endpoint.send(method, path, headers=headers, body=body, query=query)
+            headers = self._isolation.headers(tenant, headers) | label_headers(labels)
+        return self._endpoint.send(method, path, headers=headers, body=body, query=query, told=told, above=above)
+
+    def limit(self, max_tokens: int) -> None:
+        """Ask for at most `max_tokens` tokens in one answer from now on; `forward` sends what it is given."""
+        self._most_tokens = max_tokens
 
     def isolate(self, isolation: TenantIsolation) -> None:
         """Keep tenants apart from now on, unless the settings let them share this upstream."""
         self._isolation = isolation
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the upstream cannot keep tenants apart although it must.
+        """Raises `ConfigurationError` if the upstream could not keep several tenants apart, and may not be shared.
 
         One that does not answer now is asked again by each request.
         """
-        kind = await self._detector.kind() if self._apart else "vllm"
+        kind = "vllm" if self.settings.shared_upstream else await self._detector.kind()
         if kind is None:
             logger.warning(
                 "upstream %s does not answer: until it does, requests to it are refused", self._endpoint.name
@@ -157,10 +180,11 @@ class OpenAIBackend:
     async def body_fields(self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
-        A vLLM server is sent the labels, if the settings allow it. With several tenants, vLLM and SGLang are sent a
-        salt for each tenant, and names of sessions and workflows are made the tenant's own. May wait until the upstream
-        is recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt that is no
-        text.
+        A vLLM server is sent the labels and the tokens of a prediction, one that knows sessions the session's name, one
+        that schedules by priority the client's on its own scale, if the settings allow it. With several tenants, vLLM
+        and SGLang are sent a salt for each tenant, and names of sessions and workflows are made the tenant's own. May
+        wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError`
+        for a salt that is no text.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -170,8 +194,44 @@ class OpenAIBackend:
             own = labels_in(given)
             named = Labels(sent.session or own.session, sent.workflow or own.workflow, sent.step)
             sent = self._apart.labels(tenant, named)
+        return salts | await self._labels_told(tenant, sent, labels, given)
+
+    async def _labels_told(self, tenant: str, sent: Labels, labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields for the labels `sent` to our drafter, the session of `labels`, and the priority in `given`."""
         added = label_fields(sent, given)
-        return salts | (added if added and await self._detector.is_vllm() else {})
+        predicts = self.settings.vllm_labels and given.get("prediction") is not None
+        session = self._own_labels(tenant, labels).session if self.settings.session_names else None
+        if self._apart and not isinstance(given.get(SESSION), (str, NoneType)):
+            raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
+        if not (added or predicts or session or PRIORITY in given):
+            return {}
+        kind = await self._detector.kind()
+        if (given.get(SESSION) and not self._apart) or (kind == "vllm" and not self.settings.vllm_labels):
+            session = None  # the client's own stays
+        fields = added if kind == "vllm" else {}
+        if predicts and kind == "vllm":
+            model = self.settings.model or str(given.get("model"))
+            fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
+        return fields | session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
+
+    @property
+    def needs_salt(self) -> bool:
+        """Whether requests must carry a salt, which only chats, completions, responses and embeddings can."""
+        return self._apart is not None
+
+    async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
+        route cannot carry.
+        """
+        return (self._apart is None or path in _LABELLED) and await self._routes.has(path, headers)
+
+    async def server_kind(self) -> ServerKind | None:
+        """What the upstream is; None if it has never answered."""
+        return await self._detector.kind()
+
+    def tokenizer_of(self, model: str) -> ServerTokenization:
+        """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""
+        return ServerTokenization(self._endpoint, model)
 
     async def metrics(self, name: str) -> UpstreamSample | None:
         """The draft counts of a vLLM upstream; None for other upstreams, without drafting, or without an answer."""
@@ -209,13 +269,13 @@ class OpenAIBackend:
         return report
 
     async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
-        """One vector for each text. Raises as `generate` does."""
+        """One vector for each text. Raises as `generate` does. A long answer is parsed in a thread."""
         given = {"model": model, "input": list(texts), "encoding_format": "float"}
         body = _encode(given | await self.body_fields(EMBEDDINGS, tenant, Labels(), given))
-        answer = decode_json(await self._endpoint.fetch("POST", EMBEDDINGS, body=body), self._endpoint.name)
+        answer = await self._endpoint.fetch("POST", EMBEDDINGS, body=body)
         try:
-            return [[float(number) for number in item["embedding"]] for item in answer["data"]]
-        except (KeyError, TypeError, ValueError):
+            return _vectors(answer) if len(answer) <= INLINE_BYTES else await asyncio.to_thread(_vectors, answer)
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
 
     async def aclose(self) -> None:
@@ -225,6 +285,12 @@ class OpenAIBackend:
         """Close the connections of the running loop, which is about to end; connections of other loops stay."""
         await self._endpoint.leave_loop()
 
+    def _limited(self, request: GenerateRequest) -> GenerateRequest:
+        asked, most = request.sampling.max_tokens, self._most_tokens
+        if asked is None or most is None or asked <= most:
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=most))
+
     @property
     def _apart(self) -> TenantIsolation | None:
         """How to keep tenants apart here; None if there is no need to."""
@@ -233,6 +299,12 @@ class OpenAIBackend:
 
     def _own_labels(self, tenant: str, labels: Labels) -> Labels:
         return self._apart.labels(tenant, labels) if self._apart else labels
+
+    def _session_headers(self, tenant: str, labels: Labels, headers: Mapping[str, str]) -> dict[str, str]:
+        """The headers that name the session in `labels`, which are the tenant's own, to routers."""
+        parent = self._own_labels(tenant, Labels(headers.get(SESSION_PARENT) or None)).session
+        final = headers.get(SESSION_FINAL, "").strip().lower()
+        return session_headers(self.settings, self._detector.known, labels.session, parent, final)
 
     async def _salts(self, tenant: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if self._isolation is None or not (self._apart or given.get(SALT)):
@@ -257,7 +329,7 @@ class OpenAIBackend:
     async def _chunks(self, response: UpstreamResponse) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
         if response.status >= 400 or not response.is_stream:
-            yield decode_json(await self._checked(response), self._endpoint.name)
+            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES), self._endpoint.name)
             return
         if response.is_encoded:
             raise UpstreamError(f"upstream {self._endpoint.name} sent a compressed stream, which was not asked for")
@@ -269,7 +341,7 @@ class OpenAIBackend:
                         return
                     yield decode_json(data.encode(), self._endpoint.name)
 
-    async def _checked(self, response: UpstreamResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+    async def _checked(self, response: UpstreamResponse, limit: int) -> bytes:
         body = await response.aread(limit)
         if response.status >= 400:
             error = status_error(self._endpoint.name, response.status, body, response.headers)
@@ -288,6 +360,17 @@ def _merged(last: Delta, late: Delta) -> Delta:
         speculation=late.speculation or last.speculation,
         extra={**last.extra, **late.extra},
     )
+
+
+def _vectors(answer: bytes) -> list[list[float]]:
+    """The vectors of an answer to /embeddings, each parsed by itself: Python switches no threads inside one parse.
+
+    Raises KeyError, TypeError, ValueError or RecursionError for what is no such answer.
+    """
+    start, end = member_span(answer, "data")
+    if answer[start : start + 1] != b"[":
+        raise TypeError("data is no array")
+    return [[float(number) for number in json.loads(item)["embedding"]] for item in array_items(answer, start, end)]
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:

@@ -30,6 +30,11 @@ class ServerDetector:
         self._kind: ServerKind | None = configured_kind(settings)
         self._until = 0.0 if self._kind is None else math.inf
 
+    @property
+    def known(self) -> ServerKind | None:
+        """The last result, without asking."""
+        return self._kind
+
     async def kind(self) -> ServerKind | None:
         """What it is; None if it has never answered. Asks it, for at most `LOOK_SECONDS`, if no result holds."""
         now = time.monotonic()

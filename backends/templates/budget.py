@@ -1,4 +1,4 @@
-"""What one rendering of a chat template may spend: processor time, and bytes of texts and lists that it makes."""
+"""What one rendering of a chat template may spend: work, processor time, and bytes of texts and lists that it makes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ MAX_RENDERED: Final = 10_000_000  # characters: more than the largest body of a 
 SECONDS: Final = 0.6  # processor time of the rendering thread, which one more operation may exceed
 _BYTES: Final = 32 << 20
 _PER_INPUT: Final = 32  # bytes that a template may make of each byte that it is given
+_ESCAPED: Final = 8  # bytes that a character may take where it is written with escapes; few characters take more
 _MAX_BITS: Final = 20_000
 _STEPS: Final = 32  # between two looks at the clock
+STEP: Final = 200  # units of work of any operation, about a nanosecond each
+WORK: Final = 2_000_000_000
+_WORK_PER_INPUT: Final = 1_000  # units for each byte that a template is given
+MOST_AT_ONCE: Final = 250_000_000  # units of one operation, after which the clock is looked at
 _PLAIN: Final = (int, float, bool, type(None), Undefined)
 
 
@@ -35,6 +40,7 @@ class Budget:
 
     bytes_left: int
     ends: float
+    work_left: int = WORK
     _steps: int = 0
     _weights: dict[int, tuple[Any, int]] = field(default_factory=dict)  # of containers, which it keeps alive
 
@@ -43,14 +49,18 @@ class Budget:
         """A budget for a template that is given `given`, a JSON value."""
         budget = cls(sys.maxsize, time.thread_time() + 60.0)
         size = budget.weigh(given, sys.maxsize)
-        return cls(_BYTES + _PER_INPUT * size, time.thread_time() + SECONDS)
+        return cls(_BYTES + _PER_INPUT * size, time.thread_time() + SECONDS, WORK + _WORK_PER_INPUT * size)
 
-    def tick(self, size: int = 0) -> None:
-        """Raise `TemplateLimitError` if the time is over. Looks at the clock every few small steps, and at large ones.
+    def work(self, units: int = 0) -> None:
+        """Count an operation that is about to begin, of `units` of work besides its own step.
 
-        `size` is that of the texts that the next step goes through.
+        Raises `TemplateLimitError` if that is too much, alone or with what went before, or if the time is over. Looks
+        at the clock every few small steps, and at large ones.
         """
-        self._steps -= 1 + (size >> 14)
+        self.work_left -= STEP + units
+        if units > MOST_AT_ONCE or self.work_left < 0:
+            raise TemplateLimitError("the chat template does too much work with texts or lists this large")
+        self._steps -= 1 + (units >> 14)
         if self._steps > 0:
             return
         self._steps = _STEPS
@@ -63,6 +73,15 @@ class Budget:
         self._steps -= size >> 14
         if self.bytes_left < 0 or size > 4 * MAX_RENDERED:
             raise TemplateLimitError("the chat template makes texts or lists that are too large")
+
+    def spend_text(self, *values: Any) -> int:
+        """Count `values` about to be written as text, and return their size. Quotes and escapes may make it longer."""
+        total = 0
+        for value in values:
+            size = self.weigh(value)
+            self.spend(size if isinstance(value, (str, *_PLAIN)) else _ESCAPED * size)
+            total += size
+        return total
 
     def charge(self, value: Any) -> Any:
         """Count a value that was made, and return it. Raises `TemplateLimitError`."""
@@ -80,6 +99,10 @@ class Budget:
             self.spend(sys.getsizeof(value))
         return value
 
+    def weigh_given(self, value: Any) -> int:
+        """`weigh` of what may be larger than what a template may make."""
+        return self.weigh(value, sys.maxsize)
+
     def weigh(self, value: Any, most: int = MAX_RENDERED) -> int:
         """How many characters and elements `value` has if it is written out: a list in itself counts as often as it
         occurs. Raises `TemplateLimitError` beyond `most`. Never recursive.
@@ -87,10 +110,13 @@ class Budget:
         if isinstance(value, (str, bytes, bytearray)):
             return len(value)
         if isinstance(value, (list, tuple, dict, set, frozenset)) and id(value) in self._weights:
-            return self._weights[id(value)][1]
-        total, stack = 0, [value]
+            return self._checked(self._weights[id(value)][1], most)
+        total, seen, stack = 0, 0, [value]
         while stack:
             one = stack.pop()
+            seen += 1
+            if seen & 4095 == 0:  # to look at so many takes time, too
+                self.work(4096 * STEP)
             known = self._weights.get(id(one)) if one is not value else None
             if known is not None:
                 total += known[1]
@@ -103,14 +129,21 @@ class Budget:
             elif isinstance(one, (list, tuple, set, frozenset)):
                 total += 1
                 stack += one
+            elif isinstance(one, int):
+                total += 1 + 20 * (one.bit_length() >> 6)
             elif isinstance(one, Namespace):
                 raise TemplateLimitError("the chat template writes a namespace as text")
             else:
                 total += 1 if isinstance(one, _PLAIN) else 100
-            if total + len(stack) > most:
-                raise TemplateLimitError("the chat template makes texts or lists that are too large")
+            self._checked(total + len(stack), most)
         if isinstance(value, (list, tuple, dict, set, frozenset)):
             self._weights[id(value)] = (value, total)
+        return total
+
+    @staticmethod
+    def _checked(total: int, most: int) -> int:
+        if total > most:
+            raise TemplateLimitError("the chat template makes texts or lists that are too large")
         return total
 
 

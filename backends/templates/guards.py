@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, KeysView, Mapping, Sequence
 from typing import Any, Final
 
 from jinja2.utils import Namespace
 
 from agentspec.backends.templates.budget import MAX_RENDERED, Budget, TemplateLimitError
+from agentspec.backends.templates.costs import hashing, length, pieces, size
 
 _WIDE = re.compile(r"\{[^{}]*\d{5}")  # a width or precision of five digits, in `format`
 _WIDE_PERCENT = re.compile(r"%(?:\([^()]*+\))?+[-+ #0]*+[\d*]*?\.?\d{5}")  # the same after `%`
 _SLOW_ABOVE: Final = 200_000  # characters: filters whose time grows faster than their text
 _MOST_PARTS: Final = 100_000
+_PIECE: Final = 60  # bytes of a short text
 
 
 def _require(holds: bool) -> None:
@@ -72,14 +74,38 @@ def check_replace(budget: Budget, text: Any, args: Sequence[Any]) -> None:
 
 
 def check_join(budget: Budget, separator: Any, values: Any) -> None:
-    """Before `separator.join(values)`, whose values are already made."""
-    if isinstance(values, (str, list, tuple, dict, set, frozenset)):
-        budget.spend(budget.weigh(values) + len(values) * budget.weigh(separator))
+    """Before `separator.join(values)`, whose values are already made. Those that are no texts are written as such."""
+    count = length(values)
+    if not count:
+        return
+    texts = isinstance(values, str) or all(isinstance(value, str) for value in values)
+    budget.spend(count * budget.weigh(separator) + (budget.weigh(values) if texts else 0))
+    if not texts:
+        budget.spend_text(list(values) if isinstance(values, (bytes, bytearray)) else values)
 
 
 def _width(budget: Budget, text: Any, args: Sequence[Any]) -> None:
-    for arg in args[:1]:
+    """Any number may be the width; beside a text to fill up with, it may be counted for each of its characters."""
+    for arg in args:
         _count(arg)
+    numbers = sum(abs(int(arg)) for arg in args if isinstance(arg, (int, float)))
+    budget.spend(numbers * max([1, *(len(arg) for arg in args if isinstance(arg, (str, bytes)))]))
+
+
+def _split(name: str) -> Callable[[Budget, Any, Sequence[Any]], None]:
+    """Each piece is a text of its own."""
+
+    def check(budget: Budget, text: Any, args: Sequence[Any]) -> None:
+        if isinstance(text, (str, bytes)):
+            budget.spend(_PIECE * (pieces(text, name, args) - 1) + 4 * len(text))
+
+    return check
+
+
+def _characters(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+    """The elements of a text are texts of their own, but those of Latin-1 exist once."""
+    if isinstance(value, str):
+        budget.spend(len(value) * (8 if value.isascii() else 8 + _PIECE))
 
 
 def _tabs(budget: Budget, text: Any, args: Sequence[Any]) -> None:
@@ -96,6 +122,7 @@ def _translate(budget: Budget, text: Any, args: Sequence[Any]) -> None:
 
 METHODS: Final[Mapping[str, Callable[[Budget, Any, Sequence[Any]], None]]] = {
     **dict.fromkeys(("ljust", "rjust", "center", "zfill", "to_bytes"), _width),
+    **{name: _split(name) for name in ("split", "rsplit", "splitlines")},
     "expandtabs": _tabs,
     "translate": _translate,
     "replace": check_replace,
@@ -106,7 +133,7 @@ METHODS: Final[Mapping[str, Callable[[Budget, Any, Sequence[Any]], None]]] = {
 def _indent(budget: Budget, text: Any, args: Sequence[Any]) -> None:
     _width(budget, text, args)
     width = args[0] if args else 4
-    size = width if isinstance(width, int) else budget.weigh(width)
+    size = width if isinstance(width, int) and not isinstance(width, bool) else budget.weigh(width)
     budget.spend(budget.weigh(text) + str(text).count("\n") * size)
 
 
@@ -117,16 +144,52 @@ def _slow(budget: Budget, value: Any, args: Sequence[Any]) -> None:
 
 
 def _to_json(budget: Budget, value: Any, args: Sequence[Any]) -> None:
-    """Options may be set by name or place: each adds a few characters to every element."""
+    """Options may be set by name or place: each adds a few characters to every element, and an indentation as many for
+    each level around it.
+    """
     options = [budget.weigh(arg) if isinstance(arg, (str, tuple, list)) else arg for arg in args]
     _require(all(not isinstance(option, int) or option <= 64 for option in options))
-    extra = sum(option for option in options if isinstance(option, int))
-    budget.spend(budget.weigh(value) * (2 + extra))
+    extra = sum(option for option in options if isinstance(option, int) and not isinstance(option, bool))
+    budget.spend(budget.weigh(value) * (2 + (extra * _depth(value) if extra else 0)))
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and dicts in `value` are nested. Each is entered once, at its first place."""
+    level, depth, entered = [value], 0, set[int]()
+    while level:
+        depth += 1
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, (list, tuple, Mapping)) and id(one) not in entered:
+                entered.add(id(one))
+                inner += one.values() if isinstance(one, Mapping) else one
+        level = inner
+    return depth
+
+
+def _slice(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+    _width(budget, value, args)
+    _characters(budget, value, args)
+
+
+def _sum(budget: Budget, items: Any, args: Sequence[Any]) -> None:
+    """Adding texts or lists one by one copies what was added before each time."""
+    if isinstance(items, (list, tuple)) and any(isinstance(item, (list, tuple, str)) for item in items):
+        budget.work(len(items) * budget.weigh(items))
+        budget.spend(len(items) * budget.weigh(items))
+
+
+def _text(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+    budget.spend_text(value)
 
 
 FILTERS: Final[Mapping[str, Callable[[Budget, Any, Sequence[Any]], None]]] = {
-    **dict.fromkeys(("center", "batch", "slice", "round", "truncate", "filesizeformat"), _width),
+    **dict.fromkeys(("center", "batch", "round", "truncate", "filesizeformat"), _width),
     **dict.fromkeys(("wordwrap", "urlize", "striptags", "pprint", "xmlattr", "title", "wordcount"), _slow),
+    **dict.fromkeys(("list", "sort", "unique", "groupby", "reverse"), _characters),
+    **dict.fromkeys(("string", "pprint"), _text),
+    "slice": _slice,
+    "sum": _sum,
     "indent": _indent,
     "replace": check_replace,
     "format": lambda budget, text, args: check_percent(budget, text, tuple(args)),
@@ -158,7 +221,15 @@ def check_add(budget: Budget, left: Any, right: Any) -> None:
             budget.spend(len(value) * (8 if isinstance(value, (list, tuple)) else 1))
 
 
+def check_subtract(budget: Budget, left: Any, right: Any) -> None:
+    """Before `left - right`, which may be keys of dicts."""
+    if not isinstance(left, (int, float)):
+        keys = list(left) if isinstance(left, (KeysView, ItemsView)) else []
+        budget.work(hashing(budget, keys) + size(budget, right))
+
+
 OPERATORS: Final[Mapping[str, Callable[[Budget, Any, Any], None]]] = {
+    "-": check_subtract,
     "*": check_multiply,
     "**": check_power,
     "+": check_add,

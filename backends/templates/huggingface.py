@@ -176,6 +176,7 @@ def _environment() -> BoundedEnvironment:
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["dict"] = TemplateDict()
+    environment.plain_functions = (TemplateDict,)
     environment.globals["namespace"] = TemplateNamespace
     environment.guard_filters()
     return environment

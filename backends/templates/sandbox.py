@@ -1,18 +1,21 @@
 """A sandbox for chat templates that bounds what they compute, and renders as Jinja's own does within these bounds.
 
-Jinja's sandbox keeps templates from code and files. Here every loop, call, filter and operator also spends a `Budget`:
-the template is rewritten after parsing, so that loops, `~` and containers pass through the environment too.
+Jinja's sandbox keeps templates from code and files. Here every loop, call, filter, test, operator and look-up also
+spends a `Budget`, before it begins and by the sizes of what it is given: the template is rewritten after parsing, so
+that loops, comparisons, `~` and containers pass through the environment too.
 """
 
 from __future__ import annotations
 
+import inspect
+import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from functools import wraps
 from typing import Any
 
 from jinja2 import Template, Undefined, nodes
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -23,17 +26,42 @@ from agentspec.backends.templates.budget import (
     current,
     spending,
 )
+from agentspec.backends.templates.costs import (
+    ELEMENT,
+    comparison,
+    contains,
+    hashing,
+    method_cost,
+    quadratic,
+    size,
+    sizes,
+)
+from agentspec.backends.templates.costs import FILTERS as FILTER_COSTS
+from agentspec.backends.templates.costs import TESTS as TEST_COSTS
 from agentspec.backends.templates.guards import FILTERS, METHODS, OPERATORS, check_format
 
 _BUFFERED = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
-_DONE: dict[type[nodes.Node], tuple[str, ...]] = {nodes.For: ("iter",), nodes.Compare: ("expr",)}
+_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "lteq": operator.le,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "in": lambda item, items: item in items,
+    "notin": lambda item, items: item not in items,
+}
+_DONE: dict[type[nodes.Node], tuple[str, ...]] = {nodes.For: ("iter",), nodes.Compare: ("expr", "ops")}
 _MAX_SOURCE = 100_000  # characters of a template
+_BUILT_IN = (str, bytes, int, float, list, tuple, dict, range, KeysView, ItemsView, ValuesView, type)
+_LAZY = frozenset({"map", "select", "reject", "selectattr", "rejectattr", "first", "default", "d", "attr", "items"})
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with a budget for each rendering. `render` renders its templates."""
 
     intercepted_binops = frozenset(OPERATORS)
+    plain_functions: tuple[type, ...] = (type,)  # of the kind of `dict`, which look at what they are given at once
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_written, **options)
@@ -41,8 +69,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.guard_filters()
 
     def guard_filters(self) -> None:
-        """Bound the filters; call it again after adding some."""
-        self.filters = {name: _guarded(name, function) for name, function in self.filters.items()}
+        """Bound the filters and tests; call it again after adding some."""
+        self.filters = {name: guarded_filter(name, function) for name, function in self.filters.items()}
+        tests: Any = self.tests  # typed as plain functions
+        self.tests = {name: guarded_test(name, function) for name, function in tests.items()}
 
     def load(self, source: str) -> Template:
         """Parse and compile a template. Raises what Jinja raises, and `TemplateLimitError`."""
@@ -70,35 +100,64 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def concatenated(self, *parts: Any) -> str:
         """The value of `a ~ b`."""
         budget = current()
-        budget.spend(sum(map(budget.weigh, parts)))
+        budget.work(budget.spend_text(*parts))
         return "".join(map(str, parts))
 
     def charged(self, value: Any) -> Any:
         """A list, tuple, dict or text that the template spells out, or a slice."""
         budget = current()
-        budget.tick()
+        budget.work()
         return budget.charge(value)
 
+    def compared(self, compare: str, left: Any, right: Any) -> Any:
+        """The value of `left == right`, `left in right` and the like."""
+        budget = current()
+        cost = contains(budget, right, left) if compare in ("in", "notin") else comparison(budget, left, right)
+        budget.work(cost)
+        return _COMPARED[compare](left, right)
+
     def timed(self, value: Any) -> Any:
-        """What the template is about to compare."""
-        current().tick(_size(value))
+        """What the template is about to compare with several others, one after another."""
+        budget = current()
+        budget.work(ELEMENT * size(budget, value))
         return value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        budget = current()
+        budget.work(0 if isinstance(argument, (str, int)) else size(budget, argument))
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        current().work()
+        return super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__obj, "__self__", None)
         if owner is __self:
             return __obj(*args)  # without the variables of the loop, which are for templates' own functions
         budget = current()
-        budget.tick(_size(owner))
-        if isinstance(owner, (str, bytes, int)):
-            check = METHODS.get(getattr(__obj, "__name__", ""))
-            if check is not None:
-                check(budget, owner, args := tuple(map(_made, args)))
+        plain = isinstance(__obj, __self.plain_functions) or isinstance(owner, __self.plain_functions)
+        built_in = plain or isinstance(owner, _BUILT_IN)
+        if built_in:
+            args = tuple(map(_made, args))
+        elif isinstance(__obj, LoopContext):  # a recursive loop
+            args = tuple(map(__self.ticked, args[:1])) + args[1:]
+        given = (*args, *kwargs.values())
+        if not built_in:
+            budget.work(ELEMENT * len(given) + (sizes(budget, given) if isinstance(owner, LoopContext) else 0))
+        elif plain:
+            budget.work(hashing(budget, args[0] if args else ()) + sizes(budget, given))
+        else:
+            name = getattr(__obj, "__name__", "")
+            budget.work(method_cost(budget, owner, name, given))
+            check = METHODS.get(name)
+            if check is not None and isinstance(owner, (str, bytes, int)):
+                check(budget, owner, given)
         return budget.charge(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = current()
-        budget.tick()
+        budget.work()
         OPERATORS[operator](budget, left, right)
         return budget.charge(super().call_binop(context, operator, left, right))
 
@@ -142,7 +201,7 @@ def _ticks(items: Iterable[Any], budget: Budget) -> Iterator[Any]:
 
 def _ticking(iterator: Iterator[Any], budget: Budget) -> Iterator[Any]:
     for item in iterator:
-        budget.tick()
+        budget.work()
         yield item
 
 
@@ -152,13 +211,8 @@ def _written(value: Any) -> Any:
     if isinstance(value, str):
         budget.spend(len(value))
     elif not isinstance(value, (int, float, bool, type(None))):
-        budget.spend(budget.weigh(value))
+        budget.work(budget.spend_text(value))
     return value
-
-
-def _size(value: Any) -> int:
-    """How much there is to go through in a text or collection, about in bytes."""
-    return len(value) if isinstance(value, str) else 16 * len(value) if isinstance(value, (list, tuple, dict)) else 0
 
 
 def _made(value: Any) -> Any:
@@ -167,38 +221,66 @@ def _made(value: Any) -> Any:
     return value if countable or isinstance(value, (Undefined, Namespace)) else list(value)
 
 
-def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that spends the budget. Jinja passes some filters a context or an environment before the value."""
+def guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that spends the budget before it begins, and for each element that it yields."""
+    cost, check = FILTER_COSTS.get(name, quadratic), FILTERS.get(name)
+
+    def before(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+        budget.work(cost(budget, value, args))
+        if check is not None:
+            check(budget, value, args)
+
+    return _guarded(function, before, made=name not in _LAZY)
+
+
+def guarded_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A test that spends the budget before it begins."""
+    cost = TEST_COSTS.get(name, quadratic)
+    return _guarded(function, lambda budget, value, args: budget.work(cost(budget, value, args)), made=False)
+
+
+def _guarded(
+    function: Callable[..., Any], before: Callable[[Budget, Any, Sequence[Any]], None], *, made: bool
+) -> Callable[..., Any]:
+    """`function` with `before` called first, with its value and all further arguments in order. Jinja passes some
+    functions a context or an environment before the value.
+    """
     if getattr(function, "guarded", False):
         return function
-    check, leading = FILTERS.get(name), int(hasattr(function, "jinja_pass_arg"))
+    leading, ordered = int(hasattr(function, "jinja_pass_arg")), _in_order(function)
 
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         budget = current()
-        budget.tick(_size(args[leading]) if len(args) > leading else 0)
         if len(args) > leading:
-            given = args[leading]
-            if check is not None or name in ("sum", "list"):
-                given = _made(given)
-                args = (*args[:leading], given, *args[leading + 1 :])
-            if check is not None:
-                check(budget, given, (*args[leading + 1 :], *kwargs.values()))
-            if name == "sum":
-                _check_sum(budget, given)
-            if name in ("string", "pprint"):
-                budget.spend(budget.weigh(given))
+            if made:
+                args = (*args[:leading], _made(args[leading]), *args[leading + 1 :])
+            before(budget, args[leading], ordered(args, kwargs)[leading + 1 :])
         result = function(*args, **kwargs)
-        return result if isinstance(result, types.GeneratorType) else budget.charge(result)
+        return _ticking(result, budget) if isinstance(result, types.GeneratorType) else budget.charge(result)
 
     guarded.guarded = True  # type: ignore[attr-defined]
     return guarded
 
 
-def _check_sum(budget: Budget, items: Any) -> None:
-    """Adding texts or lists one by one copies what was added before each time."""
-    if isinstance(items, (list, tuple)) and any(isinstance(item, (list, tuple, str)) for item in items):
-        budget.spend(len(items) * budget.weigh(items))
+def _in_order(function: Callable[..., Any]) -> Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Any]]:
+    """How to put named arguments of `function` where they would stand without their names."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return lambda args, kwargs: (*args, *kwargs.values())
+
+    def ordered(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        if not kwargs:
+            return args
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:  # the call will say so
+            return (*args, *kwargs.values())
+        bound.apply_defaults()
+        return (*bound.args, *bound.kwargs.values())
+
+    return ordered
 
 
 def _rewrite(root: nodes.Node) -> None:
@@ -211,6 +293,8 @@ def _rewrite(root: nodes.Node) -> None:
             node.iter = _through("ticked", [_replaced(node.iter, buffered, stack)])
         elif isinstance(node, nodes.Compare):
             node.expr = _through("timed", [_replaced(node.expr, buffered, stack)])
+            for operand in node.ops:
+                operand.expr = _through("timed", [_replaced(operand.expr, buffered, stack)])
         for field, value in node.iter_fields(exclude=_DONE.get(type(node), ())):
             if isinstance(value, nodes.Node):
                 setattr(node, field, _replaced(value, buffered, stack))
@@ -224,6 +308,12 @@ def _replaced(node: Any, buffered: bool, stack: list[tuple[nodes.Node, bool]]) -
     if isinstance(node, nodes.Concat):
         stack.pop()
         call = _through("concatenated", node.nodes)
+        stack.append((call, buffered))
+        return call
+    if isinstance(node, nodes.Compare) and len(node.ops) == 1:
+        stack.pop()
+        operand = node.ops[0]
+        call = _through("compared", [nodes.Const(operand.op, lineno=node.lineno), node.expr, operand.expr])
         stack.append((call, buffered))
         return call
     if isinstance(node, nodes.TemplateData) and buffered:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.request import EngineRequest
 from agentspec.backends.torch.engine.sequence import EngineContext
 from agentspec.backends.torch.engine.stats import EngineStats
+from agentspec.backends.torch.grammars.matcher import CompiledGrammar
 from agentspec.backends.torch.loader import LoadedModel, load, load_draft
 from agentspec.backends.torch.model.calibrate import measure_batches, measure_costs
 from agentspec.backends.torch.model.device import is_async_device
@@ -48,6 +49,7 @@ from agentspec.types import Delta, GenerateRequest, Message, Source
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
 
+T = TypeVar("T")
 LONG_PROMPT = 1 << 16  # characters
 LONG_PROMPT_THREADS = 2
 PLACE_SECONDS = 0.05  # between two attempts to queue the next choice while no choice of the request runs
@@ -216,19 +218,24 @@ class TorchBackend:
         """
         prepare = partial(self.prepare_all, request, may_wait=False)
         try:
-            if _length(request) > LONG_PROMPT:
-                return await self._long_prompts.run(request.tenant, prepare)
-            return await asyncio.to_thread(prepare)
-        except LargeGrammarError:
-            return await self._structured_outputs.in_turn(partial(self.prepare_all, request))
+            return await self._off_the_loop(request, prepare)
+        except LargeGrammarError as large:
+            source = large.source
+        compiled = await self._structured_outputs.compiled_in_turn(request.tenant, source)
+        return await self._off_the_loop(request, partial(prepare, compiled=compiled))
+
+    async def _off_the_loop(self, request: GenerateRequest, prepare: Callable[[], T]) -> T:
+        if _length(request) > LONG_PROMPT:
+            return await self._long_prompts.run(request.tenant, prepare)
+        return await asyncio.to_thread(prepare)
 
     def prepare_all(
-        self, request: GenerateRequest, *, may_wait: bool = True
+        self, request: GenerateRequest, *, may_wait: bool = True, compiled: CompiledGrammar | None = None
     ) -> tuple[list[EngineRequest], OutputParserSpec]:
         """Tokenize and check a request. Returns an engine request for each choice, and how to parse the answers.
 
         Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`;
-        `LargeGrammarError` instead of waiting for a large grammar unless it `may_wait`.
+        `LargeGrammarError` instead of waiting for a large grammar unless it `may_wait` or is `compiled` already.
         """
         text, prompt = self._tokenizer.read(request, self.context_length)
         sampling = request.sampling
@@ -236,7 +243,7 @@ class TorchBackend:
         self._check_ids(list(sampling.logit_bias), "logit_bias")
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
-        output = self._structured_outputs.build(request, text, may_wait=may_wait)
+        output = self._structured_outputs.build(request, text, may_wait=may_wait, compiled=compiled)
         first = EngineRequest(
             original=request,
             prompt=prompt,

@@ -35,8 +35,8 @@ class SentenceEncoder:
     """An embedding model. It computes in the local engine's thread, one batch a turn; any thread may call it."""
 
     def __init__(self, model: Any, tokenizer: Any, fingerprint: str) -> None:
-        self._limit = min(MAX_TOKENS, model.config.max_position_embeddings)
-        self.fingerprint = f"{fingerprint}:mean:{self._limit}"
+        self.max_tokens: int = min(MAX_TOKENS, model.config.max_position_embeddings)
+        self.fingerprint = f"{fingerprint}:mean:{self.max_tokens}"
         self.dimensions: int = model.config.hidden_size
         self._model, self._tokenizer = model.eval(), tokenizer
         self._tasks = Tasks(compute_thread(model.device), refused=CLOSED, dropped=CLOSED)
@@ -77,6 +77,10 @@ class SentenceEncoder:
             advance(len(batch))
         return vectors
 
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens each text has; those beyond `max_tokens` are not read."""
+        return [len(ids) for ids in self._tokenizer(list(texts), truncation=False)["input_ids"]]
+
     def close(self) -> None:
         """Fail all waiting calls with `ShuttingDownError`. Idempotent."""
         self._tasks.close()
@@ -85,7 +89,9 @@ class SentenceEncoder:
         return self._tasks.submit(lambda: self._vectors(texts))
 
     def _vectors(self, texts: Sequence[str]) -> Vectors:
-        rows = self._tokenizer(list(texts), padding=True, truncation=True, max_length=self._limit, return_tensors="pt")
+        rows = self._tokenizer(
+            list(texts), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        )
         rows = rows.to(self._model.device)
         hidden: Tensor = self._model(**rows).last_hidden_state
         mask = rows["attention_mask"].unsqueeze(-1).to(hidden.dtype)

@@ -20,13 +20,19 @@ from agentspec.backends.torch.drafters.factory import DraftModel
 from agentspec.backends.torch.model.attention import ATTENTION_NAME
 from agentspec.backends.torch.model.compatibility import has_known_masks, max_exact_context, require_decoder
 from agentspec.backends.torch.model.cuda_graphs import record_graphs
-from agentspec.backends.torch.model.device import choose_device, choose_dtype, choose_kernels
+from agentspec.backends.torch.model.device import (
+    choose_device,
+    choose_dtype,
+    choose_kernels,
+    is_device_error,
+    is_out_of_memory,
+)
 from agentspec.backends.torch.model.lora import merge_adapter, with_adapter
 from agentspec.backends.torch.model.packed_linear import pack_linears, unpack_linears
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, hashes, read_tokenizer
-from agentspec.errors import ConfigurationError, ModelUnavailableError
+from agentspec.errors import ConfigurationError, EngineStoppedError, ModelUnavailableError
 from agentspec.types import Namespace
 
 logger = logging.getLogger(__name__)
@@ -50,7 +56,9 @@ class LoadedModel:
 
 
 def load(settings: TorchSettings) -> LoadedModel:
-    """Find, read and prepare the model. Raises `ModelUnavailableError` or `ConfigurationError`."""
+    """Find, read and prepare the model. Raises `ModelUnavailableError`, also if memory runs out, `ConfigurationError`,
+    and `EngineStoppedError` if the device fails.
+    """
     return _load(settings, settings.model, settings.adapter)
 
 
@@ -82,9 +90,19 @@ def _load(settings: TorchSettings, model: str, adapter: str | None) -> LoadedMod
     module = read_weights(files.folder, files.name, dtype)
     if adapter is not None:
         module = merge_adapter(module, adapter)
-    loaded = prepare(module.to(device), tokenizer, name=files.name, fingerprint=fingerprint, adapter=adapter)
-    if settings.cuda_graphs:
-        record_graphs(loaded.target)
+    try:
+        loaded = prepare(module.to(device), tokenizer, name=files.name, fingerprint=fingerprint, adapter=adapter)
+        if settings.cuda_graphs:
+            record_graphs(loaded.target)
+    except Exception as error:
+        if is_out_of_memory(error):
+            advice = "free some, or choose a smaller model or dtype"
+            message = f"{files.name!r} does not fit into the memory of {str(device)!r}: {advice}"
+            raise ModelUnavailableError(message) from error
+        if is_device_error(error):
+            message = f"the device {str(device)!r} failed: {type(error).__name__}; the process must be restarted"
+            raise EngineStoppedError(message) from error
+        raise
     return loaded
 
 

@@ -146,6 +146,7 @@ class TorchSession:
             text=answer.take(),
             token_ids=tuple(fresh),
             finish_reason=answer.finish,
+            stop_reason=answer.stop_reason,
             usage=usage if answer.finish else None,
             prompt=prompt,
         )

@@ -172,15 +172,19 @@ class ServerDrafter:
         for (state, _), draft in zip(asked, drafts, strict=True):
             state.continuation = self._legal(Continuation(draft.tokens.tolist(), draft.probabilities.tolist()))
 
-    @staticmethod
-    def _job(turn: DraftTurn, floor: float) -> DraftJob | None:
-        """The search for a request; None if it must not draft now or needs no search."""
+    def _job(self, turn: DraftTurn, floor: float) -> DraftJob | None:
+        """The search for a request; None if it must not draft now or needs no search, as with a prediction."""
         state, cache = turn.state, turn.state.cache
-        if cache is None or state.finished or turn.limit <= 0 or not state.stats.ask():
+        predicted = state.from_prediction(turn.limit)
+        nothing = cache is None and not predicted.tokens
+        if nothing or state.finished or turn.limit <= 0 or not state.stats.ask():
             state.asked, state.continuation = False, NOTHING
             return None
         state.asked = True
-        if state.is_certain():
+        if predicted.tokens:
+            state.continuation = self._legal(predicted)
+            return None
+        if cache is None or state.is_certain():
             return None
         return cache.drafter, cache.indexes, turn.context, turn.limit, floor, True
 

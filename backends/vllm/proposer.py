@@ -17,6 +17,8 @@ from agentspec.types import Labels
 SALT = "agentspec_cache_salt"
 """Attribute that carries a new request's `cache_salt` to the worker; without it a request gets a private cache."""
 
+PREDICTION = "agentspec_prediction"
+"""The name in `vllm_xargs` of the predicted answer's token ids."""
 _UNKNOWN = "?"  # a salt that belongs to no tenant
 
 
@@ -110,6 +112,7 @@ def _request(new: Any) -> RequestInfo:
         f"{adapter.lora_name}\0{adapter.lora_path}" if adapter else "",
         frozenset(stops),
         sampling.max_tokens,
+        _prediction(sampling.extra_args or {}),
     )
 
 
@@ -117,6 +120,12 @@ def _labels(extra: Any) -> Labels:
     """The labels of a request, from its `vllm_xargs`."""
     names = (extra.get(f"agentspec_{label}") for label in ("session", "workflow", "step"))
     return Labels(*(name if isinstance(name, str) else None for name in names))
+
+
+def _prediction(extra: Any) -> tuple[int, ...]:
+    """The token ids of the answer that the client predicts, from its `vllm_xargs`."""
+    given = extra.get(PREDICTION)
+    return tuple(given) if isinstance(given, list) and all(isinstance(token, int) for token in given) else ()
 
 
 def listen_to_scheduler() -> None:

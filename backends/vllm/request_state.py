@@ -11,10 +11,12 @@ import numpy as np
 from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats
+from agentspec.speculation.predicted_text import PredictedText
 from agentspec.types import Labels, Source
 
 _TRANSCRIPT = 0
 SURE = 0.8  # no new search is needed if the next token has at least this probability
+HOPELESS = 0.3  # a prediction that is less often right is not drafted from
 
 
 class RequestCache(Protocol):
@@ -65,13 +67,16 @@ class PrivateCache:
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What the server knows of a request: labels, tenant salt, LoRA adapter, stop tokens, the output's length limit."""
+    """What the server knows of a request: labels, tenant salt, LoRA adapter, stop tokens, the output's length limit,
+    and the tokens of the answer that its client predicts.
+    """
 
     labels: Labels = field(default_factory=Labels)
     salt: str | None = None
     adapter: str = ""
     stops: frozenset[int] = frozenset()
     max_tokens: int | None = None  # of output
+    prediction: tuple[int, ...] = ()
 
 
 class Continuation(NamedTuple):
@@ -98,7 +103,8 @@ class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
-        "accepted asked cache chain continuation expected finished length output_length ready request stats".split()
+        "accepted asked cache chain continuation expected finished length output_length predicted".split()
+        + "ready request stats".split()
     )
 
     def __init__(self, length: int, stats: RequestStats, request: RequestInfo) -> None:
@@ -114,6 +120,7 @@ class RequestState:
         self.asked = False
         self.expected = 0.0
         self.accepted = 0
+        self.predicted = PredictedText(request.prediction) if request.prediction else None
 
     def advance(self, fresh: Tokens) -> Tokens:
         """Count how many tokens of the last chain `fresh` accepted; returns the tokens of `fresh` that are output.
@@ -127,6 +134,8 @@ class RequestState:
                 break
             self.accepted += 1
         self.continuation = self.continuation.after(tokens)
+        if self.predicted is not None:
+            self.predicted.follow(tokens)
         self.length += len(fresh)
         return fresh[: self._still_output(tokens)]
 
@@ -141,6 +150,13 @@ class RequestState:
     def is_certain(self) -> bool:
         """Whether the continuation is long and likely enough to need no new search."""
         return len(self.continuation.tokens) >= max(1, len(self.chain)) and self.continuation.acceptance[0] >= SURE
+
+    def from_prediction(self, limit: int) -> Continuation:
+        """What the client predicts next; empty where its prediction is lost or has mostly been wrong of late."""
+        text = self.predicted
+        if text is None or text.confidence < HOPELESS or not (tokens := text.ahead(limit)):
+            return NOTHING
+        return Continuation(tokens, [text.confidence**count for count in range(1, len(tokens) + 1)])
 
     def acceptance(self, limit: int) -> list[float]:
         """The acceptance probabilities of at most `limit` next tokens, corrected by the request's drafts so far."""

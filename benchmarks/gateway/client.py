@@ -153,6 +153,73 @@ async def calls(target: Target, *, script: Script, connections: int, count: int)
     return load.result()
 
 
+class _Arrivals:
+    """Clients that come whatever became of earlier ones, and give up after `patience` seconds.
+
+    At most so many `connections`; a request that finds none counts as given up. `good` counts the good answers of each
+    second since the start.
+    """
+
+    def __init__(self, target: Target, script: Script, patience: float, connections: int) -> None:
+        self.load, self.good = Load(target), Counter[int]()
+        self.started = self.load.loop.time()
+        self._target, self._script = target, script
+        self._patience, self._most = patience, connections
+        self._free: list[LoadConnection] = []
+        self._requests: dict[LoadConnection, bytes] = {}
+        self._timers: dict[LoadConnection, asyncio.TimerHandle] = {}
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def arrive(self, number: int) -> None:
+        """Let the client of this number ask, on a free connection or a new one."""
+        while self._free and self._free[-1].closed:
+            del self._requests[self._free.pop()]
+        if self._free:
+            self._ask(self._free.pop())
+        elif len(self._requests) + len(self._opening) < self._most:
+            task = asyncio.create_task(self._open_and_ask(number))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+        else:
+            self.load.statuses[IMPATIENT] += 1
+
+    async def end(self) -> None:
+        """Wait for the answers to all who still wait, and close the connections."""
+        while self._timers or self._opening:
+            await asyncio.sleep(0.05)
+        for connection in self._requests:
+            connection.close()
+
+    async def _open_and_ask(self, number: int) -> None:
+        try:
+            connection = await self.load.connect(self._answered)
+        except OSError:
+            self.load.statuses[BROKEN] += 1
+            return
+        self._requests[connection] = self._target.request(self._script, number)
+        self._ask(connection)
+
+    def _ask(self, connection: LoadConnection) -> None:
+        self._timers[connection] = self.load.loop.call_later(self._patience, self._give_up, connection)
+        connection.ask(self._requests[connection])
+
+    def _answered(self, connection: LoadConnection, status: str) -> None:
+        self._timers.pop(connection).cancel()
+        self.load.count(connection, status)
+        if status == "200":
+            self.good[int(self.load.loop.time() - self.started)] += 1
+        if status == BROKEN:
+            del self._requests[connection]
+        else:
+            self._free.append(connection)
+
+    def _give_up(self, connection: LoadConnection) -> None:
+        connection.busy = False
+        connection.close()
+        del self._timers[connection], self._requests[connection]
+        self.load.statuses[IMPATIENT] += 1
+
+
 async def arrivals(
     target: Target, *, script: Script, rate: float, seconds: float, patience: float, connections: int
 ) -> dict[str, Any]:
@@ -161,60 +228,13 @@ async def arrivals(
     At most so many `connections`; a request that finds none counts as given up. `good` are the good answers of each
     second since the start.
     """
-    load, free = Load(target), list[tuple[LoadConnection, bytes]]()
-    good: Counter[int] = Counter()
-    timers: dict[LoadConnection, asyncio.TimerHandle] = {}
-    requests: dict[LoadConnection, bytes] = {}
-    opening: set[asyncio.Task[None]] = set()
-    started = load.loop.time()
-
-    def answered(connection: LoadConnection, status: str) -> None:
-        timers.pop(connection).cancel()
-        load.count(connection, status)
-        if status == "200":
-            good[int(load.loop.time() - started)] += 1
-        if status == BROKEN:
-            del requests[connection]
-        else:
-            free.append((connection, requests[connection]))
-
-    def give_up(connection: LoadConnection) -> None:
-        connection.busy = False
-        connection.close()
-        del timers[connection], requests[connection]
-        load.statuses[IMPATIENT] += 1
-
-    def ask(connection: LoadConnection) -> None:
-        timers[connection] = load.loop.call_later(patience, give_up, connection)
-        connection.ask(requests[connection])
-
-    async def open_and_ask(number: int) -> None:
-        try:
-            connection = await load.connect(answered)
-        except OSError:
-            load.statuses[BROKEN] += 1
-            return
-        requests[connection] = target.request(script, number)
-        ask(connection)
-
+    clients = _Arrivals(target, script, patience, connections)
     for number in range(int(rate * seconds)):
-        if (wait := started + number / rate - load.loop.time()) > 0:
+        if (wait := clients.started + number / rate - clients.load.loop.time()) > 0:
             await asyncio.sleep(wait)
-        while free and free[-1][0].closed:
-            del requests[free.pop()[0]]
-        if free:
-            ask(free.pop()[0])
-        elif len(requests) + len(opening) < connections:
-            task = asyncio.create_task(open_and_ask(number))
-            opening.add(task)
-            task.add_done_callback(opening.discard)
-        else:
-            load.statuses[IMPATIENT] += 1
-    while timers or opening:
-        await asyncio.sleep(0.05)
-    for connection in requests:
-        connection.close()
-    return load.result(good=[good[second] for second in range(int(seconds))])
+        clients.arrive(number)
+    await clients.end()
+    return clients.load.result(good=[clients.good[second] for second in range(int(seconds))])
 
 
 async def streams(

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
+from agentspec.backends.openai.prediction import FIELD as PREDICTION
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.synthetic_text import synthetic_tokens
@@ -33,8 +34,9 @@ from agentspec.recordings.prompt_sets import load_prompts
 MAX_TOKENS = 512
 CONTROL_TOKENS = 128
 NONE, NGRAM, ARCTIC = "none", "ngram", "suffix, Arctic"
-PLUGIN = "suffix, agentspec"
+PLUGIN, PREDICTING = "suffix, agentspec", "agentspec, prediction alone"
 COLD, WARM, RESTARTED, TOGETHER, CONTROL = "cold", "warm", "after restart", "8 at once", "control"
+PREDICTED, MISPREDICTED = "prediction is the answer", "prediction of another answer"
 CLIENTS = 8
 
 # Sizes in tokens for measuring the drafter alone, without a server.
@@ -51,6 +53,8 @@ GOALS: tuple[Goal, ...] = (
     ((WARM, PLUGIN), (WARM, ARCTIC), 1.05),
     ((RESTARTED, PLUGIN), (WARM, PLUGIN), 0.95),
     ((CONTROL, PLUGIN), (CONTROL, NONE), 0.98),
+    ((PREDICTED, PREDICTING), (PREDICTED, NONE), 2.5),
+    ((MISPREDICTED, PREDICTING), (MISPREDICTED, NONE), 0.97),
 )
 DRAFTING_MS = 0.4
 COLUMNS = ("server", "tok/s", "tokens/step", "drafts accepted", "drafting ms", f"same as {NONE}")
@@ -161,6 +165,7 @@ def variants(environment: Path, state: Path) -> dict[str, tuple[Mapping[str, Any
     if any(environment.glob("lib/python*/site-packages/arctic_inference")):
         found[ARCTIC] = (SUFFIX, off)
     found[PLUGIN] = (SUFFIX, {"AGENTSPEC_CACHE_PATH": str(state / "suffix")})
+    found[PREDICTING] = (SUFFIX, {"AGENTSPEC_CACHE__STORE": "false"})
     return found
 
 
@@ -174,6 +179,7 @@ def run_vllm(place: VllmInstallation, *, limit: int | None, controls: int, progr
         chosen = variants(place.environment, state)
         with _servers(chosen, place, state, progress) as servers:
             _passes(found, (COLD, WARM), servers, prompts, progress)
+            _predictions(found, {name: servers[name] for name in (NONE, PREDICTING)}, prompts, progress)
             _control(found, servers, controls, progress)
             _together(found, servers, prompts, progress)
             _figures(found, servers)
@@ -217,6 +223,19 @@ def _passes(
             progress(f"{part}: prompt {index + 1} of {len(prompts)}")
             for name, server in rotated(servers, index):
                 found.add(part, name, ask(server, prompt, max_tokens=MAX_TOKENS))
+
+
+def _predictions(
+    found: VllmBenchReport, servers: Mapping[str, VllmServer], prompts: Sequence[str], progress: Progress
+) -> None:
+    """Each prompt with its own answer as the prediction, and with that of the next prompt; nothing else is known."""
+    texts = [answer.text for answer in found.answers[COLD][NONE]]
+    for part, shift in ((PREDICTED, 0), (MISPREDICTED, 1)):
+        for index, prompt in enumerate(prompts):
+            progress(f"{part}: prompt {index + 1} of {len(prompts)}")
+            for name, server in rotated(servers, index):
+                predicted = {PREDICTION: server.tokenize(texts[(index + shift) % len(texts)])}
+                found.add(part, name, ask(server, prompt, max_tokens=MAX_TOKENS, vllm_xargs=predicted))
 
 
 def _control(found: VllmBenchReport, servers: Mapping[str, VllmServer], rounds: int, progress: Progress) -> None:

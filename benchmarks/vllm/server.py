@@ -118,6 +118,13 @@ class VllmServer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids of `text` without special tokens."""
+        body = json.dumps({"model": "model", "prompt": text, "add_special_tokens": False}).encode()
+        request = urllib.request.Request(f"{self.url}/tokenize", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return list(json.loads(answer.read())["tokens"])
+
     def __enter__(self) -> Self:
         return self.start()
 

@@ -30,7 +30,7 @@ using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Output = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 using Counts = std::array<std::uint64_t, 4>;
-using Indexes = std::vector<std::pair<const SuffixIndex*, int>>;
+using Indexes = std::vector<std::pair<SuffixIndex*, int>>;
 
 template <class T>
 std::span<const T> view(const Input<T>& array) {
@@ -44,10 +44,10 @@ Output<T> array_of(std::vector<T, Allocator> items) {
     return Output<T>(owned->data(), {owned->size()}, owner);
 }
 
-Output<Token> array_of(TokenLog log) {
-    auto* owned = new TokenLog(std::move(log));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<TokenLog*>(p); });
-    return Output<Token>(const_cast<Token*>(owned->data()), {owned->size()}, owner);
+Output<Token> array_of(std::shared_ptr<TokenLog> log) {
+    auto* owned = new std::shared_ptr<TokenLog>(std::move(log));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::shared_ptr<TokenLog>*>(p); });
+    return Output<Token>(const_cast<Token*>((*owned)->data()), {(*owned)->size()}, owner);
 }
 
 /// Records of plain numbers as their bytes.
@@ -99,10 +99,23 @@ std::vector<Arrays> drafts_of(const std::vector<Job>& asked, std::optional<doubl
     return out;
 }
 
+using Extension = std::tuple<std::optional<Drafter*>, Indexes, Input<Token>, Input<Token>, std::optional<SuffixIndex*>,
+                             SequenceId, Input<Token>>;
+
+void extend_all(const std::vector<Extension>& asked) {
+    std::vector<ExtendJob> jobs;
+    for (const auto& [drafter, indexes, context, tokens, into, sequence, before] : asked) {
+        jobs.push_back({drafter.value_or(nullptr), sourced(indexes), view(context), view(tokens),
+                        into.value_or(nullptr), sequence, view(before)});
+    }
+    unlocked([&] { extend_batch(jobs); });
+}
+
 void bind_index(nb::module_& m) {
     using Unlocked = nb::call_guard<Released>;
     nb::class_<SuffixIndex>(m, "SuffixIndex")
-        .def(nb::init<std::size_t, std::size_t>(), "tail"_a = 128, "ratio"_a = 8)
+        .def(nb::init<std::size_t, std::size_t, bool>(), "tail"_a = SuffixIndex::kTail, "ratio"_a = SuffixIndex::kRatio,
+             "deferred"_a = false)
         .def(
             "append",
             [](SuffixIndex& self, SequenceId sequence, const Input<Token>& tokens, const Input<Token>& context) {
@@ -155,7 +168,22 @@ void bind_index(nb::module_& m) {
         .def_prop_ro("sequence_count", &SuffixIndex::sequence_count, Unlocked())
         .def_prop_ro("token_count", &SuffixIndex::token_count, Unlocked())
         .def_prop_ro("run_count", &SuffixIndex::run_count, Unlocked())
-        .def("memory_bytes", &SuffixIndex::memory_bytes, Unlocked())
+        .def("merge_step", &SuffixIndex::merge_step, Unlocked())
+        .def_prop_ro("merging_due", &SuffixIndex::merging_due)
+        .def(
+            "oldest",
+            [](const SuffixIndex& self, std::size_t tokens) {
+                return array_of(unlocked([&] { return self.oldest(tokens); }));
+            },
+            "tokens"_a)
+        .def("work",
+             [](const SuffixIndex& self) {
+                 const Work work = unlocked([&] { return self.work(); });
+                 return std::tuple(work.appended, work.removed, work.locked, work.longest_hold, work.background);
+             })
+        .def("memory_bytes", &SuffixIndex::memory_bytes)
+        .def("transient_bytes", &SuffixIndex::transient_bytes)
+        .def("reclaimable_bytes", &SuffixIndex::reclaimable_bytes)
         .def("mapped_bytes", &SuffixIndex::mapped_bytes, Unlocked())
         .def(
             "freeze",
@@ -167,10 +195,10 @@ void bind_index(nb::module_& m) {
             "kept"_a.noconvert())
         .def_static(
             "load",
-            [](int file, std::uint64_t offset, const Counts& counts, const Counts& checksums) {
-                return unlocked([&] { return SuffixIndex::load(file, {offset, counts, checksums}); });
+            [](int file, std::uint64_t offset, const Counts& counts, const Counts& checksums, bool deferred) {
+                return unlocked([&] { return SuffixIndex::load(file, {offset, counts, checksums}, deferred); });
             },
-            "file"_a, "offset"_a, "counts"_a, "checksums"_a)
+            "file"_a, "offset"_a, "counts"_a, "checksums"_a, "deferred"_a = false)
         .def("check_integrity", &SuffixIndex::check_integrity, Unlocked());
 }
 
@@ -198,6 +226,7 @@ void bind_drafter(nb::module_& m) {
             "state"_a.noconvert())
         .def_prop_ro("version", &Drafter::version)
         .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<Released>());
+    m.def("extend_batch", &extend_all, "jobs"_a);
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 

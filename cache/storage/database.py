@@ -76,6 +76,10 @@ class Database(ABC):
         """Erase every byte of deleted rows, with `rewrite` by rewriting the database; false as in `shrink`."""
 
     @abstractmethod
+    def include(self, table: str) -> None:
+        """Count `table` among the tables that `disk_bytes` measures and `secure_erase` erases. Idempotent."""
+
+    @abstractmethod
     def problems(self, connection: sa.Connection) -> list[str]:
         """Faults in the database's structure, as its own integrity check reports them."""
 

@@ -62,6 +62,7 @@ class PostgresDatabase(Database):
         except ModuleNotFoundError as error:
             advice = "install it with: pip install 'agentspec[postgres]'"
             raise ConfigurationError(f"{self.name} needs {error.name}; {advice}", param="path") from None
+        self._further: set[str] = set()
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         event.listen(self.engine, "connect", lambda connection, _: self._connections.add(connection))
         self._lease: sa.Connection | None = None
@@ -151,8 +152,11 @@ class PostgresDatabase(Database):
     def insert(self, table: sa.Table) -> Upsert:
         return insert(table)
 
+    def include(self, table: str) -> None:
+        self._further.add(table)
+
     def disk_bytes(self) -> int:
-        tables = ", ".join(f"'{table}'::regclass" for table in metadata.tables)
+        tables = ", ".join(f"'{table}'::regclass" for table in (*metadata.tables, *sorted(self._further)))
         with self.engine.connect() as connection:
             query = f"SELECT sum(pg_total_relation_size(id)) FROM unnest(ARRAY[{tables}]) AS id"
             return int(connection.exec_driver_sql(query).scalar_one())
@@ -164,7 +168,8 @@ class PostgresDatabase(Database):
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("SET lock_timeout = '5s'")
             try:
-                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {_TABLES}")
+                tables = ", ".join((_TABLES, *sorted(self._further)))
+                connection.exec_driver_sql(f"VACUUM {'(FULL)' if rewrite else ''} {tables}")
             except exc.DBAPIError as error:
                 if not self.is_transient(error):
                     raise

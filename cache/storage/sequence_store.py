@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -110,6 +110,7 @@ class SequenceStore(SequenceReader):
             room=_ROOM,
             linger=_LINGER,
         )
+        self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
         self._erase_pending = database.is_writer  # a process killed after a deletion may have left bytes behind
         with database.engine.connect() as connection:
@@ -153,6 +154,11 @@ class SequenceStore(SequenceReader):
     def folder(self) -> Path | None:
         """The folder of the database's files; None for a database server."""
         return self._database.folder
+
+    @property
+    def database(self) -> Database:
+        """The database, for what else is kept in it."""
+        return self._database
 
     @property
     def mode(self) -> Literal["writer", "follower"]:
@@ -219,6 +225,8 @@ class SequenceStore(SequenceReader):
                 found = deletion_log.search(connection, selection, self._holds)
             with self._database.writing() as connection:
                 count = deletion_log.delete(connection, selection, found, self._holds)
+                for forget in self.also_forgets:
+                    forget(connection, selection)
         except exc.DBAPIError as error:
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
         self._erase_pending = True

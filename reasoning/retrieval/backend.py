@@ -81,7 +81,12 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
                     yield Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
                 elif isinstance(event, AnswerEnded):
                     usage = Usage(prompt_tokens=event.prompt_tokens, completion_tokens=tokens)
-                    yield Delta(finish_reason=event.finish, usage=usage, speculation=self._summary(stats))
+                    yield Delta(
+                        finish_reason=event.finish,
+                        stop_reason=event.stop_reason,
+                        usage=usage,
+                        speculation=self._summary(stats),
+                    )
 
     def _events(self, request: GenerateRequest, stats: SearchStats) -> AsyncGenerator[Event]:
         given: dict[str, Any] = {

@@ -62,6 +62,7 @@ class AnswerEnded:
 
     finish: FinishReason
     prompt_tokens: int = 0
+    stop_reason: str | None = None
 
 
 Event = Retrieved | Speculated | Verified | RolledBack | VerifiedText | AnswerEnded

@@ -35,6 +35,7 @@ class PartialAnswer:
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
+    stop_reason: str | None = None
 
     @classmethod
     async def behind(cls, prompt: Sequence[int], tokenization: Tokenization) -> PartialAnswer:
@@ -59,7 +60,7 @@ class PartialAnswer:
         scanner = StopScanner(tuple(stops))
         certain = scanner.feed(spelled.text)
         if scanner.stopped:
-            return replace(spelled, text=certain, finish="stop")
+            return replace(spelled, text=certain, finish="stop", stop_reason=scanner.matched)
         if output.finish not in ("stop", "length"):
             return replace(await spelled.flushed(tokenization), finish=output.finish)
         if output.finish == "stop" or not output.token_ids:

@@ -53,7 +53,7 @@ async def sequential(
         yield VerifiedText(text[sent:], *fresh, name_of(document))
         sent = len(text)
     assert answer.finish is not None
-    yield AnswerEnded(answer.finish, generator.prompt.tokens)
+    yield AnswerEnded(answer.finish, generator.prompt.tokens, answer.stop_reason)
 
 
 async def ralmspec(
@@ -93,4 +93,4 @@ async def ralmspec(
             for event in await state.collect():
                 yield event
         assert state.answer.finish is not None
-        yield AnswerEnded(state.answer.finish, generator.prompt.tokens)
+        yield AnswerEnded(state.answer.finish, generator.prompt.tokens, state.answer.stop_reason)

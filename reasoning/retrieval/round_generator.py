@@ -127,6 +127,9 @@ def _mixed(seed: int, position: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1  # endpoints differ in how large a seed they take
 
 
+_EFFORT = {"enable_thinking", "reasoning_effort"}  # what clients ask of every model; this one does not think
+
+
 def _check(request: GenerateRequest) -> None:
     """Raises `InvalidRequestError` for request fields whose meaning would change from round to round."""
     for name in REFUSED:
@@ -140,7 +143,7 @@ def _check(request: GenerateRequest) -> None:
     for name in ("continue_final", "start_answer", "return_prompt", "prediction"):
         if getattr(request, name) != defaults[name]:
             raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
-    if request.template_arguments:
+    if set(request.template_arguments) - _EFFORT:
         raise InvalidRequestError("a model with retrieval takes no template arguments", param="chat_template_kwargs")
 
 

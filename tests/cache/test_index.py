@@ -72,6 +72,38 @@ def test_unknown_and_closed_sequences() -> None:
         index.count([])
 
 
+@pytest.mark.parametrize("token", [2**31 - 2, 2**31 - 3, 0])
+def test_the_highest_token_is_like_any_other(token: int) -> None:
+    """Common enough for every table; searches need a key behind it."""
+    text = [token, token, 5] * 300
+    index = index_of(text, text)
+    assert index.successors([token]).counts.tolist() == [600, 600]
+    assert index.count([token, token]) == 600
+    assert len(IndexDrafter().draft([(index, Source.SHARED)], [token], 8)) == 8
+    index.check_integrity()
+
+
+def test_a_token_above_the_highest_is_refused() -> None:
+    """By the native code too, whoever calls it."""
+    index, drafter, none = index_of([1, 2, 3]), IndexDrafter(), np.zeros(0, dtype=np.int32)
+    for bad in ([2**31 - 1], [-1], [-(2**31)]):
+        array = np.array(bad, dtype=np.int32)
+        for call in (
+            lambda array=array: index.native.append(7, array, none),
+            lambda array=array: index.native.append(7, none, array),
+            lambda array=array: index.native.count(array),
+            lambda array=array: index.native.successors(array),
+            lambda array=array: drafter.native.draft([(index.native, 0)], array, 8, 0.0),
+            lambda array=array: drafter.native.observe([(index.native, 0)], array, none),
+            lambda array=array: drafter.native.observe([(index.native, 0)], none, array),
+        ):
+            with pytest.raises(ValueError, match="from 0 to 2"):
+                call()
+    with pytest.raises(InvalidRequestError, match=str(2**31 - 2)):
+        drafter.draft([(index, Source.SHARED)], [2**31 - 1])
+    assert index.sequence_count == 1
+
+
 def test_common_prefix_over_interleaved_pieces() -> None:
     index = SuffixIndex()
     for step in range(5):
@@ -327,6 +359,122 @@ def test_drafting_goes_on_during_a_merge() -> None:
         drafts += 1
     writer.join()
     assert drafts > 20
+    index.check_integrity()
+
+
+def filled(sequences: int, length: int, *, deferred: bool = True) -> SuffixIndex:
+    rng, index = np.random.default_rng(0), SuffixIndex(deferred=deferred)
+    for number in range(sequences):
+        index.append(number, rng.integers(0, 1000, length).astype(np.int32))
+    return index
+
+
+def merged(index: SuffixIndex) -> SuffixIndex:
+    while index.merge_step():
+        pass
+    return index
+
+
+def test_what_is_done_while_others_wait_is_in_proportion_to_the_tokens() -> None:
+    """By counts: neither adding nor forgetting looks at the index as a whole, however large it is."""
+    for sequences in (100, 1000):
+        index = merged(filled(sequences, 500))
+        index.append(sequences, np.arange(500, dtype=np.int32))
+        assert index.work().locked < 60 * index.work().appended
+        before = index.work()
+        index.remove(range(50))
+        assert index.work().removed - before.removed == 50 * 500
+        assert index.work().locked - before.locked < 50 * 500
+        assert index.work().longest_hold < 80_000  # a small log is copied as it grows, a large one is not
+        merged(index)
+        assert index.work().longest_hold < 80_000  # a small log is copied as it grows, a large one is not
+        assert index.work().background > 0
+        index.check_integrity()
+
+
+def test_text_is_forgotten_before_it_is_merged_away() -> None:
+    index = merged(filled(300, 500))
+    texts = {number: index.tokens(number) for number in range(0, 300, 2)}
+    full = index.memory_bytes()
+    index.remove(list(texts))
+    assert index.memory_bytes() > full // 2
+    assert index.reclaimable_bytes() >= 8 * 150 * 500
+    assert index.token_count == 150 * 500
+    drafter = IndexDrafter()
+    for text in texts.values():
+        assert index.count(text[100:110]) == 0
+        drafted = drafter.draft([(index, Source.SHARED)], text[100:164], 8)
+        assert (drafted.match_length < 10).all()
+    merged(index)
+    assert index.memory_bytes() < 0.6 * full
+    assert (index.reclaimable_bytes(), index.transient_bytes()) == (0, 0)
+    index.check_integrity()
+
+
+def test_merges_wait_for_steps_and_change_no_answer() -> None:
+    waiting, done = filled(400, 400), filled(400, 400, deferred=False)
+    assert waiting.merging_due and not done.merging_due
+    assert not done.merge_step()
+    for _ in range(100):
+        for length in (1, 2, 5):
+            context = done.tokens(7)[20 : 20 + length]
+            one, other = waiting.successors(context), done.successors(context)
+            assert one.tokens.tolist() == other.tokens.tolist() and one.counts.tolist() == other.counts.tolist()
+        if not waiting.merge_step():
+            break
+        waiting.check_integrity()
+    assert not waiting.merging_due
+
+
+def test_nobody_needs_to_merge_a_deferred_index() -> None:
+    """Too many runs would make drafts slow, so appends merge them when no one else does."""
+    index = filled(3000, 400)
+    assert index.native.run_count <= 65
+
+
+def test_an_append_waits_for_no_reader() -> None:
+    """Eight threads draft without a pause; hundreds of appends get through, each waiting for other changes alone."""
+    index, stop = filled(50, 400), threading.Event()
+
+    def read() -> None:
+        drafter = IndexDrafter()
+        while not stop.is_set():
+            drafter.draft([(index, Source.SHARED)], [1, 2, 3], 32)
+
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    for number in range(100, 400):
+        index.append(number, [1, 2, 3, 4])
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert index.sequence_count == 350
+
+
+def test_the_least_recently_used_are_known_without_a_search() -> None:
+    index = filled(20, 100)
+    assert index.oldest(250).tolist() == [0, 1, 2]
+    IndexDrafter().observe([(index, Source.SHARED)], index.tokens(1)[:10], index.tokens(1)[10:12])
+    index.append(0, [5])
+    index.remove([2])
+    assert index.oldest(250).tolist() == [3, 4, 5]
+    assert index.oldest(10**9).tolist() == [*range(3, 20), 1, 0]
+    usage = index.usage()
+    assert index.oldest(10**9).tolist() == usage.sequences[np.argsort(usage.last_used)].tolist()
+
+
+def test_large_runs_are_merged_in_pieces() -> None:
+    """A merge of a million positions needs little more memory than its result, and many drafts see its middle."""
+    index = filled(2500, 400)
+    most, steps = 0, 0
+    before = index.memory_bytes()
+    while index.merge_step():
+        most, steps = max(most, index.memory_bytes()), steps + 1
+        if steps % 7 == 0:
+            assert index.count(index.tokens(1000)[50:60]) == 1
+    assert steps > 15
+    assert most < 1.1 * before
     index.check_integrity()
 
 

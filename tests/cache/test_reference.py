@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from agentspec.cache.index import IndexDrafter, SuffixIndex
 from agentspec.cache.reference import ReferenceDrafter, ReferenceIndex
@@ -19,7 +28,7 @@ def periodic(pattern: list[int], length: int) -> list[int]:
 
 
 tiny = st.lists(st.integers(0, 2), max_size=60)
-wide = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+wide = st.lists(st.integers(0, 2**31 - 2), max_size=40)
 repetitive = st.builds(periodic, st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(0, 100))
 texts = st.one_of(tiny, wide, repetitive)
 contexts = st.one_of(st.lists(st.integers(0, 3), min_size=1, max_size=8), repetitive.filter(bool))
@@ -55,16 +64,27 @@ def assert_same_drafts(
 
 
 class SameIndex(RuleBasedStateMachine):
-    """Open, append, close, truncate and remove sequences in any order, in both implementations."""
+    """Open, append, close, truncate and remove sequences in any order, in both implementations.
+
+    Merges are done at once, or wait for steps that come at any time: no answer depends on it.
+    """
 
     sequences = Bundle("sequences")
 
     def __init__(self) -> None:
         super().__init__()
-        self.native = SuffixIndex(tail=5, ratio=2)
         self.twin = ReferenceIndex()
         self.drafter = IndexDrafter(scan_limit=NO_SAMPLING)
         self.twin_drafter = ReferenceDrafter()
+
+    @initialize(deferred=st.booleans())
+    def create(self, deferred: bool) -> None:
+        self.native = SuffixIndex(tail=5, ratio=2, deferred=deferred)
+
+    @rule(steps=st.integers(1, 3))
+    def merge(self, steps: int) -> None:
+        for _ in range(steps):
+            assert self.native.merge_step() or not self.native.merging_due
 
     @rule(target=sequences, sequence=st.integers(0, 5), tokens=texts, context=tiny)
     def open(self, sequence: int, tokens: list[int], context: list[int]) -> object:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import threading
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.suffix_cache import MaintenanceThread
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheClosedError, ConfigurationError, InvalidRequestError
 from agentspec.types import Namespace
@@ -208,25 +206,3 @@ def test_unshared_outputs_are_not_written(tmp_path: Path) -> None:
         partial.abandon()
     with SuffixCache.open(tmp_path) as cache:
         assert cache.stats().sequences == 0
-
-
-def test_it_works_until_it_is_closed_and_tells_a_failure_once(caplog: pytest.LogCaptureFixture) -> None:
-    turns, enough = 0, threading.Event()
-
-    def work() -> None:
-        nonlocal turns
-        turns += 1
-        if turns >= 6:
-            enough.set()
-        if turns != 3:
-            raise OSError("disk is gone")
-
-    with caplog.at_level(logging.WARNING):
-        thread = MaintenanceThread(work, seconds=0.01, name="thread")
-        assert enough.wait(10)
-        thread.close()
-        thread.close()
-    done = turns
-    assert [record.getMessage() for record in caplog.records] == 2 * ["looking after the cache failed: disk is gone"]
-    assert not any(one.name == "thread" for one in threading.enumerate())
-    assert turns == done

@@ -88,6 +88,7 @@ def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
     assert program("bench", "retrieval", "--corpus", tmp_path / "none", "--questions", file).exit_code == 2
 
 
+@pytest.mark.slow
 def test_best_of_n_prints_and_writes_every_drafter(program, tiny_model, tmp_path):
     problems, out = tmp_path / "problems.jsonl", tmp_path / "out.json"
     problems.write_text("".join(json.dumps({"problem": f"what is {n}?", "answer": "1"}) + "\n" for n in range(11)))

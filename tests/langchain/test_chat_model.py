@@ -411,3 +411,12 @@ def test_time_to_first_token_is_not_held_back() -> None:
     model, fake = chat(Answer(text="one two three", latency=0.02))
     with closing(cast(Any, model.stream("hi"))) as chunks:
         assert next(chunks).content == "one" and fake.active == 1
+
+
+def test_a_latency_target_is_the_models_or_the_calls(server: Any) -> None:
+    model, fake = chat("a", "b", latency_target_ms_per_token=20.0)
+    model.invoke("hi")
+    model.invoke("hi", latency_target_ms_per_token=5.0)
+    assert [request.latency_target_ms_per_token for request in fake.requests] == [20.0, 5.0]
+    remote(server, latency_target_ms_per_token=20.0).invoke("hi")
+    assert server.bodies[0]["latency_target_ms_per_token"] == 20.0

@@ -14,7 +14,8 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 
 from agentspec.errors import ConfigurationError
 from agentspec.langchain.checkpoints import read
-from agentspec.recordings.calls import BadLineError, Format, RecordedCall, detect
+from agentspec.recordings.calls import BadLineError, RecordedCall
+from agentspec.recordings.formats import Format, detect
 from agentspec.types import Labels
 
 

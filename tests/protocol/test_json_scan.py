@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.protocol.json_scan import WINDOW, member_span, top_level_value
+from agentspec.protocol import json_scan
+from agentspec.protocol.json_scan import WINDOW, array_items, member_span, top_level_value
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
@@ -53,17 +54,36 @@ def test_only_the_top_level_counts() -> None:
         assert top_level_value(text.encode(), "usage") in (None, 1 if text.endswith("trailing") else None), text
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_the_ends_of_a_large_answer_are_enough(place: int) -> None:
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_small_member_of_a_large_answer_is_found_wherever_it_is(place: int) -> None:
     usage = b'"usage": {"prompt_tokens": 7, "completion_tokens": 1}'
-    data = b'"data": [' + b'{"embedding": [0.1, -0.25e-3]},' * 300_000 + b"{}]"
-    body = b"{" + b", ".join([usage, data] if place else [data, usage]) + b"}"
+    vector = b'{"embedding": [0.1, -0.25e-3], "usage": {"prompt_tokens": 8}, "text": "\\\\\\" \\"usage\\": {["},'
+    parts = [b'"data": [' + vector * 40_000 + b"{}]", b'"more": [' + vector * 40_000 + b'"usage"]']
+    parts.insert(place, usage)
+    body = b"{" + b", ".join(parts) + b"}"
+    assert json.loads(body)["usage"]["prompt_tokens"] == 7
     before = resource.getrusage(resource.RUSAGE_SELF)
     assert top_level_value(body, "usage") == {"prompt_tokens": 7, "completion_tokens": 1}
+    assert top_level_value(body, "speculation") is None
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert after.ru_utime - before.ru_utime < 1 and after.ru_maxrss - before.ru_maxrss < 10_000
-    in_the_middle = b"{" + b", ".join([data, usage, data.replace(b"data", b"more")]) + b"}"
-    assert top_level_value(in_the_middle, "usage") is None
+
+
+@given(OBJECTS, st.integers(1, 9))
+def test_steps_of_any_size_find_the_same(value: dict[str, Any], step: int) -> None:
+    body = json.dumps(value | {"usage": {"a": 1}, "z": ["]", '"', "\\" * 3]}).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_scan, "STEP", step)
+        assert json_scan._anywhere(body, "usage") == {"a": 1}
+
+
+def test_the_items_of_an_array() -> None:
+    items: list[Any] = [1, "a,]b", {"x": [1, {"y": "}"}]}, [], "\\", None, -0.5]
+    for text in (json.dumps({"data": items}), json.dumps({"data": items, "b": [2]}, indent=1)):
+        span = member_span(text.encode(), "data")
+        assert [json.loads(item) for item in array_items(text.encode(), *span)] == items
+    assert list(array_items(b"[]", 0, 2)) == list(array_items(b"[", 0, 1)) == []
+    assert list(array_items(b'[1, {"a": 2', 0, 11)) == [b"1"]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_every_field_that_is_acted_on() -> None:
         ("top_k", -1),
         ("max_tokens", None),
         ("chat_template_kwargs", {}),
-        ("reasoning_effort", "none"),
+        ("verbosity", "low"),
     ],
 )
 def test_inert_fields_change_nothing(field: str, value: Any) -> None:
@@ -152,7 +152,8 @@ def test_inert_fields_change_nothing(field: str, value: Any) -> None:
         ({"use_beam_search": True}, "use_beam_search"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"verbosity": "loud"}, "verbosity"),
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"bad_words": [" "]}, "bad_words"),
@@ -371,3 +372,18 @@ def test_echo_wants_the_prompt_scored_as_the_answer_is() -> None:
 
 def test_harmless_values_are_accepted() -> None:
     assert complete(echo=False, suffix="", best_of=1, n=1, user="u") == complete()
+
+
+@pytest.mark.parametrize(
+    ("effort", "arguments"),
+    [
+        ("none", {"enable_thinking": False}),
+        ("minimal", {"enable_thinking": True, "reasoning_effort": "low"}),
+        ("high", {"enable_thinking": True, "reasoning_effort": "high"}),
+        ("xhigh", {"enable_thinking": True, "reasoning_effort": "high"}),
+    ],
+)
+def test_the_effort_is_told_to_the_chat_template(effort: str, arguments: dict[str, Any]) -> None:
+    assert ask(reasoning_effort=effort).template_arguments == arguments
+    own = {"enable_thinking": True, "other": 1}
+    assert ask(reasoning_effort=effort, chat_template_kwargs=own).template_arguments == arguments | own

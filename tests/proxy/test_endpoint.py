@@ -415,3 +415,18 @@ def test_hostile_bodies(running: Any, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     response = _pooled(running.url).post("/v1/chat/completions", content=body, headers=headers)
     assert 400 <= response.status_code < 500 and len(response.content) < 2000
+
+
+def test_a_name_that_a_client_has_built_in_is_served(gateway: Any) -> None:
+    from agentspec.settings.load import Settings
+
+    fake = FakeBackend("ok")
+    running = gateway({MODEL: fake}, Settings(backends={}, model_aliases={"gpt-5": MODEL, "claude-*": MODEL}))
+    for name, path in (("gpt-5", "chat/completions"), ("claude-haiku-4-5", "messages")):
+        asked = {"model": name, "max_tokens": 5, "messages": HELLO}
+        answer = httpx.post(f"{running.url}/v1/{path}", json=asked).json()
+        assert answer["model"] == name
+    assert running.metric("agentspec_requests_total", route="/v1/messages", model=MODEL, outcome="ok") == 1
+    listed = httpx.get(f"{running.url}/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == [MODEL, "gpt-5"]
+    assert httpx.get(f"{running.url}/v1/models/gpt-5").status_code == 200

@@ -36,7 +36,6 @@ ROUTES = [
     ("GET", f"/v1/models/{MODEL}"),
     ("GET", "/metrics"),
     ("GET", "/version"),
-    ("GET", "/ready"),
     ("GET", "/docs"),
     ("GET", "/"),
     ("GET", "/health/"),
@@ -125,13 +124,30 @@ def test_pages(opened: Any) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nope", 404), ("POST", "/v1/responses", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)],
+    [("GET", "/nope", 404), ("POST", "/v1/assistants", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)],
 )
 def test_other_paths_and_methods_answer_in_the_same_shape(opened: Any, method: str, path: str, status: int) -> None:
     response = httpx.request(method, opened.url + path)
     assert response.status_code == status and set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert response.headers["x-request-id"].startswith("req-")
     assert (status == 405) == ("allow" in response.headers)
+
+
+def test_probes_send_no_key_and_learn_no_more_than_whether_it_is_ready(keyed: Any) -> None:
+    """Orchestrators cannot send one, and call by any name; why the gateway is not ready, only clients are told."""
+    wrong = {"authorization": "Bearer sk-wrong", "host": "probe.cluster.local"}
+    right = {"authorization": f"Bearer {KEYS['alice']}"}
+    for headers in ({}, wrong, right):
+        answer = httpx.get(f"{keyed.url}/ready", headers=headers)
+        assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+        assert httpx.get(f"{keyed.url}/health", headers=headers).json() == {"status": "ok"}
+    keyed.runtime._started = False  # as it stands while the models load
+    try:
+        for headers, status in ((({}), "not ready"), (wrong, "not ready"), (right, "loading")):
+            answer = httpx.get(f"{keyed.url}/ready", headers=headers)
+            assert (answer.status_code, answer.json()) == (503, {"status": status})
+    finally:
+        keyed.runtime._started = True
 
 
 def test_unknown_names_make_no_labels(opened: Any) -> None:

@@ -165,3 +165,16 @@ def test_an_endpoint_that_is_down_is_left_for_the_first_request(corpus: Path) ->
 def test_names_that_lead_nowhere_are_refused(corpus: Path, knobs: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         settings(corpus, **knobs)
+
+
+def test_a_stream_of_messages(gateway: Any, corpus: Path) -> None:
+    running = gateway({"large": Reader()}, settings(corpus))
+    asked = {**BODY, "stream": True, "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}
+    answer = httpx.post(f"{running.url}/v1/messages", json=asked, timeout=60)
+    whole = httpx.post(f"{running.url}/v1/messages", json=BODY, timeout=60).json()
+    told = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert (
+        "".join(event["delta"]["text"] for event in told if event["type"] == "content_block_delta")
+        == (whole["content"][0]["text"])
+    )
+    assert whole["stop_reason"] == told[-2]["delta"]["stop_reason"] == "max_tokens"

@@ -16,9 +16,11 @@ from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.errors import ConfigurationError, UpstreamError
 from agentspec.langchain import ChatAgentSpec
+from agentspec.proxy.admission.auth import Authenticator
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
 from agentspec.step.decorator import report, step
 from agentspec.testing import Answer, FakeBackend, Script, ThinkingModel
 
@@ -70,6 +72,36 @@ def test_one_answer_has_its_reasoning_beside_the_content(gateway: Any) -> None:
     assert message.model_dump()["reasoning_content"] == message.model_dump()["reasoning"] == THINKING
     refused = httpx.post(f"{running.url}/v1/completions", json={"model": "fast", "prompt": "two"})
     assert refused.status_code == 400 and "chat completions" in refused.json()["error"]["message"]
+
+
+def test_upstreams_are_asked_for_no_more_than_the_gateway_allows(gateway: Any) -> None:
+    """Neither by a request, nor by the strategy's own steps, whose settings want more; a reload changes that too."""
+    known = Capabilities(continue_final=True, logprobs=True)
+    behind = models(capabilities=known)
+    backends = {
+        name: OpenAISettings(base_url=f"{gateway({'m': model}).url}/v1", model="m", vllm="off")  # type: ignore[arg-type]
+        for name, model in behind.items()
+    }
+    fast = SpecReasonSettings(base="large", small="tiny")
+    running = gateway(
+        {}, Settings(server=ServerSettings(max_output_tokens=100), backends=backends, models={"fast": fast})
+    )
+    url = f"{running.url}/v1/chat/completions"
+    for field, value, param in (
+        ("max_tokens", 101, "max_tokens"),
+        ("max_completion_tokens", 10**9, "max_completion_tokens"),
+        ("n", 9, "n"),
+        ("chat_template_kwargs", {"loops": 10**9}, "chat_template_kwargs.loops"),
+    ):
+        refused = httpx.post(url, json={**BODY, field: value})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+    for most in (100, 50):
+        running.app.apply(ServerSettings(max_output_tokens=most), Authenticator(()))
+        for model in behind.values():
+            model.requests.clear()
+        assert httpx.post(url, json={**BODY, "max_tokens": most}, timeout=60).status_code == 200
+        asked = [request.sampling.max_tokens for model in behind.values() for request in model.requests]
+        assert max(one or 0 for one in asked) == most
 
 
 def test_a_client_that_leaves_cancels_both_models(gateway: Any, until: Callable[..., None], hanging_up: Any) -> None:
@@ -263,3 +295,16 @@ def test_errors_before_the_first_word_have_their_status(gateway: Any) -> None:
     broken = ThinkingModel(lambda thinking: UpstreamError("gone"), score=lambda step: UpstreamError("gone"))
     running = gateway({"large": broken, "tiny": broken}, settings())
     assert httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}).status_code == 502
+
+
+def test_responses_have_thoughts_as_an_item(gateway: Any) -> None:
+    running = gateway(models(), settings(threshold=6))
+    body = {"model": "fast", "input": "Two plus two?", "reasoning": {"effort": "high"}}
+    answer = httpx.post(f"{running.url}/v1/responses", json=body)
+    assert answer.headers["x-agentspec-lossy"].startswith("specreason")
+    thought, message = answer.json()["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": THINKING}]
+    assert message["content"][0]["text"] == "The answer is four." and answer.json()["speculation"]["lossy"] is True
+    with httpx.stream("POST", f"{running.url}/v1/responses", json={**body, "stream": True}) as stream:
+        assert stream.headers["x-agentspec-lossy"].startswith("specreason")
+        assert "event: response.reasoning_text.delta" in stream.read().decode()

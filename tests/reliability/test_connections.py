@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import httpx
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
+from agentspec.proxy.body import budget as budget_module
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import Answer, FakeBackend
@@ -252,6 +254,50 @@ def test_c3_a_whole_answer_is_written_in_pieces(gateway: Any, upstream: Any, unt
     assert answer.content == content and answer.headers["content-length"] == str(len(content))
 
 
+def test_c3_whole_answers_at_once_are_bounded_in_memory(
+    gateway: Any, upstream: Any, until: Callable[..., None]
+) -> None:
+    """There is room for two of four answers: two wait, with their upstreams, until others are read. None is lost."""
+    content = b'{"data":"' + b"x" * (4 << 20) + b'"}'
+    server = upstream(lambda request: request.answer(content))
+    running = gateway({}, upstream_settings(server, max_body_memory=18 << 20))
+    budget = running.app.budget
+    with ExitStack() as stack:
+        readers = [stack.enter_context(ask(running.url, BODY, 4096)) for _ in range(2)]
+        until(lambda: budget.held > 7 << 20)
+        readers += [stack.enter_context(ask(running.url, BODY, 4096)) for _ in range(2)]
+        until(lambda: len(server.requests) == 4)
+        assert budget.held < 9 << 20
+        for reader in readers:
+            assert answered(reader) == 200 and budget.held < 9 << 20
+    until(lambda: running.app.limiter.running == 0)
+    assert budget.held == 0
+
+
+def test_c3_answers_that_do_not_tell_their_length_end_in_503_and_not_in_memory(
+    gateway: Any, upstream: Any, until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_module, "ANSWER_SECONDS", 0.2)
+    content = b'{"data":"' + b"x" * (2 << 20) + b'"}'
+
+    def script(request: Any) -> None:
+        request.head(content_type="application/json")
+        request.send(content)
+
+    running = gateway({}, upstream_settings(upstream(script), max_body_memory=6 << 20))
+
+    def post(_: int) -> httpx.Response:
+        return httpx.post(running.url + CHAT, json=BODY, timeout=60)
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(post, range(8)))
+    refused = [one for one in answers if one.status_code != 200]
+    assert all(one.status_code == 503 and one.json()["error"]["code"] == "answer_memory" for one in refused)
+    assert all(one.headers["retry-after"] == "1" for one in refused)
+    until(lambda: running.app.limiter.running == 0)
+    assert running.app.budget.held == 0 and post(0).content == content
+
+
 def test_c3_what_is_not_read_is_not_taken_from_the_upstream(
     gateway: Any, upstream: Any, until: Callable[..., None]
 ) -> None:
@@ -369,6 +415,16 @@ def test_c5_a_body_that_trickles_is_closed(gateway: Any, until: Callable[..., No
                 received = connection.recv(1000)
     assert received.startswith(b"HTTP/1.1 408 ") and b"server.min_body_rate" in received
     until(lambda: running.app.limiter.running == 0)
+
+
+def test_c5_a_body_may_take_as_long_as_the_request_and_no_longer(gateway: Any) -> None:
+    """At the least rate a large body takes hours: only the rate and the request's own time limit it."""
+    running = gateway({"fake": FakeBackend("fine")}, min_body_rate=0, request_timeout=1.0)
+    with socket.create_connection(address(running.url), timeout=60) as connection:
+        connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+        answer = rest(connection)  # the place is free again, and so is the connection
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"server.request_timeout" in answer
+    assert running.app.limiter.running == 0
 
 
 def test_c5_connections_over_the_limits_are_refused_and_others_served(gateway: Any, until: Callable[..., None]) -> None:

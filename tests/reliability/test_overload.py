@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,67 @@ def test_c7_an_upstream_never_gets_more_than_it_has_places_for(
     asyncio.run(clients())
     assert places.turned_away == 0 and places.most <= PLACES
     assert bool(refused) is not bool(queue_timeout) and set(refused) <= {"1"}
+
+
+def test_c7_a_list_of_an_upstreams_models_takes_a_place(
+    gateway: Any, upstream: Any, until: Callable[..., None]
+) -> None:
+    """Any number of clients may ask for it; the upstream is asked by as many as have a place. Who leaves frees it."""
+    go = threading.Event()
+
+    def script(request: Any) -> None:
+        go.wait(60)
+        request.answer(b'{"data": [{"id": "m"}]}')
+
+    server = upstream(script)
+    settings = Settings(
+        server=ServerSettings(max_concurrent=2, queue_timeout=0),
+        backends={"up": OpenAISettings(base_url=server.url, vllm="off", sglang="off")},  # type: ignore[arg-type]
+    )
+    running = gateway({}, settings)
+    host, port = running.url.removeprefix("http://").split(":")
+    with ExitStack() as stack:
+        for place in range(2):
+            asking = stack.enter_context(socket.create_connection((host, int(port))))
+            asking.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            until(lambda place=place: running.app.limiter.running == place + 1)
+        refused = httpx.get(f"{running.url}/v1/models")
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert httpx.get(f"{running.url}/v1/models/m").status_code == 429
+    until(lambda: running.app.limiter.running == 0)
+    assert len(server.requests) <= 2
+    go.set()
+    assert [model["id"] for model in httpx.get(f"{running.url}/v1/models").json()["data"]] == ["m"]
+
+
+class Counted(FakeBackend):
+    """Tells its counts when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("fine")
+        self.asked, self.go = 0, asyncio.Event()
+
+    async def metrics(self, name: str) -> None:
+        self.asked += 1
+        await self.go.wait()
+
+
+@pytest.mark.anyio
+async def test_c7_backends_are_asked_for_their_counts_once_at_a_time() -> None:
+    runtime = Runtime(backends={"fake": (backend := Counted())})
+    runtime.start()
+    transport = httpx.ASGITransport(create_app(runtime))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for round in (1, 2):
+            backend.go.clear()
+            scrapes = [asyncio.create_task(client.get("/metrics")) for _ in range(20)]
+            while backend.asked < round:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.1)  # all twenty have asked by now
+            scrapes[0].cancel()  # the others still get what it asked for
+            backend.go.set()
+            assert {(await one).status_code for one in scrapes[1:]} == {200} and backend.asked == round
+    await runtime.aclose()
 
 
 def test_neighbours_a_flood_leaves_other_tenants_their_share(tmp_path: Path, in_virtual_time: Any) -> None:

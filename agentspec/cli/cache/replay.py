@@ -12,7 +12,16 @@ import typer
 
 from agentspec.cli.cache.folder import adapter_of, reference_of
 from agentspec.cli.common import ConfigOption, JsonOption, load, print_json, require_plot
-from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, counted, progress, recorded_calls
+from agentspec.cli.recorded_files import (
+    Files,
+    FormatOption,
+    SkipOption,
+    choose,
+    counted,
+    found,
+    progress,
+    recorded_calls,
+)
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall
 
@@ -47,7 +56,9 @@ def replay(
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         recorded = (
-            call for file in files for call in counted(recorded_calls(file, format_, on_bad), str(file), advance)
+            call
+            for file in found(files, console)
+            for call in counted(recorded_calls(file, format_, on_bad), str(file), advance)
         )
         encoded = list(islice(_encoded(recorded, encode, on_bad), calls))
         if not encoded:

@@ -19,11 +19,14 @@ from agentspec.cli.recorded_files import (
     SkipOption,
     choose,
     counted,
+    found,
     progress,
     recorded_calls,
 )
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.recordings.calls import BadLineError, Format, OnBad, RecordedCall, detect, lines
+from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, lines
+from agentspec.recordings.formats import Format, detect
+from agentspec.recordings.redaction import SECRETS, Redaction
 from agentspec.types import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -42,26 +45,34 @@ def import_files(
     ] = None,
     format_: FormatOption = None,
     skip_bad: SkipOption = False,
+    redact: Annotated[
+        list[str] | None,
+        typer.Option(help="Replace what matches this regular expression too, as keys are", metavar="REGEX"),
+    ] = None,
+    keep_secrets: Annotated[bool, typer.Option("--keep-secrets", help="Do not look for keys and passwords")] = False,
     config: ConfigOption = None,
     path: PathOption = None,
     json: JsonOption = False,
 ) -> None:
     """Remember the answers of recorded calls, so that the first request of the day finds them.
 
-    Reads conversations and logged calls as OpenAI has them, traces, LangGraph's SQLite checkpoints, and exports. All
-    files are read before anything is stored; what is there already is not stored again. A server may use the folder.
+    Reads conversations, logged calls of OpenAI's and Anthropic's APIs, the sessions that coding agents keep (Claude
+    Code, Codex, Pi, OpenCode, aider, SWE-agent), traces, LangGraph's SQLite checkpoints, and exports. Keys and
+    passwords are replaced by [REDACTED] first. All files are read before anything is stored; what is there already is
+    not stored again. A server may use the folder.
     """
     settings = load(config)
     folder = folder_of(settings, path, create=True)
     text = _text(settings, model) if model is not None else None
+    redaction = Redaction([*(() if keep_secrets else SECRETS), *(redact or ())])
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         rows: list[SequenceRecord] = []
-        for file in files:
-            found = list(_rows(file, format_, text, tenant, on_bad, advance))
-            if not found:
+        for file in found(files, console):
+            read = list(_rows(file, format_, text, tenant, redaction, on_bad, advance))
+            if not read:
                 console.print(f"{file}: no answers in it", markup=False, highlight=False, soft_wrap=True)
-            rows += found
+            rows += read
         kept = _admitted(rows, settings, text)
         advance(f"storing {len(kept)} sequences in {shown(folder)}", 0)
         added, known = _store(folder, kept)
@@ -107,7 +118,13 @@ def export(
 
 
 def _rows(
-    file: Path, format_: Format | None, text: ModelText | None, tenant: str | None, on_bad: OnBad, advance: Advance
+    file: Path,
+    format_: Format | None,
+    text: ModelText | None,
+    tenant: str | None,
+    redaction: Redaction,
+    on_bad: OnBad,
+    advance: Advance,
 ) -> Iterator[SequenceRecord]:
     """The sequences of a file."""
     format_ = format_ or detect(file)
@@ -120,7 +137,7 @@ def _rows(
         )
     for recorded in counted(recorded_calls(file, format_, on_bad), str(file), advance):
         try:
-            yield _row(recorded, text, tenant or DEFAULT_TENANT)
+            yield _row(redaction.call(recorded), text, tenant or DEFAULT_TENANT)
         except InvalidRequestError as error:
             on_bad(BadLineError(recorded.place, error.message))
 

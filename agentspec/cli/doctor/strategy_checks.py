@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from agentspec.backends.base import NONE, Backend, Capabilities
-from agentspec.backends.settings import BackendSettings, OpenAISettings, TorchSettings
+from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings, TorchSettings
 from agentspec.cli.doctor.checks import Check
-from agentspec.errors import AgentSpecError, InvalidRequestError
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings.load import Settings
 from agentspec.types import Delta, GenerateRequest, Message
@@ -133,6 +133,8 @@ def _stand_in(settings: BackendSettings) -> Backend:
         from agentspec.backends.openai import OpenAIBackend
 
         return OpenAIBackend(settings)
+    if isinstance(settings, EncoderSettings):
+        raise ConfigurationError('it is an embedding model (kind = "encoder"), which answers nothing')
     return Unloaded(settings)
 
 

@@ -6,16 +6,20 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 
 from agentspec.errors import AuthenticationError
 from agentspec.protocol.headers import read_labels, read_switch
+from agentspec.proxy.admission.identity import identified
 from agentspec.settings.api_keys import ApiKey, read_keys
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
 
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -48,6 +52,19 @@ class Identity:
 EVERYBODY = Identity(DEFAULT_TENANT, reads_metrics=True)
 
 
+class Identifies(Protocol):
+    """Tells by its headers whose request it is, or raises `AuthenticationError`; true if callers need a key.
+
+    `find` returns None where `identify` raises.
+    """
+
+    def __bool__(self) -> bool: ...
+
+    def find(self, headers: Headers) -> Identity | None: ...
+
+    def identify(self, headers: Headers) -> Identity: ...
+
+
 class Authenticator:
     """Checks API keys. Keeps only their SHA-256, and compares a client's key with every one in constant time."""
 
@@ -59,24 +76,30 @@ class Authenticator:
         return bool(self._known)
 
     def identify(self, headers: Headers) -> Identity:
-        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key.
+        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key."""
+        identity = self.find(headers)
+        if identity is None:
+            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY, or as x-api-key")
+        return identity
+
+    def find(self, headers: Headers) -> Identity | None:
+        """Whose key the request has, None for a missing or wrong key.
 
         The work is the same for every wrong key: a hash, and a comparison with each known one.
         """
         if not self._known:
             return EVERYBODY
-        given = headers.getlist("authorization")
-        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        digest = _digest(key.strip().encode("latin-1", "replace"))
+        digest = _digest((key := _given_key(headers)).encode("latin-1", "replace"))
         matches = [identity for known, identity in self._known if hmac.compare_digest(known, digest)]
-        if scheme.lower() != "bearer" or not matches:
-            raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY")
-        return matches[0]
+        return matches[0] if key and matches else None
 
 
-def read_caller(headers: Headers, tenant: str) -> Caller:
-    """The caller that the headers describe. Raises `InvalidRequestError` that names the wrong header."""
-    labels = read_labels(headers)
+def read_caller(headers: Headers, tenant: str, fields: Mapping[str, Any] = NO_FIELDS) -> Caller:
+    """The caller that the headers describe, or else the `fields` of the body.
+
+    Raises `InvalidRequestError` that names the wrong header of ours.
+    """
+    labels = identified(read_labels(headers), headers, fields)
     return Caller(tenant, labels, speculation=read_switch(headers, "speculation"), store=read_switch(headers, "store"))
 
 
@@ -89,6 +112,16 @@ def request_id(headers: Headers) -> str:
 def _identity(key: ApiKey) -> Identity:
     operator = key.role == "operator"
     return Identity(key.tenant, uses_models=not operator, reads_metrics=operator)
+
+
+def _given_key(headers: Headers) -> str:
+    """The key in `Authorization`, or else in `x-api-key`, where Anthropic's clients send it; empty without one."""
+    given = headers.getlist("authorization")
+    if given:
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        return key.strip() if scheme.lower() == "bearer" else ""
+    given = headers.getlist("x-api-key")
+    return given[0].strip() if len(given) == 1 else ""
 
 
 def _digest(key: bytes) -> bytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
+from typing import Protocol
 
 from starlette.types import Receive
 
@@ -17,6 +19,24 @@ from agentspec.telemetry.samples import TenantSample
 LONGEST_RETRY = 60.0  # seconds that a refused client is told to wait at most
 
 
+class Admission(Protocol):
+    """Admits requests: `ConcurrencyLimiter` says what each of these does."""
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def enter(self, tenant: str, receive: Receive) -> AbstractAsyncContextManager[Receive]: ...
+
+    def update(self, settings: ServerSettings) -> None: ...
+
+    def close(self) -> None: ...
+
+    def samples(self) -> list[TenantSample]: ...
+
+
 class ConcurrencyLimiter:
     """Bounds the running requests in all and of each tenant. After `close`, running requests finish and others do not
     start.
@@ -26,13 +46,15 @@ class ConcurrencyLimiter:
     while a place is free that the tenant may use. A request is refused at once if it would wait longer than
     `server.queue_timeout` by the rate at which the tenant's requests get places.
 
-    Use it in one event loop; only `close` may be called from other threads and from signal handlers.
+    Use it in one event loop; only `close` may be called from other threads and from signal handlers. Errors call what
+    bounds the places `setting`.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, *, setting: str = "server.max_concurrent") -> None:
         self.running = 0
         self.closed = False
         self._settings = settings
+        self._setting = setting
         self._tenants: dict[str, TenantPlaces] = {}
         self._virtual_time = 0.0
         self._held = HoldingTime()  # of all tenants: what is assumed of a new one
@@ -49,7 +71,7 @@ class ConcurrencyLimiter:
         """Apply the limits of `settings` from now on. Running requests keep their places, waiting ones their turn."""
         self._settings = settings
         for name in settings.tenants:
-            self._tenant(name)
+            self.tenant(name)
         for name, tenant in self._tenants.items():
             tenant.limits = settings.tenants.get(name) or TenantLimits()
         self._withheld = sum(tenant.unused_reserve for tenant in self._tenants.values())
@@ -61,7 +83,7 @@ class ConcurrencyLimiter:
         The context's value replaces `receive`, which is listened to meanwhile, so that a client that leaves also leaves
         the queue. Raises `ShuttingDownError`, `OverloadedError` if no place is free in time, and `ClientDisconnect`.
         """
-        return Place(self, self._tenant(tenant), receive)
+        return Place(self, self.tenant(tenant), receive)
 
     def close(self) -> None:
         """Refuse all requests that have no place yet."""
@@ -75,12 +97,21 @@ class ConcurrencyLimiter:
             TenantSample(one.name, one.running, len(one.waiting), one.refused) for one in list(self._tenants.values())
         ]
 
-    # What a `Place` calls.
+    # The steps of `enter`.
+
+    def tenant(self, name: str) -> TenantPlaces:
+        """The places of the tenant of this name."""
+        found = self._tenants.get(name)
+        if found is None:
+            limits = self._settings.tenants.get(name) or TenantLimits()
+            found = self._tenants[name] = TenantPlaces(name, limits, held=HoldingTime(self._held.seconds))
+            self._withheld += found.unused_reserve
+        return found
 
     def try_take(self, tenant: TenantPlaces) -> bool:
         """Take a place if one is free for `tenant` and it has no request that waits longer."""
         if self.closed:
-            raise _closed()
+            raise closed()
         if tenant.waiting or not self._may_enter(tenant):
             return False
         self._take(tenant, in_turn=not self._waiting)
@@ -88,6 +119,22 @@ class ConcurrencyLimiter:
 
     async def wait(self, tenant: TenantPlaces, receive: Receive) -> Receive:
         """Wait for a place, and take it."""
+        turn = self.join(tenant)
+        early = EarlyMessages(receive)
+        try:
+            await early.listen_until(turn, self.queue_timeout)
+        except BaseException as error:
+            self.leave(tenant, turn)
+            if isinstance(error, TimeoutError):
+                raise self.too_late(tenant) from None
+            raise
+        return early.receive
+
+    def join(self, tenant: TenantPlaces) -> asyncio.Future[None]:
+        """Join the line; the result's end is the turn, with a place or `ShuttingDownError`. Raises `OverloadedError`.
+
+        Whoever does not wait any longer calls `leave`.
+        """
         self._require_short_wait(tenant)
         self._loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = self._loop.create_future()
@@ -95,29 +142,30 @@ class ConcurrencyLimiter:
             tenant.finish = max(tenant.finish, self._virtual_time)
         tenant.waiting.append(turn)
         self._waiting += 1
-        early = EarlyMessages(receive)
-        try:
-            await early.listen_until(turn, self._settings.queue_timeout)
-        except BaseException as error:
-            self._leave_queue(tenant, turn)
-            if isinstance(error, TimeoutError):
-                raise self._refusal(tenant, "got no place in time (server.queue_timeout)") from None
-            raise
-        return early.receive
+        return turn
+
+    def leave(self, tenant: TenantPlaces, turn: asyncio.Future[None]) -> None:
+        """Undo the waiting of a request that goes away, or give back the place that it just got."""
+        if turn in tenant.waiting:
+            tenant.waiting.remove(turn)
+            self._waiting -= 1
+        elif turn.done() and not turn.cancelled() and turn.exception() is None:
+            self._give_back(tenant)
+
+    @property
+    def queue_timeout(self) -> float:
+        """Seconds that a request may wait."""
+        return self._settings.queue_timeout
+
+    def too_late(self, tenant: TenantPlaces) -> OverloadedError:
+        """What a request is refused with that has waited for `queue_timeout`."""
+        return self._refusal(tenant, "got no place in time (server.queue_timeout)")
 
     def release(self, tenant: TenantPlaces, seconds: float) -> None:
         """Give back a place that a request held for `seconds`."""
         tenant.held.observe(seconds)
         self._held.observe(seconds)
         self._give_back(tenant)
-
-    def _tenant(self, name: str) -> TenantPlaces:
-        found = self._tenants.get(name)
-        if found is None:
-            limits = self._settings.tenants.get(name) or TenantLimits()
-            found = self._tenants[name] = TenantPlaces(name, limits, held=HoldingTime(self._held.seconds))
-            self._withheld += found.unused_reserve
-        return found
 
     def _may_enter(self, tenant: TenantPlaces) -> bool:
         places = self._settings.max_concurrent
@@ -156,19 +204,11 @@ class ConcurrencyLimiter:
                 self._take(tenant, in_turn=True)
                 turn.set_result(None)
 
-    def _leave_queue(self, tenant: TenantPlaces, turn: asyncio.Future[None]) -> None:
-        """Undo the waiting of a request that goes away, or give back the place that it just got."""
-        if turn in tenant.waiting:
-            tenant.waiting.remove(turn)
-            self._waiting -= 1
-        elif turn.done() and not turn.cancelled() and turn.exception() is None:
-            self._give_back(tenant)
-
     def _refuse_waiting(self) -> None:
         for tenant in self._tenants.values():
             for turn in tenant.waiting:
                 if not turn.done():
-                    turn.set_exception(_closed())
+                    turn.set_exception(closed())
             self._waiting -= len(tenant.waiting)
             tenant.waiting.clear()
 
@@ -177,7 +217,7 @@ class ConcurrencyLimiter:
         timeout = self._settings.queue_timeout
         if timeout <= 0:
             own = tenant.at_limit and self.running < self._settings.max_concurrent
-            setting = "the tenant's max_concurrent" if own else "server.max_concurrent"
+            setting = "the tenant's max_concurrent" if own else self._setting
             raise self._refusal(tenant, f"found no free place ({setting})")
         if len(tenant.waiting) >= self._settings.max_queued:
             raise self._refusal(tenant, "found too many others waiting (server.max_queued)")
@@ -225,5 +265,6 @@ class Place:
         self._limiter.release(self._tenant, asyncio.get_running_loop().time() - self._since)
 
 
-def _closed() -> ShuttingDownError:
+def closed() -> ShuttingDownError:
+    """What a request gets during a drain."""
     return ShuttingDownError("the server is shutting down; send the request elsewhere or later")

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentspec.backends.base import COMPLETIONS, EMBEDDINGS
+from agentspec.backends.base import COMPLETIONS, EMBEDDINGS, RESPONSES
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import MAX_BIASES
 from agentspec.protocol.validation import MAX_PHRASE, MAX_STOPS
 from agentspec.settings.server import ServerSettings
 
 # OpenAI's names, and those of SGLang, TGI, llama.cpp and Ollama for the same amount.
-_TOKENS = "max_tokens max_completion_tokens min_tokens max_new_tokens min_new_tokens n_predict num_predict".split()
+_TOKENS = (
+    "max_tokens max_completion_tokens max_output_tokens min_tokens max_new_tokens min_new_tokens n_predict"
+    " num_predict".split()
+)
 _ALTERNATIVES = "top_logprobs prompt_logprobs logprobs n_probs".split()
 _CHOICES = ("n", "best_of", "n_choices", "beam_width", "num_beams")
-_LISTS = ("stop", "stop_token_ids", "bad_words", "stop_regex")
+_LISTS = ("stop", "stop_sequences", "stop_token_ids", "bad_words", "stop_regex")
 COUNTED_FIELDS = (*_TOKENS, *_ALTERNATIVES, *_CHOICES, *_LISTS, "messages", "tools", "functions", "logit_bias")
 
 
@@ -31,6 +34,8 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
         if not isinstance(fields.get(name), bool):
             _count(fields, name, 0, limits.max_logprobs, "server.max_logprobs")
     _length(fields, "messages", limits.max_messages, "server.max_messages")
+    if path == RESPONSES:
+        _length(fields, "input", limits.max_messages, "server.max_messages")
     _length(fields, "tools", limits.max_tools, "server.max_tools")
     _length(fields, "functions", limits.max_tools, "server.max_tools")
     _length(fields, "logit_bias", MAX_BIASES)

@@ -1,63 +1,182 @@
-"""What large bodies may cost the gateway: memory while their requests run, and threads to read them in."""
+"""What large bodies and answers may cost the gateway: memory while their requests run, and threads to read them in."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from starlette.types import Message, Receive
+
 from agentspec.backends.tenant_threads import TenantThreads
-from agentspec.errors import OverloadedError
+from agentspec.errors import AnswerMemoryError, OverloadedError
 
 T = TypeVar("T")
 
 INLINE_BYTES = 1 << 16  # reading a body up to this size takes less time than it takes to wake a thread and be woken
+ANSWER_SECONDS = 10.0  # that an answer waits for memory: it was computed already, so that a wait is worth its while
 
 
 class BodyBudget:
-    """Bounds the bytes of all bodies in memory, and reads large ones off the loop.
+    """Bounds the bytes of all bodies and large answers in memory, and reads large ones off the loop.
 
-    With several tenants (`shared`), one of them may hold half of the bytes. Large bodies are read in `threads` threads,
-    of which one tenant never takes the last.
+    Answers may hold half of the bytes, so that clients who do not read theirs leave room for requests. With several
+    tenants (`shared`), one of them may hold half of either. Large bodies are read in `threads` threads, of which one
+    tenant never takes the last. Use it in one event loop.
     """
 
     def __init__(self, limit: int, threads: int, *, shared: bool = True) -> None:
         self._limit = limit
         self.shared = shared
-        self._held: Counter[str] = Counter()
+        self._bytes = _Held()
+        self._answers = _Held()  # of these bytes
+        self._waiting: deque[_MemoryWait] = deque()
         self._threads = TenantThreads(threads, "agentspec-body")
 
-    @property
-    def held(self) -> int:
-        """The bytes of all bodies that are in memory now."""
-        return self._held.total()
-
-    @contextmanager
-    def account(self, tenant: str) -> Iterator[Callable[[int], None]]:
-        """An account of one request's body: call it with the size of each piece; the end of the block gives all back.
-
-        A piece for which there is no room raises `OverloadedError`.
-        """
-        taken = 0
-
-        def take(size: int) -> None:
-            nonlocal taken
-            share = self._limit // 2 if self.shared else self._limit
-            if self.held + size > self._limit or self._held[tenant] + size > share:
-                raise OverloadedError("too many large requests are being answered already (server.max_body_memory)")
-            self._held[tenant] += size
-            taken += size
-
-        try:
-            yield take
-        finally:
-            self._held[tenant] -= taken
-            if not self._held[tenant]:
-                del self._held[tenant]
+    def account(self, tenant: str) -> BodyAccount:
+        """An account of what one request holds, as a context whose end gives all back."""
+        return BodyAccount(self, tenant)
 
     async def run(self, tenant: str, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """The result of `function(*arguments)`, which works on a body of `size` bytes: in a thread if it is large."""
         if size <= INLINE_BYTES:
             return function(*arguments)
         return await self._threads.run(tenant, function, *arguments)
+
+    @property
+    def held(self) -> int:
+        """The bytes of all bodies and large answers that are in memory now."""
+        return self._bytes.total
+
+    # What a `BodyAccount` calls.
+
+    def share(self, limit: int) -> int:
+        """How much of what all may hold one tenant may hold."""
+        return limit // 2 if self.shared else limit
+
+    @property
+    def answer_limit(self) -> int:
+        return self._limit // 2
+
+    def has_room(self, tenant: str, size: int) -> bool:
+        return self._bytes.has_room(tenant, size, self._limit, self.share(self._limit))
+
+    def add(self, tenant: str, size: int, *, answer: bool) -> None:
+        self._bytes.add(tenant, size)
+        if answer:
+            self._answers.add(tenant, size)
+        if size < 0 and self._waiting:
+            self._serve_waiting()
+
+    async def wait(self, account: BodyAccount, size: int) -> None:
+        """Wait in the line of those who wait for memory; `account` then holds `size` bytes more."""
+        waiting = _MemoryWait(account, size, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._serve_waiting()
+        try:
+            await waiting.turn
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        """Serve those who wait in order of arrival. Only who waits for its own tenant's share is passed by."""
+        most = self.answer_limit
+        for one in tuple(self._waiting):
+            if self._bytes.total + one.size > self._limit or self._answers.total + one.size > most:
+                return
+            tenant = one.account.tenant
+            if self.has_room(tenant, one.size) and self._answers.has_room(tenant, one.size, most, self.share(most)):
+                self._waiting.remove(one)
+                one.account.hold(one.size, answer=True)
+                if not one.turn.done():
+                    one.turn.set_result(None)
+
+
+class _Held:
+    """Bytes that are held, in all and by each tenant."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._by_tenant: Counter[str] = Counter()
+
+    def has_room(self, tenant: str, size: int, limit: int, share: int) -> bool:
+        return self.total + size <= limit and self._by_tenant[tenant] + size <= share
+
+    def add(self, tenant: str, size: int) -> None:
+        self.total += size
+        self._by_tenant[tenant] += size
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+
+class BodyAccount:
+    """What one request holds of a budget: the pieces of its body, and of a large answer to it."""
+
+    __slots__ = ("_answer", "_body", "_budget", "tenant")
+
+    def __init__(self, budget: BodyBudget, tenant: str) -> None:
+        self._budget = budget
+        self.tenant = tenant
+        self._body = self._answer = 0
+
+    def __enter__(self) -> BodyAccount:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hold(-self._body)
+        if self._answer:
+            self.hold(-self._answer, answer=True)
+
+    def __call__(self, size: int) -> None:
+        """Take room for a piece of the body. Raises `OverloadedError` if there is none."""
+        if not self._budget.has_room(self.tenant, size):
+            raise OverloadedError("too many large requests are being answered already (server.max_body_memory)")
+        self.hold(size)
+
+    def counting(self, receive: Receive) -> Receive:
+        """`receive` that takes room for each piece of the body as it comes, whoever asks for it."""
+
+        async def counted() -> Message:
+            message = await receive()
+            if body := message.get("body"):
+                self(len(body))
+            return message
+
+        return counted
+
+    async def wait_for(self, size: int) -> None:
+        """Take room for `size` bytes of an answer, and wait for it if need be. Raises `AnswerMemoryError` if there is
+        none in time.
+        """
+        if size > self._budget.share(self._budget.answer_limit):
+            raise AnswerMemoryError("the answer is larger than the memory for answers (server.max_body_memory)")
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._budget.wait(self, size)
+        except TimeoutError:
+            raise AnswerMemoryError(
+                "too many large answers are being sent already (server.max_body_memory); try again later"
+            ) from None
+
+    async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """As `BodyBudget.run`, for this request's tenant."""
+        return await self._budget.run(self.tenant, size, function, *arguments)
+
+    def hold(self, size: int, *, answer: bool = False) -> None:
+        """Hold `size` bytes more, or fewer if it is negative, without asking whether there is room."""
+        if answer:
+            self._answer += size
+        else:
+            self._body += size
+        self._budget.add(self.tenant, size, answer=answer)
+
+
+@dataclass(slots=True, eq=False)
+class _MemoryWait:
+    account: BodyAccount
+    size: int
+    turn: asyncio.Future[None]

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from agentspec.errors import InvalidRequestError, RequestTooLargeError
 
-BODY_SECONDS = 60.0
 _CHARSETS = frozenset({"charset=utf-8", "charset=utf8", "charset=us-ascii"})
 
 
-def _unlimited(size: int) -> None:
-    """The memory of a caller that keeps no account."""
-
-
-async def read_body(
-    headers: Headers, receive: Receive, limit: int, account: Callable[[int], None] = _unlimited
-) -> bytes:
+async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """The request's body. Reads at most `limit` bytes, whatever Content-Length claims.
 
-    `account` is told the size of each piece before it is kept, and may refuse it. Raises `RequestTooLargeError`,
-    starlette's `ClientDisconnect`, and `InvalidRequestError` for a body that is compressed, not declared as JSON, takes
-    more than a minute, or has both Transfer-Encoding and Content-Length.
+    How slowly it may come, the connection and the request's deadline decide. Raises `RequestTooLargeError`, starlette's
+    `ClientDisconnect`, and `InvalidRequestError` for a body that is compressed, not declared as JSON, or has both
+    Transfer-Encoding and Content-Length.
     """
     _check_headers(headers)
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
         raise _too_large(limit)
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await _receive_all(receive, limit, account)
-    except TimeoutError:
-        raise InvalidRequestError(f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
-
-
-async def _receive_all(receive: Receive, limit: int, account: Callable[[int], None]) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
@@ -48,7 +30,6 @@ async def _receive_all(receive: Receive, limit: int, account: Callable[[int], No
         piece = message.get("body", b"")
         if len(body) + len(piece) > limit:
             raise _too_large(limit)
-        account(len(piece))
         if not body and not message.get("more_body", False):
             return bytes(piece)
         body += piece

@@ -7,7 +7,7 @@ by name (`field_names.py`), and by value where a value is an address. Texts, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentspec.backends.settings import OpenAISettings
@@ -36,7 +36,7 @@ TEMPLATE_ARGUMENTS = frozenset(
 _TEXT_FIELDS = frozenset(
     "model suffix stop bad_words user safety_identifier prompt_cache_key response_format guided_json guided_regex"
     " guided_choice guided_grammar guided_whitespace_pattern structured_outputs structural_tag regex ebnf json_schema"
-    " grammar stop_regex documents logit_bias instructions".split()
+    " grammar stop_regex documents logit_bias instructions stop_sequences output_config output_format".split()
 )
 # Servers written in Go read names in any case: "N" must not pass where "n" is bounded.
 _SPELLINGS = {
@@ -44,10 +44,11 @@ _SPELLINGS = {
     for name in (
         *_TEXT_FIELDS,
         *COUNTED_FIELDS,
-        *"prompt input prediction metadata chat_template_kwargs stream stream_options vllm_xargs cache_salt".split(),
+        *"prompt input system prediction metadata chat_template_kwargs stream stream_options".split(),
+        *"vllm_xargs cache_salt text store background conversation previous_response_id".split(),
     )
 }
-_CALLS = frozenset({"tool_calls", "function_call", "arguments", "parameters", "input_schema"})
+_CALLS = frozenset({"tool_calls", "function_call", "arguments", "parameters", "input_schema", "input_examples"})
 _MESSAGE_TEXT = frozenset(
     "role name content text prompt input prediction thinking refusal reasoning reasoning_content summary title context"
     " signature tool_call_id messages transcript".split()
@@ -73,11 +74,20 @@ class _Region:
 _OTHER = _Region(is_denied)
 _TOOLS = _Region(is_denied, skipped=_CALLS, text=_TOOL_TEXT)
 _MESSAGES = _Region(is_denied_in_message, skipped=_CALLS, text=_MESSAGE_TEXT, media=True)
+# Items of the Responses API: results of calls are text, and so is what earlier answers cited and searched.
+_ITEMS = replace(
+    _MESSAGES,
+    skipped=_CALLS | {"annotations", "action", "results"},
+    text=_MESSAGE_TEXT | {"output", "encrypted_content", "call_id", "id"},
+)
 _REGIONS = {
+    "text": _Region(is_denied, skipped=frozenset({"schema"}), text=_TOOL_TEXT),
+    "input": _ITEMS,
     "metadata": _Region(is_denied_in_metadata, strings=False),
     "tools": _TOOLS,
     "functions": _TOOLS,
-    **dict.fromkeys(("messages", "prompt", "input", "prediction"), _MESSAGES),
+    "messages": replace(_MESSAGES, skipped=_CALLS | {"input"}),  # of a `tool_use` block, its arguments
+    **dict.fromkeys(("prompt", "prediction", "system"), _MESSAGES),
 }
 
 
@@ -103,6 +113,7 @@ class UpstreamFields:
     def __init__(self, settings: OpenAISettings) -> None:
         self._allowed = frozenset(map(plain_name, settings.allow_fields))
         self._hosts = frozenset(host.lower() for host in settings.allow_media_hosts)
+        self._priority = settings.priority != "off"
         self._arguments = TEMPLATE_ARGUMENTS | set(settings.allow_template_arguments)
 
     def check(self, fields: Mapping[str, Any]) -> None:
@@ -114,14 +125,15 @@ class UpstreamFields:
             raise InvalidRequestError("model must be a name, not an address", param="model")
         if not isinstance(fields.get("metadata", {}), (dict, type(None))):
             raise InvalidRequestError("metadata must be an object", param="metadata")
-        self._check_template_arguments(fields.get("chat_template_kwargs"))
+        self.check_template_arguments(fields.get("chat_template_kwargs"))
         for name, value in fields.items():
             if (known := _SPELLINGS.get(plain_name(name[:128]), name)) != name:
                 raise InvalidRequestError(f"{_shown(name)} must be spelled {known}", param=_shown(name))
-            if name not in _TEXT_FIELDS:
+            if name not in _TEXT_FIELDS and not (name == "priority" and self._priority):  # checked by its scale
                 self._walk(name, value, _REGIONS.get(name, _OTHER))
 
-    def _check_template_arguments(self, arguments: Any) -> None:
+    def check_template_arguments(self, arguments: Any) -> None:
+        """Raise `InvalidRequestError` for an argument of the chat template that is not allowed."""
         for name in arguments if isinstance(arguments, dict) else ():
             if name not in self._arguments:
                 param = f"chat_template_kwargs.{_shown(name)}"

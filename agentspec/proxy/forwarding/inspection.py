@@ -9,13 +9,14 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from agentspec.backends.base import COMPLETIONS
 from agentspec.errors import UpstreamError
 from agentspec.protocol.json_scan import top_level_value
 from agentspec.protocol.sse import MAX_HELD, SseDecoder
 from agentspec.protocol.usage import read_speculation, read_usage
+from agentspec.proxy.errors import error_event
 from agentspec.types import Delta, Speculation, Usage
 
 PARSED_BYTES = 64 << 10
@@ -36,11 +37,34 @@ def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
     return prompts * (n if isinstance(n, int) and n > 1 else 1)
 
 
-class StreamInspector:
-    """Follows a stream whose answer has `choices` choices.
+class Inspector(Protocol):
+    """Follows a stream that is passed on.
 
     `done`: the upstream said that the stream is complete. `error`: what it reported in place of the rest, if it did.
     """
+
+    done: bool
+    error: Any
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is missing if the stream ends here."""
+        ...
+
+    @property
+    def counts(self) -> Delta: ...
+
+    def read(self, events: bytes) -> None:
+        """Look at the next whole events."""
+        ...
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """The event that tells the client of an `error` that broke the stream off."""
+        ...
+
+
+class StreamInspector:
+    """Follows a stream of chunks whose answer has `choices` choices."""
 
     def __init__(self, choices: int) -> None:
         self.done = False
@@ -48,6 +72,9 @@ class StreamInspector:
         self._choices = choices
         self._finished: set[int] = set()
         self._counts: dict[str, Any] = {}
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        return error_event(error, request_id)
 
     @property
     def finished(self) -> bool:

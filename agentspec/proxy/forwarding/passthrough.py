@@ -12,18 +12,23 @@ from starlette.types import Scope, Send
 
 from agentspec.backends.base import Forwards
 from agentspec.errors import AgentSpecError, UpstreamError
+from agentspec.protocol.anthropic.errors import anthropic_error
+from agentspec.protocol.headers import label_headers
 from agentspec.protocol.sse import EventSplitter
 from agentspec.protocol.upstream_errors import error_object, without_account
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.admission.limits import Deadline
-from agentspec.proxy.body.budget import INLINE_BYTES
+from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
 from agentspec.proxy.body.json_object import set_values
-from agentspec.proxy.errors import error_event, outcome, refused_key
-from agentspec.proxy.forwarding.inspection import StreamInspector, read_answer
+from agentspec.proxy.errors import outcome, refused_key
+from agentspec.proxy.forwarding.inspection import Inspector, read_answer
 from agentspec.proxy.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
+
+
+_KEYS = ("authorization", "x-api-key")
 
 
 async def upstream_body(
@@ -45,11 +50,23 @@ async def upstream_body(
 
 
 async def pass_through(
-    scope: Scope, send: Send, backend: Forwards, path: str, body: bytes, deadline: Deadline, choices: int = 1
+    scope: Scope,
+    send: Send,
+    backend: Forwards,
+    path: str,
+    body: bytes,
+    deadline: Deadline,
+    inspector: Inspector,
+    method: str = "POST",
+    *,
+    account: BodyAccount,
+    above: bool = False,
 ) -> None:
-    """Forward `body` to the upstream and send its answer, which has `choices` choices, back: streamed or whole.
+    """Forward `body` to the upstream and send its answer back: streamed, followed by `inspector`, or whole.
 
-    Raises `UpstreamError` before anything is sent; a stream that fails later ends with an error event.
+    `above`: `path` stands beside the upstream's /v1. A large whole answer waits until `account` has room for it, and
+    its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
+    later ends with an error event.
     """
     record = RequestRecord.of(scope)
     query = scope.get("query_string", b"").decode("latin-1")
@@ -57,34 +74,40 @@ async def pass_through(
     async with AsyncExitStack() as stack:
         async with deadline.limit():
             response = await stack.enter_async_context(
-                backend.forward("POST", path, headers=headers, body=body, query=query, tenant=record.tenant)
+                backend.forward(
+                    method, path, headers=headers, body=body, query=query, tenant=record.tenant, above=above
+                )
             )
             record.stream = response.is_stream and response.status < 400
             if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
                 raise refused_key(f"upstream {response.name}")
-            content = b"" if record.stream else await response.aread()
+            content = b"" if record.stream else await response.aread(room=account.wait_for)
         if not record.stream:
-            await _send_whole(response, content, record, send)
+            await _send_whole(response, content, record, send, account)
         elif response.is_encoded:
             await _send_encoded(response, record, send, deadline)
         else:
-            await _send_stream(response, record, send, deadline, StreamInspector(choices))
+            await _send_stream(response, record, send, deadline, inspector)
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
-    """The client's headers, without `authorization` if it holds a key for this gateway."""
-    headers = dict(Headers(scope=scope)) | {"x-request-id": record.request_id}
+    """The client's headers with the request's labels, without those that hold a key for this gateway."""
+    headers = dict(Headers(scope=scope)) | label_headers(record.labels) | {"x-request-id": record.request_id}
     if record.has_gateway_key:
-        headers.pop("authorization", None)
+        headers = {name: value for name, value in headers.items() if name not in _KEYS}
     return headers
 
 
-async def _send_whole(response: UpstreamResponse, content: bytes, record: RequestRecord, send: Send) -> None:
+async def _send_whole(
+    response: UpstreamResponse, content: bytes, record: RequestRecord, send: Send, account: BodyAccount
+) -> None:
     if response.status >= 400:
         record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
         content = _error_body(response, content)
+        if record.anthropic:
+            content = anthropic_error(content, response.status, record.request_id)
     elif not response.is_encoded:
-        counts, error = read_answer(content)
+        counts, error = await account.run(len(content), read_answer, content)
         record.read(counts)
         _note_error(record, error)
         content = without_account(content) if error and response.own_key else content
@@ -94,7 +117,7 @@ async def _send_whole(response: UpstreamResponse, content: bytes, record: Reques
 
 
 async def _send_stream(
-    response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline, inspector: StreamInspector
+    response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline, inspector: Inspector
 ) -> None:
     """Send whole events, byte for byte. If the upstream stops before its answer is complete, an error event follows."""
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
@@ -116,7 +139,7 @@ async def _send_stream(
         rest = b""
         if not (inspector.done or inspector.error):
             record.fail(outcome(error), error.code)
-            rest = splitter.separator() + error_event(error)
+            rest = splitter.separator() + inspector.failure(error, record.request_id)
     record.read(inspector.counts)
     _note_error(record, inspector.error)
     await send({"type": "http.response.body", "body": rest})

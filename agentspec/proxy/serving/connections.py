@@ -34,12 +34,14 @@ class Observed:
 class Connections:
     """Admits connections up to the limits, and ends those that are over a time limit each time `sweep` is called.
 
-    Looking at all of them a few times a second costs less than timers that every request would set and cancel.
+    Looking at all of them a few times a second costs less than timers that every request would set and cancel. It is
+    crowded above a part of `capacity` divided by `processes`, where several share it.
     """
 
-    def __init__(self, settings: ServerSettings, capacity: int) -> None:
+    def __init__(self, settings: ServerSettings, capacity: int, *, processes: int = 1) -> None:
         self.settings = settings
         self._capacity = capacity
+        self._crowded_above = capacity * CROWDED / processes
         self.open = 0
         self._by_network: Counter[str] = Counter()
         self._observed: dict[BoundedConnection, Observed] = {}
@@ -95,7 +97,7 @@ class Connections:
 
     @property
     def _is_crowded(self) -> bool:
-        return self.open > self._capacity * CROWDED
+        return self.open > self._crowded_above
 
     @property
     def _patience(self) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -17,13 +17,13 @@ from uvicorn.config import STARTUP_FAILURE
 
 from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.httptools_protocol import HttpToolsConnection
-from agentspec.proxy.serving.listener import BACKLOG, Listener, connection_capacity, listen
+from agentspec.proxy.serving.listener import BACKLOG, AcceptsConnections, Listener, connection_capacity, listen
 from agentspec.proxy.serving.protocol import BoundedConnection, in_pieces
 from agentspec.proxy.serving.tls import tls_context
 from agentspec.settings.server import ServerSettings
 
 TICKS = 10  # of uvicorn's main loop in a second
-_REFUSAL = (
+REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-type: text/plain\r\n"
     b"content-length: 21\r\n\r\ntoo many connections\n"
 )
@@ -32,10 +32,14 @@ _REFUSAL = (
 class HttpServer(uvicorn.Server):
     """Serves `app` by the limits of `settings` until SIGTERM or SIGINT; `grace` seconds are left to running requests.
 
+    `connections` admits and watches connections; by default as many as are configured and the system allows.
+
     Raises `ConfigurationError` for a certificate that cannot be used.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, *, grace: int = 1) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, *, grace: int = 1, connections: Connections | None = None
+    ) -> None:
         tls = tls_context(settings)
         super().__init__(
             uvicorn.Config(
@@ -57,7 +61,7 @@ class HttpServer(uvicorn.Server):
         )
         self.tls = tls
         self.limit(settings)
-        self.connections = Connections(settings, connection_capacity(settings))
+        self.connections = connections or Connections(settings, connection_capacity(settings))
 
     def limit(self, settings: ServerSettings) -> None:
         """Use these limits for new connections, and for the time of those that are open."""
@@ -68,7 +72,7 @@ class HttpServer(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on `sockets`, or else bind the configured address. Raises `ConfigurationError` if that fails."""
-        super().run(sockets or listen(self.config.host, self.config.port))
+        super().run(listen(self.config.host, self.config.port) if sockets is None else sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Take the place of uvicorn's, which accepts connections without a bound."""
@@ -76,11 +80,15 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
-        listener = Listener(sockets, self._accepted)
+        listener = self.listener(sockets)
         await listener.start_serving()
         self.servers = [listener]  # type: ignore[list-item]  # uvicorn only closes it
         self._log_started_message(sockets)
         self.started = True
+
+    def listener(self, sockets: list[socket.socket]) -> AcceptsConnections:
+        """What accepts the connections, given the sockets to listen on."""
+        return Listener(sockets, self.accepted)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; unlike uvicorn's, the process then ends with status 0 and not by the signal."""
@@ -97,18 +105,22 @@ class HttpServer(uvicorn.Server):
         watched = [one for one in self.server_state.connections if isinstance(one, BoundedConnection)]
         self.connections.sweep(watched, asyncio.get_running_loop().time())
 
-    def _accepted(self, connection: socket.socket, address: str) -> Coroutine[None, None, None] | None:
+    def accepted(self, connection: socket.socket, address: str) -> Coroutine[None, None, None] | None:
+        """Refuse a connection from `address`, or return what serves it."""
         network = self.connections.admit(address)
         if network is None:
             with suppress(OSError):
                 if self.tls is None:
-                    connection.send(_REFUSAL)
+                    connection.send(REFUSAL)
             connection.close()
             return None
-        return self._open(connection, partial(self.connections.release, network))
+        return self.open(connection, partial(self.connections.release, network))
 
-    async def _open(self, connection: socket.socket, release: partial[None]) -> None:
-        """Hand an accepted connection to a protocol; with TLS, once its handshake is complete."""
+    async def open(self, connection: socket.socket, release: Callable[[], None]) -> None:
+        """Hand an accepted connection to a protocol; with TLS, once its handshake is complete.
+
+        `release` is called once the connection is over.
+        """
         protocol = HttpToolsConnection(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )

@@ -7,6 +7,7 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from agentspec.errors import ConfigurationError
 from agentspec.proxy.logs import logger
@@ -58,6 +59,16 @@ def connection_capacity(settings: ServerSettings) -> int:
     return capacity
 
 
+class AcceptsConnections(Protocol):
+    """Something that hands connections to a server, until it is closed."""
+
+    async def start_serving(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def wait_closed(self) -> None: ...
+
+
 class Listener:
     """Accepts on `sockets` until closed and calls `accepted(connection, address)` for each connection."""
 
@@ -96,7 +107,7 @@ class Listener:
                 await asyncio.sleep(_SHORTAGE)
                 continue
             _set_options(connection)
-            opening = self._accepted(connection, address[0])
+            opening = self._accepted(connection, address[0] if address else "")  # Unix sockets have no addresses
             if opening is not None:
                 task = asyncio.ensure_future(opening)
                 self._opening.add(task)

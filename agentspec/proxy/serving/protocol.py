@@ -58,6 +58,11 @@ class BoundedConnection(asyncio.Protocol):
         self.received += len(data)
         super().data_received(data)
 
+    def on_response_complete(self) -> None:
+        """Called by uvicorn. A body that nobody read would stay as long as the connection is idle."""
+        self.cycle.body = bytearray()
+        super().on_response_complete()  # type: ignore[misc]
+
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for what is not HTTP. Behind a whole request it is dropped, and the answer is the last."""
         if self.phase is Phase.ANSWER:

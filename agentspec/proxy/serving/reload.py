@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import anyio
 
@@ -17,10 +18,6 @@ from agentspec.proxy.logs import logger
 from agentspec.proxy.serving.tls import load_certificate
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
-
-if TYPE_CHECKING:
-    from agentspec.proxy.middleware import GatewayMiddleware
-    from agentspec.proxy.serving.http_server import HttpServer
 
 RELOADABLE = frozenset(
     "api_keys allowed_hosts max_body_bytes max_messages max_concurrent request_timeout drain_timeout"
@@ -32,12 +29,27 @@ RELOADABLE = frozenset(
 """What of `[server]` takes effect without a restart."""
 
 
+class Applies(Protocol):
+    """What takes over keys and limits: the gateway's application."""
+
+    async def check(self, settings: ServerSettings) -> None: ...
+
+    def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None: ...
+
+
+class Limited(Protocol):
+    """What takes over a certificate and limits on connections: its server."""
+
+    @property
+    def tls(self) -> ssl.SSLContext | None: ...
+
+    def limit(self, settings: ServerSettings) -> None: ...
+
+
 class Reloader:
     """Reads the settings anew on SIGHUP and applies what can change. Without `load` the signal is ignored."""
 
-    def __init__(
-        self, server: HttpServer, app: GatewayMiddleware, settings: Settings, load: Callable[[], Settings] | None
-    ) -> None:
+    def __init__(self, server: Limited, app: Applies, settings: Settings, load: Callable[[], Settings] | None) -> None:
         self._server = server
         self._app = app
         self._load = load
@@ -66,7 +78,9 @@ class Reloader:
         if self._load is None:
             return
         try:
-            self.apply(await anyio.to_thread.run_sync(self._load))
+            wanted = await anyio.to_thread.run_sync(self._load)
+            await self._app.check(wanted.server)
+            self.apply(wanted)
         except ConfigurationError as error:
             logger.error("configuration not reloaded; the old one stays", reason=error.message)
         except Exception as error:

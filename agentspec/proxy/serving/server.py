@@ -18,6 +18,7 @@ from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
 from agentspec.proxy.hosts import is_unprotected
 from agentspec.proxy.middleware import GatewayMiddleware
+from agentspec.proxy.serving.connections import Connections
 from agentspec.proxy.serving.http_server import HttpServer
 from agentspec.proxy.serving.reload import Reloader
 from agentspec.runtime import Runtime
@@ -28,7 +29,8 @@ END_SECONDS = 2.0  # for the last events of answers that the end of the drain in
 
 
 def serve(settings: Settings, *, log_level: str = "INFO", reload: Callable[[], Settings] | None = None) -> None:
-    """Run the gateway until SIGTERM or SIGINT, then drain: new requests get 503, running ones `drain_timeout` seconds.
+    """Run the gateway in this process until SIGTERM or SIGINT, then drain: new requests get 503, running ones
+    `drain_timeout` seconds.
 
     SIGHUP takes over keys and limits of the settings that `reload` returns. Returns once everything is flushed and
     closed. A signal while a model loads ends the process at once with status 0, since no request was served yet.
@@ -45,7 +47,7 @@ def serve(settings: Settings, *, log_level: str = "INFO", reload: Callable[[], S
         )
     GatewayServer(app, settings, reload=reload).run()
     if app.loading.left_behind:
-        _end_process()
+        end_process()
     if app.loading.failure is not None:
         raise app.loading.failure
 
@@ -60,7 +62,7 @@ def spare_what_is_loaded() -> None:
     gc.set_threshold(*COLLECT_AFTER)
 
 
-def _end_process() -> NoReturn:
+def end_process() -> NoReturn:
     """End the process with status 0 without waiting for the loading thread, which cannot be interrupted."""
     child.end_all()
     logging.shutdown()
@@ -73,12 +75,17 @@ class GatewayServer(HttpServer):
     """A server that drains instead of stopping immediately; a second signal ends the drain at once."""
 
     def __init__(
-        self, app: GatewayMiddleware, settings: Settings, *, reload: Callable[[], Settings] | None = None
+        self,
+        app: GatewayMiddleware,
+        settings: Settings,
+        *,
+        reload: Callable[[], Settings] | None = None,
+        connections: Connections | None = None,
     ) -> None:
-        super().__init__(app, settings.server)
+        super().__init__(app, settings.server, connections=connections)
         self._app = app
         app.metrics.connections(lambda: (self.connections.open, self.connections.ended.copy()))
-        self._reloader = Reloader(self, app, settings, reload)
+        self.reloader = Reloader(self, app, settings, reload)
         self._draining_since: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -89,8 +96,12 @@ class GatewayServer(HttpServer):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        with super().capture_signals(), self._reloader.on_signal():
+        with super().capture_signals(), self.reloader.on_signal():
             yield
+
+    @property
+    def draining(self) -> bool:
+        return self._draining_since is not None
 
     def drain(self) -> None:
         """Refuse new requests and stop once the running ones are done or `drain_timeout` is over."""
@@ -103,14 +114,14 @@ class GatewayServer(HttpServer):
             self.drain()
         if self._drained() or self._app.loading.error is not None:
             return True
-        await self._reloader.reload_if_asked()
+        await self.reloader.reload_if_asked()
         return await super().on_tick(counter)
 
     def _drained(self) -> bool:
         """Whether nothing runs any more. Interrupts what runs when the time is over, so that it ends with an error."""
         if self._draining_since is None or not self._app.limiter.running:
             return self._draining_since is not None
-        late = time.monotonic() - self._draining_since - self._reloader.settings.server.drain_timeout
+        late = time.monotonic() - self._draining_since - self.reloader.settings.server.drain_timeout
         if late > 0:
             self._app.deadlines.interrupt(ShuttingDownError("the server is shutting down: this answer is cut short"))
         return late > END_SECONDS

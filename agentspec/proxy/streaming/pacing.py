@@ -90,13 +90,13 @@ class Pacer:
             usage=delta.usage or self._totals.usage,
             speculation=delta.speculation or self._totals.speculation,
         )
-        rest = replace(delta, finish_reason=None, usage=None, speculation=None)
+        rest = replace(delta, finish_reason=None, stop_reason=None, usage=None, speculation=None)
         if not self._token_ids:
             rest = replace(rest, token_ids=())
         if rest != Delta(index=delta.index):
             choice.add(rest)
         if delta.finish_reason is not None:
-            choice.end = Delta(finish_reason=delta.finish_reason, index=delta.index)
+            choice.end = Delta(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason, index=delta.index)
 
     def tick(self) -> list[Delta]:
         """What is sent now, one delta for each choice that has not ended. An empty delta stands for filling."""
@@ -112,7 +112,9 @@ class Pacer:
         if last and not self.complete:
             return Delta(index=choice.index)
         choice.ended = True
-        return replace(self._totals, finish_reason=choice.end.finish_reason, index=choice.index) if last else choice.end
+        return (
+            replace(choice.end, usage=self._totals.usage, speculation=self._totals.speculation) if last else choice.end
+        )
 
 
 async def paced(

@@ -70,6 +70,11 @@ class AnswerText:
                 self.finish = "length"
         return self.finish is not None
 
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that ended the answer; None if none did."""
+        return self._scanner.matched
+
     def take(self) -> str:
         """The text added since the last call; when the answer is finished, also the text that was held back."""
         if self.finish is not None and not self._scanner.stopped:

@@ -207,6 +207,7 @@ class Sequence:
             token_ids=tuple(fresh),
             logprobs=self._logprobs(fresh),
             finish_reason=self.finish,
+            stop_reason=self._answer.stop_reason,
             usage=self._usage() if self.finish else None,
             speculation=self._speculator.speculation if self.finish else None,
             prompt=prompt_of(self.request, self._context.tokenizer, self._scorer) if self._prompt_due else None,

@@ -70,7 +70,7 @@ class GrammarCompiler:
         except InvalidRequestError as error:
             self._refuse(key, error.message)
             raise
-        self._keep(key, grammar, size)
+        self._keep(key, grammar, size if grammar.quick else 2 * size)  # with its spare
         return grammar
 
     def waits(self, source: str, *, param: str, complexity: Complexity | None = None) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from agentspec.backends.torch.grammars.complexity import MAX_REPEATS, Complexity, measure_regex, satisfiable
+from agentspec.backends.torch.grammars.complexity import MAX_DEPTH, MAX_REPEATS, Complexity, measure_regex, satisfiable
 from agentspec.backends.torch.grammars.schema_outline import measure_schema
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.json_values import MAX_JSON_DEPTH, check_json
@@ -19,7 +19,7 @@ _TOKEN = re.compile(
     |(?P<regex>/(?:[^/\\]|\\.)++/[imslux]*+)
     |(?P<keyword>%[a-z]++)
     |(?P<special><[^<>\s]++>|@[\w-]++)
-    |(?P<name>[!?]{0,2}[A-Za-z_][\w-]*+)
+    |(?P<name>!?[_?]?[a-z][_a-z0-9-]*+|_?[A-Z][_A-Z0-9-]*+)
     |(?P<number>\d++)
     |(?P<mark>::|->|\.\.|.)""",
     re.VERBOSE | re.DOTALL,
@@ -32,13 +32,14 @@ Token = tuple[str, str]  # a group of `_TOKEN`, or "json" with a JSON text, and 
 
 def measure_lark(text: str, param: str) -> Complexity:
     """The complexity of a grammar. Raises `InvalidRequestError` for one that no finite text fits, for an open string or
-    regular expression, and for JSON inside it that `check_json` refuses.
+    regular expression, for groups inside groups beyond the limit, and for JSON inside it that `check_json` refuses.
     """
     bodies = _bodies(text, param)
     outline = _Outline({name: number for number, name in enumerate(bodies)})
-    for number, body in enumerate(bodies.values()):
-        outline.read(number, body)
-    found = Complexity(len(text), outline.nesting + outline.chain(), len(outline.conditions), outline.repeats)
+    for number, (name, body) in enumerate(bodies.items()):
+        outline.read(number, body, terminal=name.lstrip("_")[:1].isupper())
+        Complexity(depth=outline.nesting).check(param)
+    found = Complexity(len(text), outline.nesting + outline.chain(), len(outline.conditions), outline.repeats())
     nested = False
     for kind, token in (token for body in bodies.values() for token in body):
         if kind == "regex":
@@ -50,6 +51,8 @@ def measure_lark(text: str, param: str) -> Complexity:
             found += _measure_json(token, param)
         elif token == "%lark":  # a grammar inside the grammar: only a compiler can tell
             nested, found = True, found + Complexity(repeats=MAX_REPEATS)
+        elif token == "::":  # rules with parameters: as above
+            found += Complexity(repeats=MAX_REPEATS)
         elif kind == "special" and token[0] == "@":
             message = f"the grammar refers to {token[:80]}, and there is no other grammar in a request"
             raise InvalidRequestError(message, param=param)
@@ -129,7 +132,7 @@ class _Outline:
     conditions: list[list[list[int]]] = field(default_factory=list)
     uses: list[list[int]] = field(default_factory=list)  # of each named rule, the rules that it names, in order
     nesting: int = 1
-    repeats: int = 1
+    inside: dict[int, list[_Part]] = field(default_factory=dict)  # of each rule and group
     always: list[int] = field(default_factory=list)  # the condition that holds
 
     def __post_init__(self) -> None:
@@ -137,13 +140,15 @@ class _Outline:
         self.uses = [[] for _ in self.numbers]
         self.always = [self._new()]
 
-    def read(self, number: int, body: list[Token]) -> None:
+    def read(self, number: int, body: list[Token], *, terminal: bool = False) -> None:
         """Read the body of a named rule. Brackets that do not match are left for the compiler to refuse."""
         opened = [_Group(number, optional=False)]
         self._alternative(opened[-1])
         skip = False
         for kind, token in body:
-            atoms = opened[-1].atoms
+            group = opened[-1]
+            if len(opened) > MAX_DEPTH:
+                break
             if skip:
                 skip = False
             elif token in ("->", "::"):
@@ -153,18 +158,47 @@ class _Outline:
                 self.nesting = max(self.nesting, len(opened))
                 self._alternative(opened[-1])
             elif kind == "mark" and token in ")]" and len(opened) > 1:
-                group = opened.pop()
-                opened[-1].atoms.append(self.always if group.optional else [group.number])
+                self._end_group(opened)
             elif token == "|":
-                self._alternative(opened[-1])
-            elif kind == "mark" and token in "*?" and atoms:
-                atoms[-1] = self.always
+                self._alternative(group)
+            elif kind == "mark" and token in "*?" and group.atoms:
+                group.atoms[-1] = self.always
             elif kind == "name":
-                atoms.append(self._named(number, token))
+                condition = self._named(number, token)
+                same = terminal and condition is not self.always  # only terminals are written out where they are named
+                group.add(condition, _Part(terminal=condition[0] if same else None))
             elif kind in ("string", "regex", "special", "json", "keyword"):
-                atoms.append(self.always)
-            elif kind == "number" and atoms:
-                self._count(atoms, int(token[:9]))
+                group.add(self.always, _Part(measure_regex(token).repeats if terminal and kind == "regex" else 1))
+            elif kind == "mark" and token in "{~" and group.parts:
+                group.parts[-1].begin_count()
+            elif kind == "number" and group.atoms:
+                self._count(group, int(token[:9]))
+        while len(opened) > 1:
+            self._end_group(opened)
+        self.inside[number] = opened[0].parts
+
+    def _end_group(self, opened: list[_Group]) -> None:
+        group = opened.pop()
+        self.inside[group.number] = group.parts
+        opened[-1].add(self.always if group.optional else [group.number], _Part(group=group.number))
+
+    def repeats(self) -> int:
+        """How often something is written out, at most: the largest product of counts inside one another. A terminal
+        that another one names is written out there.
+        """
+        products: dict[int, tuple[int, int]] = {}  # the largest product in a group, and that of all terminals it names
+        for first in self.inside:
+            opened = [(first, iter(self.inside[first]))] if first not in products else []
+            while opened:
+                number, parts = opened[-1]
+                products.setdefault(number, (MAX_REPEATS, MAX_REPEATS))  # for a terminal that names itself
+                inner = next((one for part in parts if (one := part.inner) is not None and one not in products), None)
+                if inner is None:
+                    opened.pop()
+                    products[number] = _product(self.inside[number], products)
+                else:
+                    opened.append((inner, iter(self.inside.get(inner, ()))))
+        return max(map(max, products.values()), default=1)
 
     def chain(self) -> int:
         """How many rules lead down to another from `start` or any rule, each entered where it is first named."""
@@ -204,11 +238,46 @@ class _Outline:
         self.uses[rule].append(found)
         return [found]
 
-    def _count(self, atoms: list[list[int]], count: int) -> None:
+    def _count(self, group: _Group, count: int) -> None:
         """A number after an atom says how often it is repeated, at least or at most."""
         if count == 0:
-            atoms[-1] = self.always
-        self.repeats = max(self.repeats, min(count, MAX_REPEATS))
+            group.atoms[-1] = self.always
+        group.parts[-1].count(count)
+
+
+@dataclass(slots=True)
+class _Part:
+    """An atom: how often its own text is written out, and the terminal or group that it names."""
+
+    own: int = 1
+    terminal: int | None = None
+    group: int | None = None
+    times: int = 1
+    _before: int | None = None  # `times` without the count that is being read
+
+    @property
+    def inner(self) -> int | None:
+        return self.group if self.terminal is None else self.terminal
+
+    def begin_count(self) -> None:
+        self._before = self.times
+
+    def count(self, count: int) -> None:
+        """Of the two numbers of a range the larger one counts."""
+        if self._before is not None:
+            self.times = max(self.times, min(self._before * count, MAX_REPEATS + 1))
+
+
+def _product(parts: list[_Part], products: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    largest, named = 1, 0
+    for part in parts:
+        own, terminals = part.own, 0
+        if part.group is not None:
+            own, terminals = products[part.group]
+        elif part.terminal is not None:
+            terminals = max(products[part.terminal])
+        largest, named = max(largest, own * part.times), named + terminals * part.times
+    return min(largest, MAX_REPEATS + 1), min(named, MAX_REPEATS + 1)
 
 
 @dataclass(slots=True)
@@ -216,3 +285,8 @@ class _Group:
     number: int
     optional: bool
     atoms: list[list[int]] = field(default_factory=list)  # conditions of the alternative that is being read
+    parts: list[_Part] = field(default_factory=list)  # of all alternatives
+
+    def add(self, condition: list[int], part: _Part) -> None:
+        self.atoms.append(condition)
+        self.parts.append(part)

@@ -7,8 +7,12 @@ that violates the grammar is never accepted.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -18,11 +22,14 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.grammars.worker import STACK, compiled, on_stack
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, OverloadedError
 
 T = TypeVar("T")
 MAX_STARTS: Final = 256  # answers after which a grammar is compiled again, since what its lexer keeps only grows
 RENEWAL_SECONDS: Final = 0.05  # a grammar that takes longer to compile is not compiled again between two steps
+SPARE_SECONDS: Final = 5.0  # until a spare of such a grammar is ready, for Retry-After
+_FILLED_UP: Final = "too many states"  # what answers left in their lexer together, not what one of them did
+_SPARES: Final = ThreadPoolExecutor(1, thread_name_prefix="agentspec-spare")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,58 +41,112 @@ class TokenTable:
     tokenizer: llguidance.LLTokenizer
 
 
+@dataclass(slots=True, eq=False)
+class SharedLexer:
+    """A grammar at the start of an answer. The answers begun from it share its lexer, which fails for all of them once
+    it failed for one: it is then `broken`.
+    """
+
+    matcher: llguidance.LLMatcher
+    broken: bool = False
+
+    def fails(self) -> bool:
+        """Whether the lexer failed; else an answer's error is its own."""
+        fresh = self.matcher.deep_copy()
+        fresh.compute_bitmask()
+        return bool(fresh.is_error())
+
+
 class CompiledGrammar:
     """A compiled grammar, shared by all answers that must follow it. `param` is the request's field that asked for it.
 
-    Its lexer is shared as well, and fails for all answers once it failed for one: the grammar is then `stale`, and
-    must be compiled again.
+    When an answer breaks the lexer, the others go on with another one. A grammar that is compiled quickly is then
+    compiled again; of one that is not, a spare is compiled ahead, in a thread of its own.
     """
 
     def __init__(self, table: TokenTable, source: str, param: str) -> None:
         started = time.thread_time()
         self.table = table
         self.param = param
-        self.stale = False
         self._source = source
-        self._matcher = compiled(table.tokenizer, source)
-        self._seconds = time.thread_time() - started
+        self._lexer = SharedLexer(compiled(table.tokenizer, source))
         self._starts = 0
+        self._lock = threading.Lock()
+        self._spare: Future[SharedLexer] | None = None
+        self.quick = time.thread_time() - started <= RENEWAL_SECONDS
+        if not self.quick:
+            self._order()
 
     @property
     def worn(self) -> bool:
         """Whether it should be compiled again before the next answer."""
-        return self.stale or self._starts > MAX_STARTS
+        return self._starts > MAX_STARTS or (self._lexer.broken and not (self.quick or self._has_spare()))
 
     def start(self) -> GrammarMatcher:
-        """The state at the start of an answer, which has no tokens yet."""
+        """The state at the start of an answer, which has no tokens yet. Raises `OverloadedError` if the lexer is broken
+        and another one is not ready yet.
+        """
         self._starts += 1
-        if self.stale:
-            self._matcher, self.stale = self.renewed(), False
-        return GrammarMatcher(self, self._matcher.deep_copy())
+        return GrammarMatcher(self, self.sound_lexer())
 
-    def renewed(self) -> llguidance.LLMatcher:
-        """The grammar compiled again, for nobody else yet. Raises `InvalidRequestError` if that would take long."""
-        if self._seconds > RENEWAL_SECONDS:
+    def sound_lexer(self) -> SharedLexer:
+        """The lexer that answers share now. Raises `OverloadedError` if it is broken and no other one is ready yet."""
+        with self._lock:
+            if self._lexer.broken:
+                self._lexer = self._compiled_again() if self.quick else self._taken_spare()
+            return self._lexer
+
+    def own_lexer(self) -> SharedLexer | None:
+        """A lexer for one answer alone; None if it would take long to compile one."""
+        return self._compiled_again() if self.quick else None
+
+    def _compiled_again(self) -> SharedLexer:
+        return SharedLexer(on_stack(STACK, lambda: compiled(self.table.tokenizer, self._source)))
+
+    def _has_spare(self) -> bool:
+        return self._spare is not None and self._spare.done() and self._spare.exception() is None
+
+    def _taken_spare(self) -> SharedLexer:
+        spare = self._spare
+        if spare is None or not self._has_spare():
             message = "another answer in this form went beyond the limits of its grammar; send the request again"
-            raise InvalidRequestError(message, param=self.param)
-        return on_stack(STACK, lambda: compiled(self.table.tokenizer, self._source))
+            raise OverloadedError(message, retry_after=SPARE_SECONDS)
+        self._order()
+        return spare.result()
+
+    def _order(self) -> None:
+        """Compile a spare, unless nobody uses the grammar any more once its turn has come."""
+        table, source, spare, grammar = self.table, self._source, Future[SharedLexer](), weakref.ref(self)
+
+        def compile_spare() -> None:
+            try:
+                if grammar() is not None:
+                    spare.set_result(SharedLexer(on_stack(STACK, lambda: compiled(table.tokenizer, source))))
+            except BaseException as error:  # no memory: the next one is ordered with the next grammar
+                spare.set_exception(error)
+
+        self._spare = spare
+        with suppress(RuntimeError):  # the process is ending
+            _SPARES.submit(compile_spare)
 
 
 class GrammarMatcher:
     """The grammar's state after the answer so far. Not thread-safe.
 
     An end token is allowed once the text satisfies the grammar, and forced when no other token is allowed. All methods
-    raise `InvalidRequestError` when a step is beyond the limits of time and memory, or when no text can go on.
+    raise `InvalidRequestError` when a step is beyond the limits of time and memory, or when no text can go on, and
+    `OverloadedError` when another answer broke the lexer and no other lexer is ready.
     """
 
-    def __init__(self, grammar: CompiledGrammar, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, grammar: CompiledGrammar, lexer: SharedLexer) -> None:
         self._grammar = grammar
         self._table = table = grammar.table
-        self._matcher = matcher
+        self._lexer = lexer
+        self._matcher = lexer.matcher.deep_copy()
         self._bits = np.zeros((max(table.vocab_size, table.tokenizer.vocab_size) + 31) // 32, dtype=np.int32)
         self._forced: list[int] = []
         self._tokens: list[int] = []
-        self._alone = False  # whether only this answer can have broken the lexer
+        self._broke_one = False  # whether a step of this answer broke a lexer
         self._drafts = True
 
     def allows(self, token: int) -> bool:
@@ -124,11 +185,12 @@ class GrammarMatcher:
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
         admitted: list[int] = []
+        if not self._drafts or self._lexer.broken:
+            return admitted
         matcher = self._matcher.deep_copy()
-        if self._drafts:
-            self._visit(matcher, -1, children, tokens, admitted)
-        if matcher.is_error():  # the draft broke the lexer, which is the answer's too: that may cost drafts only
-            self._drafts = self._alone = False
+        self._visit(matcher, -1, children, tokens, admitted)
+        if matcher.is_error():  # that may cost drafts only, even if the lexer is broken, which is the answer's too
+            self._drafts, self._lexer.broken = False, self._lexer.fails()
         return sorted(admitted)
 
     def _visit(
@@ -157,19 +219,31 @@ class GrammarMatcher:
         return [self._table.end_ids[-1]] if matcher.is_stopped() else list(matcher.compute_ff_tokens())
 
     def _try(self, step: Callable[[llguidance.LLMatcher], T]) -> T:
-        """Take a step; if it fails, take it again, once an answer, with a lexer that no other answer has broken."""
+        """Take a step. If it fails because of the lexer, take it again with another one: with the one that answers
+        share now if another answer broke it, and else with one of its own, so that what fails then is this answer's.
+        """
         result = step(self._matcher)
-        if not self._matcher.is_error():
-            return result
-        if not self._alone:
-            self._alone = self._grammar.stale = True
-            self._matcher = self._grammar.renewed()
-            for token in self._tokens:
-                self._matcher.consume_token(token)
+        while self._matcher.is_error():
+            self._move(self._matcher.get_error())
             result = step(self._matcher)
-        if self._matcher.is_error():
-            raise self._failure(reason(self._matcher.get_error()))
         return result
+
+    def _move(self, error: str) -> None:
+        """Go on with another lexer after `error`. Raises the error with which the answer ends if there is none."""
+        lexer = None
+        if not self._lexer.broken:
+            self._lexer.broken = self._lexer.fails()
+            if self._broke_one or not self._lexer.broken:
+                raise self._failure(reason(error))
+            self._broke_one = True
+            lexer = self._grammar.own_lexer()
+            if lexer is None and _FILLED_UP not in error:
+                raise self._failure(reason(error))
+        self._lexer = lexer or self._grammar.sound_lexer()
+        self._matcher = self._lexer.matcher.deep_copy()
+        for token in self._tokens:
+            if not self._matcher.consume_token(token):
+                break
 
     def _failure(self, why: str) -> InvalidRequestError:
         return InvalidRequestError(f"the answer cannot go on in the required form: {why}", param=self._grammar.param)

@@ -173,6 +173,7 @@ def _forked(tokenizer: llguidance.LLTokenizer, source: str) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         try:
+            os.close(1)  # else whoever asked would not see this program's end before the fork's
             _limit()
             os.write(writer, json.dumps(on_stack(STACK // 2, lambda: _verdict(tokenizer, source))).encode())
         finally:

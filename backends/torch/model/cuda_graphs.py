@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import Cache
 
 from agentspec.backends.torch.model.batch import PackedCache
-from agentspec.backends.torch.model.device import count_host_syncs, to_device
+from agentspec.backends.torch.model.device import count_host_syncs, is_device_error, to_device
 from agentspec.backends.torch.model.rounding import allowed_difference, relative_difference
 from agentspec.telemetry.safe_errors import safe_message
 
@@ -258,6 +258,8 @@ def record_graphs(target: TargetModel, recorder: GraphRecorder | None = None, si
     try:
         _record(target, recorder or CudaGraphRecorder(target.device), sizes)
     except Exception as error:
+        if is_device_error(error):
+            raise
         target.graphs = None
         reason = str(error) if isinstance(error, NotRecordable) else safe_message(error)
         logger.warning("forwards cannot be recorded and are launched kernel by kernel: %s", reason)

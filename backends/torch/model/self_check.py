@@ -7,14 +7,17 @@ thousands of times larger than rounding. The real weights are then compared with
 from __future__ import annotations
 
 import copy
+import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from agentspec.backends.torch.model.device import is_device_error, is_out_of_memory
 from agentspec.backends.torch.model.rounding import (
     allowed_difference,
     largest_noise,
@@ -24,6 +27,7 @@ from agentspec.backends.torch.model.rounding import (
 from agentspec.backends.torch.model.target import TargetModel
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CHECK_TOKENS, CHECK_TREE, CHECK_PARENTS = 5, 4, (-1, -1, 0, 1)
 EXACT = 2e-3  # relative difference of a copy's logits in float32; TF32 rounds by less
@@ -59,15 +63,17 @@ class SelfCheck:
         return cls(tokens, nodes, logits, measured_noise(module, ids))
 
     def passes(self, target: TargetModel) -> bool:
-        """Whether `target` computes the same but for rounding. An exception counts as a difference.
+        """Whether `target` computes the same but for rounding. An exception counts as a difference, unless it says that
+        there is no memory or that the device failed: then it is raised.
 
         A model whose own forwards contradict each other, since its tokens see later ones, never passes.
         """
         if not self.noise <= largest_noise(target.dtype):
             return False
         try:
-            difference = self.difference(target)
+            difference = with_memory(lambda: self.difference(target))
         except FAILURES as error:
+            raise_fault(error)
             logger.debug("%s fails with %s attention: %s", type(target.module).__name__, target.attention, error)
             return False
         return difference <= allowed_difference(self.noise, target.dtype)
@@ -102,8 +108,28 @@ def measured_noise(module: Any, ids: Sequence[int]) -> float:
     return max(relative_difference(other, whole) for other in (*pair, prefixes))
 
 
+def with_memory(action: Callable[[], T]) -> T:
+    """The result of `action`. It is tried a second time if memory ran out that was only kept for later."""
+    try:
+        return action()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()
+    torch.cuda.empty_cache()
+    return action()
+
+
+def raise_fault(error: Exception) -> None:
+    """Raise `error` if it says nothing about the model: there is no memory, or the device failed."""
+    if is_out_of_memory(error) or is_device_error(error):
+        raise error
+
+
 class StructureCheck:
-    """A small random copy of a model, on which the ways to run the model are tried."""
+    """A small random copy of a model, on which the ways to run the model are tried. Its checks raise when there is no
+    memory, or when the device fails.
+    """
 
     def __init__(self, small: Any) -> None:
         self._small = small
@@ -114,9 +140,10 @@ class StructureCheck:
         """None if no copy can be made in which a mistake would show."""
         for small in _copies(module):
             try:
-                if _signal(small) >= LEAST_SIGNAL:
-                    return cls(small)
+                if with_memory(partial(_signal, small)) >= LEAST_SIGNAL:
+                    return with_memory(partial(cls, small))
             except FAILURES as error:
+                raise_fault(error)
                 logger.debug("a small copy of %s cannot run: %s", type(module).__name__, error)
         return None
 
@@ -129,8 +156,10 @@ class StructureCheck:
         """Whether the copy, run with this attention and rewindable slots, computes its own logits in every row."""
         try:
             self._small.set_attn_implementation(attention)
-            difference = self._check.largest_difference(TargetModel(self._small, rewindable=True))
+            target = TargetModel(self._small, rewindable=True)
+            difference = with_memory(lambda: self._check.largest_difference(target))
         except FAILURES as error:
+            raise_fault(error)
             logger.debug("a copy of %s fails with %s attention: %s", type(self._small).__name__, attention, error)
             return False
         return difference <= EXACT
@@ -156,8 +185,9 @@ def _copies(module: Any) -> Iterator[Any]:
             with torch.device("meta"):
                 size = sum(weight.numel() for weight in type(module)(copy.deepcopy(config)).parameters())
             if size <= LARGEST_COPY:
-                yield _random(type(module), config, module.device)
+                yield with_memory(partial(_random, type(module), config, module.device))
         except FAILURES as error:
+            raise_fault(error)
             logger.debug("%s has no small copy: %s", type(module).__name__, error)
 
 

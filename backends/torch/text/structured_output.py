@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from functools import partial
 
+from agentspec.backends.torch.grammars.compile_queue import CompileQueue
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
@@ -17,11 +16,8 @@ from agentspec.backends.torch.text.output_parser import OutputParserSpec
 from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, expectation
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.backends.torch.text.tool_parser import ToolFormat
-from agentspec.errors import InvalidRequestError, OverloadedError
+from agentspec.errors import InvalidRequestError
 from agentspec.types import GenerateRequest
-
-T = TypeVar("T")
-MAX_WAITING: Final = 64  # requests whose large grammars are tried out one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,11 @@ class StructuredOutput:
 
 
 class LargeGrammarError(Exception):
-    """Building this output would wait for another process that tries out its grammar."""
+    """Building this output would wait for another process that tries out its grammar, `source`."""
+
+    def __init__(self, source: GrammarSource) -> None:
+        super().__init__("large grammar")
+        self.source = source
 
 
 class StructuredOutputBuilder:
@@ -49,14 +49,20 @@ class StructuredOutputBuilder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._grammars = GrammarCompiler(tokenizer.tokenizer, vocab_size, end_ids)
-        self._queue = ThreadPoolExecutor(1, thread_name_prefix="agentspec-grammar")
-        self._waiting = 0
+        self._queue = CompileQueue[CompiledGrammar]()
         self._vocabulary = _vocabulary(tokenizer)
         self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
 
-    def build(self, request: GenerateRequest, prompt: str, *, may_wait: bool = True) -> StructuredOutput:
+    def build(
+        self,
+        request: GenerateRequest,
+        prompt: str,
+        *,
+        may_wait: bool = True,
+        compiled: CompiledGrammar | None = None,
+    ) -> StructuredOutput:
         """Build it for `request`, whose rendered prompt is `prompt`. Raises `InvalidRequestError`, and
-        `LargeGrammarError` instead of waiting unless it `may_wait`.
+        `LargeGrammarError` instead of waiting unless it `may_wait` or its grammar is `compiled` already.
         """
         chat = request.messages is not None
         called = bool(request.tools) and request.tool_choice != "none"
@@ -65,34 +71,29 @@ class StructuredOutputBuilder:
         source = grammar_of(request, format, expected, self._grammars.symbol)
         return StructuredOutput(
             parser_spec=OutputParserSpec.of(request, format, expected),
-            grammar=None if source is None else self._compiled(source, may_wait),
+            grammar=None if source is None else compiled or self._compiled(source, may_wait),
             bad_words=self._bad_words(request.sampling.bad_words),
             shown=self._shown(format, BEGIN, END) if chat else frozenset(),
         )
 
-    async def in_turn(self, function: Callable[[], T]) -> T:
-        """Run `function`, which may wait for a large grammar, in a thread that does so for one request after another.
-
-        Raises `OverloadedError` if too many requests wait.
+    async def compiled_in_turn(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
+        """The compiled grammar, for which requests wait in turn: see `CompileQueue.result`. Raises also what
+        `GrammarCompiler.compile` raises.
         """
-        if self._waiting >= MAX_WAITING:
-            raise OverloadedError("too many requests wait for large grammars", retry_after=2.0)
-        self._waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._queue, function)
-        finally:
-            self._waiting -= 1
+        return await self._queue.result(tenant, (source.text, source.param), partial(self._compile, source))
 
     def close(self) -> None:
         """End the thread and the process that try out large grammars."""
-        self._queue.shutdown(wait=False, cancel_futures=True)
+        self._queue.close()
         self._grammars.close()
 
     def _compiled(self, source: GrammarSource, may_wait: bool) -> CompiledGrammar:
-        param, complexity = source.param, source.complexity
-        if not may_wait and self._grammars.waits(source.text, param=param, complexity=complexity):
-            raise LargeGrammarError
-        return self._grammars.compile(source.text, param=param, complexity=complexity)
+        if not may_wait and self._grammars.waits(source.text, param=source.param, complexity=source.complexity):
+            raise LargeGrammarError(source)
+        return self._compile(source)
+
+    def _compile(self, source: GrammarSource) -> CompiledGrammar:
+        return self._grammars.compile(source.text, param=source.param, complexity=source.complexity)
 
     def _shown(self, format: ToolFormat | None, *markers: str) -> frozenset[int]:
         """The special tokens among the strings that the answer's parser looks for."""

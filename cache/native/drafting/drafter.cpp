@@ -1,50 +1,34 @@
 #include "drafting/drafter.hpp"
 
 #include <algorithm>
-#include <array>
 #include <deque>
-#include <functional>
+#include <memory>
 #include <mutex>
 #include <queue>
 #include <stdexcept>
+#include <utility>
 
 namespace agentspec {
 namespace {
 
 constexpr double kNegligible = 1e-4;       // path probability not worth following
 constexpr std::size_t kKeptWalks = 256;    // more are given back after a draft
+constexpr std::size_t kKeptSets = 16;      // of walks, for as many threads at once
 constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
 
-/// The indexes of one call, locked in one global order so that readers and waiting writers cannot form a ring.
-class LockedIndexes {
-public:
-    LockedIndexes(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit, const Deadline& until = {})
-        : searched{{}, {}, scan_limit} {
-        std::vector<const SuffixIndex*> order;
-        for (const auto& [index, source] : indexes) {
-            if (source < 0 || source >= kSources) throw std::invalid_argument("unknown source");
-            order.push_back(index);
+SearchedIndexes searched_in(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit) {
+    SearchedIndexes searched{{}, {}, scan_limit};
+    for (std::size_t i = 0; i < indexes.size(); ++i) {
+        const auto& [index, source] = indexes[i];
+        if (source < 0 || source >= kSources) throw std::invalid_argument("unknown source");
+        for (const SourcedIndex& before : indexes.first(i)) {
+            if (before.index == index) throw std::invalid_argument("an index given twice");
         }
-        std::sort(order.begin(), order.end(), std::less<>());
-        if (std::adjacent_find(order.begin(), order.end()) != order.end()) {
-            throw std::invalid_argument("an index given twice");
-        }
-        for (const SuffixIndex*& index : order) {
-            locks_.push_back(IndexView(*index).lock(until));
-            if (!locks_.back()) index = nullptr;
-        }
-        for (const auto& [index, source] : indexes) {
-            if (std::find(order.begin(), order.end(), index) == order.end()) continue;
-            searched.views.emplace_back(*index);
-            searched.sources.push_back(source);
-        }
+        searched.views.emplace_back(*index);
+        searched.sources.push_back(source);
     }
-
-    SearchedIndexes searched;
-
-private:
-    std::vector<ReadLock> locks_;
-};
+    return searched;
+}
 
 struct Candidate {
     double probability;  // by rates over all depths: the better order to grow a tree in
@@ -76,9 +60,31 @@ struct Learned {
     const EndRates& ends;
 };
 
-/// Walks own memory, so each thread keeps them from one draft to the next.
-std::deque<LevelWalk>& kept_walks() {
-    thread_local std::deque<LevelWalk> walks;
+/// Walks own memory, so they are kept from one draft to the next, whichever thread makes it.
+class KeptWalks {
+public:
+    using Walks = std::deque<LevelWalk>;
+
+    std::unique_ptr<Walks> take() {
+        const std::unique_lock lock(mutex_, std::try_to_lock);  // as in a child of a fork: it may never be free
+        if (!lock || kept_.empty()) return std::make_unique<Walks>();
+        auto walks = std::move(kept_.back());
+        kept_.pop_back();
+        return walks;
+    }
+    void give_back(std::unique_ptr<Walks> walks) {
+        if (walks->size() > kKeptWalks) walks->resize(kKeptWalks);
+        const std::unique_lock lock(mutex_, std::try_to_lock);
+        if (lock && kept_.size() < kKeptSets) kept_.push_back(std::move(walks));
+    }
+
+private:
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Walks>> kept_;
+};
+
+KeptWalks& kept_walks() {
+    static KeptWalks& walks = *new KeptWalks;  // never destroyed: threads may draft while the process ends
     return walks;
 }
 
@@ -86,21 +92,19 @@ std::deque<LevelWalk>& kept_walks() {
 /// surely likelier than what they may offer: most are never looked at.
 class Growth {
 public:
-    Growth(const Learned& learned, std::size_t max_tokens, double floor, bool chain)
-        : learned_(learned), max_tokens_(max_tokens), floor_(floor), chain_(chain) {
+    Growth(const Learned& learned, std::size_t max_tokens, double floor, bool chain, const Deadline& until)
+        : learned_(learned), max_tokens_(max_tokens), floor_(floor), chain_(chain), until_(until) {
         reserve(std::min(max_tokens, kKeptWalks));
     }
     Growth(const Growth&) = delete;
-    ~Growth() {
-        if (walks_.size() > kKeptWalks) walks_.resize(kKeptWalks);
-    }
+    ~Growth() { kept_walks().give_back(std::move(walks_)); }
 
     DraftTree grow(const SearchedIndexes& searched, std::span<const Token> context) {
         if (max_tokens_ == 0 || context.empty()) return {};
         walk(-1).start(searched, context);
         reaches_.push_back({1.0, 1.0, 0});
         wait(-1);
-        while (tree_.tokens.size() < max_tokens_ && find()) add(take());
+        while (tree_.tokens.size() < max_tokens_ && !over() && find()) add(take());
         return std::move(tree_);
     }
 
@@ -111,10 +115,11 @@ private:
     };
 
     LevelWalk& walk(int node) {
-        if (walks_.size() < static_cast<std::size_t>(node) + 2) walks_.emplace_back();
-        return walks_[node + 1];
+        if (walks_->size() < static_cast<std::size_t>(node) + 2) walks_->emplace_back();
+        return (*walks_)[node + 1];
     }
 
+    bool over() const { return until_ && std::chrono::steady_clock::now() >= *until_; }
     double best() const { return open_.empty() ? kNegligible : open_.top().probability; }
 
     void reserve(std::size_t nodes) {
@@ -193,9 +198,10 @@ private:
     std::size_t max_tokens_;
     double floor_;
     bool chain_;
+    Deadline until_;
     DraftTree tree_;
     std::vector<Reach> reaches_;  // of the context and of each node
-    std::deque<LevelWalk>& walks_ = kept_walks();  // likewise
+    std::unique_ptr<std::deque<LevelWalk>> walks_ = kept_walks().take();  // likewise
     std::priority_queue<Candidate> open_;
     std::priority_queue<Branch> branches_;
 };
@@ -204,18 +210,25 @@ private:
 
 DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
                          double min_probability, bool chain, const Deadline& until) const {
-    const LockedIndexes locked(indexes, scan_limit_, until);
+    require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
+    const SearchedIndexes searched = searched_in(indexes, scan_limit_);
     const std::shared_lock lock(mutex_);
-    return Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain).grow(locked.searched, context);
+    return Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain, until).grow(searched, context);
 }
 
 void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                       std::span<const Token> tokens) {
-    const std::vector<Outcome> outcomes = look_back(indexes, context, tokens);
+    learn(look_back(indexes, context, tokens));
+}
+
+void Drafter::learn(const Lesson& lesson) {
+    for (std::size_t view = 0; view < lesson.views_.size(); ++view) {
+        if (!lesson.hits_[view].empty()) lesson.views_[view].record_hits(lesson.hits_[view]);
+    }
     const std::unique_lock lock(mutex_);
     ++version_;
-    for (std::size_t i = context.empty() ? 1 : 0; i < tokens.size(); ++i) ends_.record(tokens[i]);
-    for (const auto& [key, depth, hit, lead, led] : outcomes) {
+    for (const Token token : lesson.tokens_) ends_.record(token);
+    for (const auto& [key, depth, hit, lead, led] : lesson.outcomes_) {
         depths_.record(depth, rates_.rate(key), hit);
         if (hit && lead < 1.0) leads_.record(depth, lead, led);
         rates_.record(key, hit);
@@ -224,17 +237,22 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
 
 /// The levels that were consulted for each token, down to the one that held it. What was learned plays no part, so
 /// others draft meanwhile.
-std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
-                                                 std::span<const Token> tokens) const {
-    const LockedIndexes locked(indexes, scan_limit_);
-    std::array<LevelWalk, 2> walks;
-    std::vector<Outcome> outcomes;
+Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
+                                   std::span<const Token> tokens) const {
+    require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
+    require_tokens(tokens);
+    SearchedIndexes searched = searched_in(indexes, scan_limit_);
+    Lesson lesson;
+    lesson.tokens_.assign(tokens.begin() + (context.empty() && !tokens.empty() ? 1 : 0), tokens.end());
+    lesson.hits_.resize(indexes.size());
+    auto walks = kept_walks().take();
+    walks->resize(std::max<std::size_t>(2, walks->size()));
     for (std::size_t i = 0; i < tokens.size(); ++i) {
-        LevelWalk& walk = walks[i % 2];
+        LevelWalk& walk = (*walks)[i % 2];
         if (i == 0) {
-            walk.start(locked.searched, context);
+            walk.start(searched, context);
         } else {
-            walk.follow(walks[(i - 1) % 2], tokens[i - 1]);
+            walk.follow((*walks)[(i - 1) % 2], tokens[i - 1]);
         }
         while (const Level* level = walk.next()) {
             const auto found = std::find_if(level->symbols.begin(), level->symbols.end(),
@@ -242,13 +260,15 @@ std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> i
             const bool hit = found != level->symbols.end();
             const Symbol& leader = level->leader();
             const double lead = level->weight(leader) / level->weights();
-            outcomes.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
+            lesson.outcomes_.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
             if (!hit) continue;
-            locked.searched.views[level->view].record_hit(found->newest);
+            lesson.hits_[level->view].push_back(found->newest);
             break;
         }
     }
-    return outcomes;
+    kept_walks().give_back(std::move(walks));
+    lesson.views_ = std::move(searched.views);
+    return lesson;
 }
 
 void Drafter::observe_end(Token token) {

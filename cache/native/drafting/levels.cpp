@@ -88,7 +88,7 @@ void LevelWalk::begin(std::size_t view, const Matches* before) {
         if (before) {
             matches.runs.emplace_back(before->runs[r], end, most);
         } else {
-            matches.runs.emplace_back(index.log(), index.runs()[r], index.tables()[r], end, most);
+            matches.runs.emplace_back(index.log(), *index.runs()[r], end, most);
         }
     }
     matches.tail.start(index.log(), index.tail(), end, before ? std::min(before->tail.longest() + 1, most) : most);
@@ -139,13 +139,15 @@ void LevelWalk::widen(std::size_t view, int length) {
     level_.key = {searched_->sources[view], length_index(length), 0.0, 0, static_cast<int>(slots_.size())};
 
     Matches& matches = matches_[view];
+    const IndexView& index = searched_->views[view];
+    const auto offer_living = [&](Token token, Position position, double weight) {
+        if (!index.is_dead(position)) offer(token, position, weight);
+    };
     for (RunMatches& run : matches.runs) {
-        if (run.next() < length) continue;
-        run.widen(length, searched_->scan_limit,
-                  [&](Token token, Position p, double weight) { offer(token, p, weight); });
+        if (run.next() >= length) run.widen(length, searched_->scan_limit, offer_living);
     }
     if (matches.tail.next() >= length) {
-        matches.tail.widen(length, [&](Token token, Position position) { offer(token, position, 1.0); });
+        matches.tail.widen(length, [&](Token token, Position position) { offer_living(token, position, 1.0); });
     }
     level_.key.distinct = static_cast<int>(level_.symbols.size());
 }

@@ -36,7 +36,7 @@ struct Level {
 
 /// An index, and the Draft.source value of its tokens.
 struct SourcedIndex {
-    const SuffixIndex* index;
+    SuffixIndex* index;
     int source;
 };
 
@@ -63,7 +63,7 @@ private:
     std::size_t size_ = 0;
 };
 
-/// The indexes of one call. The caller must hold every view's lock during a walk.
+/// The indexes of one call, as they were when it began.
 struct SearchedIndexes {
     std::vector<IndexView> views;
     std::vector<int> sources;   // of the view at the same place

@@ -17,8 +17,8 @@ namespace agentspec {
 class RunMatches {
 public:
     /// `most`: the query's length.
-    RunMatches(const Token* log, const Run& run, const RunTable& table, const Token* query_end, int most)
-        : log_(log), run_(&run), table_(&table), query_end_(query_end), longest_(most), unknown_(most), next_(most) {}
+    RunMatches(const Token* log, const Run& run, const Token* query_end, int most)
+        : log_(log), run_(&run), query_end_(query_end), longest_(most), unknown_(most), next_(most) {}
     /// For the query that extends the query of `before` by a token, in the same run. Not for a query after whose last
     /// tokens a piece may begin.
     RunMatches(const RunMatches& before, const Token* query_end, int most);
@@ -26,7 +26,10 @@ public:
     /// The longest shared context; before the first search an upper bound.
     int longest() const { return longest_; }
     /// The same for the positions not yet taken in; 0 when none of them shares a token.
-    int next() const { return cursor_ ? cursor_->next() : next_; }
+    int next() const {
+        if (!cursor_) return next_;
+        return second_ ? std::max({cursor_->next(), second_->next(), third_ ? third_->next() : 0}) : cursor_->next();
+    }
 
     /// As RunCursor::widen.
     template <class Visit>
@@ -36,6 +39,8 @@ public:
         } else {
             if (!cursor_) search();
             cursor_->widen(length, limit, visit);
+            if (second_) second_->widen(length, limit, visit);
+            if (third_) third_->widen(length, limit, visit);
         }
     }
 
@@ -70,19 +75,20 @@ private:
     }
     void search();
     bool follow(const Few& before);
+    bool follow_found(const RunMatches& before);
     bool follow(const RunCursor& before);
     bool goes_on(Position position) const;
 
     const Token* log_;
     const Run* run_;
-    const RunTable* table_;
     const Token* query_end_;
     int longest_;
     int unknown_;  // upper bound of the lengths of matches that are not known
     int next_;
     int taken_ = kDepth + 1;  // known matches as long as this are taken in
     Few known_;
-    std::optional<RunCursor> cursor_;
+    std::optional<RunCursor> cursor_;           // in the run's first part
+    std::optional<RunCursor> second_, third_;  // in its others, while it is merged
 };
 
 }  // namespace agentspec

@@ -13,56 +13,81 @@ void require(bool holds, const std::string& what) {
     if (!holds) throw std::runtime_error("suffix index is damaged: " + what);
 }
 
+/// A part is in order, and its table is right. Returns how many of its positions are dead.
+std::size_t check_part(const TokenLog& log, const Run& run, const RunPart& part) {
+    const std::span<const Position> positions = part.positions();
+    require(run.parts().size() > 1 || part.table() == RunTable(log.data(), positions), "table of another run");
+    std::size_t dead = 0;
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+        require(positions[i] >= run.oldest() && positions[i] <= run.newest(), "a position outside its run");
+        dead += log.is_dead(positions[i]);
+        if (i == 0) continue;
+        const int order = compare_contexts(log.data() + positions[i - 1], log.data() + positions[i]);
+        require(order < 0 || (order == 0 && positions[i - 1] < positions[i]), "run out of order at " + std::to_string(i));
+    }
+    return dead;
+}
+
 }  // namespace
 
 void SuffixIndex::check_integrity() const {
-    const std::lock_guard writing(writing_);  // an append is checked before or after it, not half way
-    const std::shared_lock lock(mutex_);
+    const std::lock_guard merging(merging_);
+    const Hold hold(*this);
     check_positions();
     check_runs();
+    check_use();
 }
 
-/// Runs are in order, large enough for their number to stay logarithmic, and older than the tail.
+/// Runs are in order, older than the next and than the tail, and count what is dead in them.
 void SuffixIndex::check_runs() const {
-    const Position tail_begin = tail_.empty() ? static_cast<Position>(log_.size()) : tail_.front();
-    require(std::is_sorted(tail_.begin(), tail_.end()), "tail out of order");
-    require(tail_.size() <= tail_limit_, "tail of " + std::to_string(tail_.size()) + " positions");
-    require(tables_.size() == runs_.size(), "tables and runs differ");
-    for (std::size_t r = 0; r < runs_.size(); ++r) {
-        const Run& run = runs_[r];
-        require(!run.empty(), "empty run");
-        require(tables_[r] == RunTable(log_.data(), run), "table of another run");
-        for (std::size_t i = 0; i < run.size(); ++i) {
-            require(run[i] < tail_begin, "a run reaches into the tail");
-            if (i == 0) continue;
-            const int order = compare_contexts(log_.data() + run[i - 1], log_.data() + run[i]);
-            require(order < 0 || (order == 0 && run[i - 1] < run[i]), "run out of order at " + std::to_string(i));
-        }
+    const std::span<const Position> newest = tail();
+    std::size_t behind = 0;
+    require(std::is_sorted(newest.begin(), newest.end()), "tail out of order");
+    require(newest.size() <= tail_limit_, "tail of " + std::to_string(newest.size()) + " positions");
+    for (const auto& run : *runs_) {
+        require(run->size() > 0, "empty run");
+        require(run->oldest() >= behind, "a run reaches into an older one");
+        behind = std::size_t{run->newest()} + 1;
+        std::size_t dead = 0;
+        for (const RunPart& part : run->parts()) dead += check_part(*log_, *run, part);
+        require(dead == run->dead(), "a run with " + std::to_string(dead) + " dead, not " + std::to_string(run->dead()));
     }
+    require(newest.empty() || newest.front() >= behind, "a run reaches into the tail");
+    require(due_ || merging_end_ > 0 || next_job().none(), "work that nobody knows of");
 }
 
-/// Spans lie inside the log behind a boundary, match the pieces, and are indexed once each; nothing else is.
+/// Spans lie inside the log behind a boundary, match the pieces, and are indexed once each; nothing else is, unless it
+/// is dead.
 void SuffixIndex::check_positions() const {
-    Positions indexed(tail_);
-    for (const Run& run : runs_) indexed.insert(indexed.end(), run.begin(), run.end());
+    Positions indexed;
+    const auto index = [&](Position position) {
+        if (!log_->is_dead(position)) indexed.push_back(position);
+    };
+    for (const Position position : tail()) index(position);
+    for (const auto& run : *runs_) {
+        for (const RunPart& part : run->parts()) std::for_each(part.positions().begin(), part.positions().end(), index);
+    }
     std::sort(indexed.begin(), indexed.end());
     require(indexed.size() == live_, "indexed and living tokens differ");
 
-    std::size_t seen = 0, spans = 0;
+    std::size_t seen = 0, spans = 0, needed = kPadding;
     for (const Piece& piece : pieces_) {
-        const Sequence& sequence = at(piece.sequence);
-        for (const Span& span : sequence.spans) {
-            if (span.begin != piece.begin) continue;
-            ++spans;
-            require(span.begin > kPadding && span.begin <= span.end && span.end <= log_.size(), "span outside the log");
-            require(span.end == log_.size() || log_[span.end] == kBoundary, "a token behind a span");
-            for (Position position = span.begin; position < span.end; ++position, ++seen) {
-                require(log_[position] >= 0, "no token at " + std::to_string(position));
-                require(indexed[seen] == position, "position " + std::to_string(position) + " not indexed once");
-            }
+        if (!piece.sequence) continue;
+        ++spans;
+        require(piece.begin > kPadding && piece.begin <= piece.end && piece.end <= log_->size(), "span outside the log");
+        require(piece.end == log_->size() || (*log_)[piece.end] == kBoundary || log_->is_dead(piece.end),
+                "a token behind a span");
+        const auto context = context_before(log_->data(), piece.begin);
+        require(context.empty() || (starts_ && starts_->contains(pair_before(log_->data() + piece.begin))),
+                "a start that is not known");
+        needed += 1 + context.size() + (piece.end - piece.begin);
+        for (Position position = piece.begin; position < piece.end; ++position, ++seen) {
+            require((*log_)[position] >= 0, "no token at " + std::to_string(position));
+            require(indexed[seen] == position, "position " + std::to_string(position) + " not indexed once");
         }
     }
     require(seen == live_, "pieces and living tokens differ");
+    require(needed + removed_ + truncated_ == log_->size(), "the log holds what nobody knows of");
     std::size_t length = 0;
     for (const auto& [id, sequence] : sequences_) {
         require(!sequence.spans.empty(), "a sequence without a place");
@@ -73,6 +98,17 @@ void SuffixIndex::check_positions() const {
         length += own;
     }
     require(spans == 0 && length == live_, "sequences and pieces differ");
+}
+
+/// All sequences are known by their last use.
+void SuffixIndex::check_use() const {
+    std::size_t known = 0;
+    for (const Sequence* one = oldest_; one; one = one->newer, ++known) {
+        require(sequences_.contains(one->id) && &sequences_.at(one->id) == one, "a sequence that is gone");
+        require(one->newer ? one->newer->older == one && one->last_used <= one->newer->last_used : one == newest_,
+                "sequences out of order of use");
+    }
+    require(known == sequences_.size(), "a sequence that was never used");
 }
 
 }  // namespace agentspec

@@ -1,8 +1,18 @@
 #include "index/query.hpp"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 namespace agentspec {
+
+void require_tokens(std::span<const Token> tokens) {
+    for (const Token token : tokens) {
+        if (token < 0 || token > kMostToken) {
+            throw std::invalid_argument("token ids must be from 0 to 2^31 - 2, not " + std::to_string(token));
+        }
+    }
+}
 
 void Query::assign(std::span<const Token> context) {
     length_ = static_cast<int>(std::min<std::size_t>(context.size(), kDepth));

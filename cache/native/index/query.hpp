@@ -7,6 +7,9 @@
 
 namespace agentspec {
 
+/// Throws std::invalid_argument unless all are token ids, 0 to kMostToken.
+void require_tokens(std::span<const Token> tokens);
+
 /// A query: up to kDepth tokens, padded so that comparisons never run over its start.
 class Query {
 public:

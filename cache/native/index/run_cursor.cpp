@@ -8,21 +8,25 @@ namespace {
 constexpr int kUnknown = -1;
 constexpr int kSteps = 4;  // places tried one by one before a search
 
+/// No places, where a run out of order has them end before they begin.
+Places clipped(Places places) { return {std::min(places.low, places.high), places.high}; }
+
 }  // namespace
 
-RunCursor::RunCursor(const Token* log, std::span<const Position> run, const RunTable& table, const Token* query_end)
+RunCursor::RunCursor(const Token* log, const RunPart& part, const Token* query_end)
     : log_(log),
-      run_(run.data()),
-      table_(&table),
+      run_(part.data()),
+      table_(&part.table()),
       query_end_(query_end),
-      count_(static_cast<std::uint32_t>(run.size())) {
-    std::uint32_t low = 0, high = count_;
+      begin_(part.first()),
+      count_(part.last()) {
+    std::uint32_t low = begin_, high = count_;
     left_ = right_ = kUnknown;
-    if (!table.empty()) {
+    if (!table_->empty()) {
         const std::uint64_t key = order_key(query_end);
-        const Places first = table.around(key);
-        low = first.low;
-        high = table.after(key, first);
+        const Places first = table_->around(key);
+        low = std::max(first.low, begin_);
+        high = table_->after(key, first);
     }
     while (low < high) {
         const std::uint32_t middle = low + (high - low) / 2;
@@ -37,7 +41,7 @@ RunCursor::RunCursor(const Token* log, std::span<const Position> run, const RunT
         }
     }
     taken_ = {low, low};
-    if (left_ == kUnknown) left_ = low > 0 ? shared_at(low - 1) : 0;
+    if (left_ == kUnknown) left_ = low > begin_ ? shared_at(low - 1) : 0;
     if (right_ == kUnknown) right_ = low < count_ ? shared_at(low) : 0;
 }
 
@@ -47,21 +51,22 @@ void RunCursor::widen_left(int length) {
     std::uint32_t& low = taken_.low;
     for (int i = 0; i < kSteps && left_ >= length; ++i) {
         --low;
-        left_ = low > 0 ? shared_at(low - 1) : 0;
+        left_ = low > begin_ ? shared_at(low - 1) : 0;
     }
     if (left_ < length) return;
     if (length <= 2 && !table_->empty()) {
         const std::uint64_t key = length == 1 ? lowest_key(query_end_[-1]) : order_key(query_end_);
         const Places around = table_->around(key);
-        low = first_at_least(log_, run_, {around.low, std::min(around.high, low)}, key);
+        const Places before = clipped({std::max(around.low, begin_), std::min(around.high, low)});
+        low = std::min(low, std::max(begin_, first_at_least(log_, run_, before, key)));
     } else {
         std::uint32_t step = 1;
-        for (; step <= low && shared_at(low - step) >= length; step *= 2) low -= step;
+        for (; step <= low - begin_ && shared_at(low - step) >= length; step *= 2) low -= step;
         for (step /= 2; step >= 1; step /= 2) {
-            if (step <= low && shared_at(low - step) >= length) low -= step;
+            if (step <= low - begin_ && shared_at(low - step) >= length) low -= step;
         }
     }
-    left_ = low > 0 ? shared_at(low - 1) : 0;
+    left_ = low > begin_ ? shared_at(low - 1) : 0;
 }
 
 void RunCursor::widen_right(int length) {
@@ -72,9 +77,10 @@ void RunCursor::widen_right(int length) {
     }
     if (right_ < length) return;
     if (length <= 2 && !table_->empty()) {
-        const std::uint64_t key = length == 1 ? lowest_key(query_end_[-1] + 1) : order_key(query_end_) + 1;
+        const std::uint64_t key = length == 1 ? key_behind(query_end_[-1]) : order_key(query_end_) + 1;
         const Places around = table_->around(key);
-        high = first_at_least(log_, run_, {std::max(around.low, high), around.high}, key);
+        const Places behind = clipped({std::max(around.low, high), std::min(around.high, count_)});
+        high = std::max(high, first_at_least(log_, run_, behind, key));
     } else {
         std::uint32_t step = 1;
         for (; step <= count_ - high && shared_at(high + step - 1) >= length; step *= 2) high += step;

@@ -3,16 +3,17 @@
 
 #include <span>
 
+#include "index/run.hpp"
 #include "index/run_table.hpp"
 #include "index/sorted_run.hpp"
 
 namespace agentspec {
 
-/// The positions of one run whose context shares at least some number of tokens with a query. `widen` and `take` lower
+/// The positions of one part of a run whose context shares at least some number of tokens with a query. `widen` and `take` lower
 /// that number and so take in more positions.
 class RunCursor {
 public:
-    RunCursor(const Token* log, std::span<const Position> run, const RunTable& table, const Token* query_end);
+    RunCursor(const Token* log, const RunPart& part, const Token* query_end);
 
     /// The longest shared context among the positions not yet taken in; 0 when none shares a token.
     int next() const { return left_ > right_ ? left_ : right_; }
@@ -26,11 +27,11 @@ public:
     void widen(int length, std::uint32_t limit, Visit&& visit) {
         const Places old = taken_;
         const RunTable::Wide* wide = length == 1 ? table_->wide(query_end_[-1]) : nullptr;
-        if (wide != nullptr && limit <= RunTable::kSample && wide->places.size() - old.size() > limit) {
+        if (wide != nullptr && wide->places.low >= begin_ && limit <= RunTable::kSample && wide->places.size() - old.size() > limit) {
             taken_ = wide->places;
             left_ = right_ = 0;
             const double weight = double(taken_.size()) / RunTable::kSample;
-            for (const Follower& next : table_->followers(*wide)) visit(next.token, next.newest, next.count * weight);
+            for (const Follower& next : table_->followers(*wide)) visit(next.token, next.position, weight);
             return;
         }
         take(length);
@@ -65,7 +66,7 @@ private:
     const Position* run_;
     const RunTable* table_;
     const Token* query_end_;
-    std::uint32_t count_;
+    std::uint32_t begin_, count_;  // the first place, and the one behind the last
     Places taken_;
     int left_ = 0, right_ = 0;  // tokens shared by the neighbours just outside taken_
 };

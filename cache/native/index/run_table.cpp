@@ -34,25 +34,16 @@ RunTable::RunTable(const Token* log, std::span<const Position> run) {
 
 void RunTable::add_wide(const Token* log, std::span<const Position> run, Token last, Places around) {
     const std::uint32_t low = first_at_least(log, run.data(), around, lowest_key(last));
-    const std::uint32_t high = first_at_least(log, run.data(), {low, around.high}, lowest_key(last + 1));
+    const std::uint32_t high = first_at_least(log, run.data(), {low, around.high}, key_behind(last));
     if (high - low <= kWide) return;
     const auto begin = static_cast<std::uint32_t>(followers_.size());
     const auto sample = [&](std::uint32_t i) { return run[low + std::uint64_t{i} * (high - low) / kSample]; };
     for (std::uint32_t i = 0; i < kSample; ++i) __builtin_prefetch(log + sample(i));
-    for (std::uint32_t i = 0; i < kSample; ++i) followers_.push_back({log[sample(i)], 1, sample(i)});
+    for (std::uint32_t i = 0; i < kSample; ++i) followers_.push_back({log[sample(i)], sample(i)});
     std::sort(followers_.begin() + begin, followers_.end(), [](const Follower& a, const Follower& b) {
-        return a.token != b.token ? a.token < b.token : a.newest > b.newest;
+        return a.token != b.token ? a.token < b.token : a.position > b.position;
     });
-    auto kept = followers_.begin() + begin;
-    for (auto next = kept + 1; next != followers_.end(); ++next) {
-        if (next->token == kept->token) {
-            ++kept->count;
-        } else {
-            *++kept = *next;
-        }
-    }
-    followers_.erase(kept + 1, followers_.end());
-    wide_.push_back({last, {low, high}, begin, static_cast<std::uint32_t>(followers_.size())});
+    wide_.push_back({last, {low, high}, begin});
 }
 
 Places RunTable::around(std::uint64_t key) const {

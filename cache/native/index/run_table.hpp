@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
+#include "index/account.hpp"
 #include "index/sorted_run.hpp"
 
 namespace agentspec {
@@ -16,11 +18,10 @@ struct Places {
     bool operator==(const Places&) const = default;
 };
 
-/// A token that followed another, in an even sample of all its followers.
+/// A token that followed another, one of an even sample.
 struct Follower {
     Token token;
-    std::uint32_t count;  // in the sample
-    Position newest;      // in the sample
+    Position position;
     bool operator==(const Follower&) const = default;
 };
 
@@ -32,6 +33,10 @@ public:
 
     RunTable() = default;
     RunTable(const Token* log, std::span<const Position> run);
+    RunTable(const Token* log, std::span<const Position> run, const std::shared_ptr<Account>& account)
+        : RunTable(log, run) {
+        charge_ = std::make_shared<Charge>(account, sizeof(*this) + memory_bytes());
+    }
 
     bool empty() const { return keys_.empty(); }
     /// Bounds of the first place whose context's nearest pair is `key` (an `order_key`) or more: at least low, at most
@@ -44,17 +49,19 @@ public:
     struct Wide {
         Token last;
         Places places;
-        std::uint32_t begin, end;  // among the followers
+        std::uint32_t begin;  // of its sample among the followers
         bool operator==(const Wide&) const = default;
     };
     /// nullptr for a token that is not so common.
     const Wide* wide(Token last) const;
     std::span<const Follower> followers(const Wide& wide) const {
-        return std::span(followers_).subspan(wide.begin, wide.end - wide.begin);
+        return std::span(followers_).subspan(wide.begin, kSample);
     }
 
     std::size_t memory_bytes() const;
-    bool operator==(const RunTable&) const = default;
+    bool operator==(const RunTable& other) const {
+        return keys_ == other.keys_ && wide_ == other.wide_ && followers_ == other.followers_;
+    }
 
 private:
     void add_wide(const Token* log, std::span<const Position> run, Token last, Places around);
@@ -63,6 +70,7 @@ private:
     std::vector<std::uint64_t> keys_;  // of every stride_-th place
     std::vector<Wide> wide_;  // by token
     std::vector<Follower> followers_;
+    std::shared_ptr<Charge> charge_;
 };
 
 /// The first place in `within` whose context's nearest pair is `key` or more; within.high where there is none.

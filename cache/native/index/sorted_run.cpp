@@ -87,18 +87,27 @@ Positions sort_positions(const Token* log, std::span<const Position> positions) 
     return sorted;
 }
 
-Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer) {
-    Positions merged;
-    merged.reserve(older.size() + newer.size());
+std::pair<std::size_t, std::size_t> merge_some(const Token* log, std::span<const Position> older,
+                                               std::span<const Position> newer, std::size_t limit, Position* out) {
     const Position* from = older.data();
     const Position* end = from + older.size();
-    for (const Position position : newer) {
-        const Position* to = behind(log, from, end, position);
-        merged.insert(merged.end(), from, to);
-        merged.push_back(position);
+    std::size_t left = limit, taken = 0;
+    for (; taken < newer.size() && left > 0; ++taken, --left) {
+        const Position* to = behind(log, from, from + std::min<std::size_t>(end - from, left), newer[taken]);
+        out = std::copy(from, to, out);
+        left -= static_cast<std::size_t>(to - from);
         from = to;
+        if (left == 0) break;
+        *out++ = newer[taken];
     }
-    merged.insert(merged.end(), from, end);
+    const std::size_t rest = std::min<std::size_t>(taken == newer.size() ? left : 0, end - from);
+    std::copy_n(from, rest, out);
+    return {from + rest - older.data(), taken};
+}
+
+Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer) {
+    Positions merged(older.size() + newer.size());
+    merge_some(log, older, newer, merged.size(), merged.data());
     return merged;
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "index/pages.hpp"
@@ -21,6 +22,7 @@ using Position = std::uint32_t;
 using Positions = std::vector<Position, PageAllocator<Position>>;
 
 inline constexpr int kDepth = 64;  // contexts are ordered by at most this many tokens
+inline constexpr Token kMostToken = 0x7ffffffe;  // there are order_keys behind those of every token
 inline constexpr Token kBoundary = -1;  // stands before each piece of the log
 inline constexpr Token kNoContext = -2;  // pads queries: equals nothing in the log
 inline constexpr int kPadding = kDepth + 2;
@@ -41,6 +43,9 @@ inline std::uint64_t lowest_key(Token last) {
     return std::uint64_t{static_cast<std::uint32_t>(last) ^ 0x80000000u} << 32;
 }
 
+/// A key behind every order_key of a context that ends with `last` (at most kMostToken).
+inline std::uint64_t key_behind(Token last) { return lowest_key(last) + (std::uint64_t{1} << 32); }
+
 /// Number of tokens (at most kDepth) that a log context shares with a query, given that they share `known`.
 inline int shared_context(const Token* log_end, const Token* query_end, int known = 0) {
     for (int depth = known & ~1; depth < kDepth; depth += 2) {
@@ -57,8 +62,12 @@ int compare_contexts(const Token* a, const Token* b, int known = 0);
 /// Sort positions by context, equal contexts by position.
 Positions sort_positions(const Token* log, std::span<const Position> positions);
 
-/// Merge two sorted runs into one; all positions of `older` are below all of `newer`. If one run is much smaller, the
-/// other is copied in stretches.
+/// The first `limit` positions of two merged runs, or all, to `out`; all positions of `older` are below all of `newer`.
+/// Returns how many of either these are. If one run is much smaller, the other is copied in stretches.
+std::pair<std::size_t, std::size_t> merge_some(const Token* log, std::span<const Position> older,
+                                               std::span<const Position> newer, std::size_t limit, Position* out);
+
+/// Merge two sorted runs into one in the same way.
 Positions merge_runs(const Token* log, std::span<const Position> older, std::span<const Position> newer);
 
 }  // namespace agentspec

@@ -1,312 +1,264 @@
+// Changes of a suffix index, each of which takes work in proportion to the tokens given, and questions to it.
 #include "index/suffix_index.hpp"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "index/relocation.hpp"
 #include "index/run_cursor.hpp"
 
 namespace agentspec {
-namespace {
 
-void require_tokens(std::span<const Token> tokens) {
-    for (const Token token : tokens) {
-        if (token < 0) throw std::invalid_argument("token ids must not be negative: " + std::to_string(token));
-    }
-}
-
-template <class IsDead>
-Run without(const Run& run, const IsDead& is_dead) {
-    if (std::none_of(run.begin(), run.end(), is_dead)) return run;
-    Positions left;
-    left.reserve(run.size());
-    std::remove_copy_if(run.begin(), run.end(), std::back_inserter(left), is_dead);
-    if (left.capacity() > left.size() + left.size() / 8) left.shrink_to_fit();
-    return left;
-}
-
-template <class Items>
-std::size_t bytes(const Items& items) {
-    return items.capacity() * sizeof(typename Items::value_type);
-}
-
-}  // namespace
-
-SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio) : tail_limit_(tail), ratio_(ratio), log_(kPadding) {
+SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio, bool deferred)
+    : tail_limit_(tail), ratio_(ratio), deferred_(deferred) {
     if (tail < 1 || ratio < 1) throw std::invalid_argument("tail and ratio must be at least 1");
-    log_.append(std::vector<Token>(kPadding, kBoundary));
+    log_ = TokenLog::with_room(kPadding, account_);
+    log_->append(std::vector<Token>(kPadding, kBoundary));
+    publish();
 }
 
-const SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) const {
+SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) {
     const auto found = sequences_.find(sequence);
     if (found == sequences_.end()) throw std::out_of_range("no sequence " + std::to_string(sequence));
     return found->second;
 }
 
-SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) {
-    return const_cast<Sequence&>(std::as_const(*this).at(sequence));
+const SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) const {
+    return const_cast<SuffixIndex*>(this)->at(sequence);
 }
 
 void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span<const Token> context) {
     require_tokens(tokens);
     require_tokens(context);
-    const std::lock_guard writing(writing_);
-    if (log_.size() + tokens.size() + kPadding > std::numeric_limits<Position>::max()) {
-        throw std::length_error("the index is full: 2^32 positions");
+    {
+        const Hold hold(*this);
+        if (log_->size() + tokens.size() + kPadding > std::numeric_limits<Position>::max()) {
+            throw std::length_error("the index is full: 2^32 positions");
+        }
+        const auto known = sequences_.find(id);
+        const bool fresh = known == sequences_.end();
+        if (!fresh && !context.empty()) throw std::invalid_argument("only a new sequence takes a context");
+        if (!fresh && known->second.closed) {
+            throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
+        }
+        make_room(tokens.size() + kPadding);
+        Sequence& sequence = fresh ? sequences_[id] : known->second;
+        sequence.id = id;
+        use(sequence);
+        if (fresh || (!tokens.empty() && sequence.spans.back().end != log_->size())) begin_piece(sequence, context);
+        add(sequence, tokens);
+        work_.appended += tokens.size();
+        publish();
     }
-    make_room(tokens.size() + kPadding);
-    add(id, tokens, context);
-    if (tail_.size() > tail_limit_) merge_tail();
+    settle();
 }
 
-/// Grow the log in a copy, so that readers wait for the exchange alone.
 void SuffixIndex::make_room(std::size_t more) {
-    const std::size_t needed = log_.size() + more;
-    if (needed <= log_.capacity()) return;
-    TokenLog larger = log_.copy(std::max(needed, 2 * log_.size()));
-    const std::unique_lock lock(mutex_);
-    std::swap(log_, larger);
-}
-
-void SuffixIndex::add(SequenceId id, std::span<const Token> tokens, std::span<const Token> context) {
-    const std::unique_lock lock(mutex_);
-    const bool fresh = !sequences_.contains(id);
-    if (!fresh && !context.empty()) throw std::invalid_argument("only a new sequence takes a context");
-    Sequence& sequence = sequences_[id];
-    if (sequence.closed) throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
-    sequence.last_used = ++clock_;
-    if (fresh || (!tokens.empty() && sequence.spans.back().end != log_.size())) begin_piece(id, sequence, context);
-    if (tokens.empty()) return;
-    for (std::size_t i = 0; i < tokens.size(); ++i) tail_.push_back(static_cast<Position>(log_.size() + i));
-    log_.append(tokens);
-    sequence.spans.back().end = static_cast<Position>(log_.size());
-    sequence.length += tokens.size();
-    live_ += tokens.size();
+    if (log_->size() + more <= log_->capacity()) return;
+    worked(log_->size());
+    retired_.push_back(log_);
+    log_ = log_->grown(more, account_);
 }
 
 /// Start a piece at the end of the log, beginning with what stood before it.
-void SuffixIndex::begin_piece(SequenceId id, Sequence& sequence, std::span<const Token> context) {
-    std::vector<Token> prefix(context.end() - std::min<std::size_t>(context.size(), kDepth), context.end());
-    if (!sequence.spans.empty()) prefix = context_before(sequence.spans.back().end);
-    log_.push_back(kBoundary);
-    log_.append(prefix);
-    const auto begin = static_cast<Position>(log_.size());
-    if (!prefix.empty()) starts_.insert(pair_before(log_.end()));
-    sequence.spans.push_back({begin, begin});
-    pieces_.push_back({begin, id});
-}
-
-std::vector<Token> SuffixIndex::context_before(Position end) const {
-    Position begin = end;
-    while (end - begin < kDepth && log_[begin - 1] != kBoundary) --begin;
-    return {log_.begin() + begin, log_.begin() + end};
-}
-
-/// Make the tail a run of its own, and merge runs until each is at least ratio_ times the next. Only the caller, who
-/// holds writing_, changes what is read here; so sorting and merging leave the readers alone.
-void SuffixIndex::merge_tail() {
-    replace_runs(runs_.size(), sort_positions(log_.data(), tail_), true);
-    std::size_t first = runs_.size() - 1;
-    std::span<const Position> newest = runs_[first];
-    Positions merged;
-    for (; first > 0 && runs_[first - 1].size() < ratio_ * newest.size(); --first) {
-        merged = merge_runs(log_.data(), runs_[first - 1], newest);
-        newest = merged;
+void SuffixIndex::begin_piece(Sequence& sequence, std::span<const Token> context) {
+    std::span<const Token> prefix = context.last(std::min<std::size_t>(context.size(), kDepth));
+    if (!sequence.spans.empty()) prefix = context_before(log_->data(), sequence.spans.back().end);
+    log_->push_back(kBoundary);
+    log_->append(prefix);
+    const auto begin = static_cast<Position>(log_->size());
+    if (!prefix.empty()) {
+        if (!starts_ || starts_->full()) {
+            starts_ = starts_ ? starts_->larger(account_) : std::make_shared<StartSet>(4, account_);
+        }
+        starts_->add(pair_before(log_->data() + begin));
     }
-    if (!merged.empty()) replace_runs(first, std::move(merged), false);
+    sequence.spans.push_back({begin, begin});
+    pieces_.push_back({begin, begin, &sequence});
+    worked(prefix.size() + 1);
 }
 
-/// Put `run` in the place of the runs from `first` on, and of the tail. What goes is given back after the lock.
-void SuffixIndex::replace_runs(std::size_t first, Positions run, bool and_tail) {
-    std::vector<Run> gone;
-    Positions tail;
-    gone.reserve(runs_.size());
-    RunTable table(log_.data(), run);
-    const std::unique_lock lock(mutex_);
-    const auto begin = runs_.begin() + static_cast<std::ptrdiff_t>(first);
-    gone.insert(gone.end(), std::move_iterator(begin), std::move_iterator(runs_.end()));
-    if (and_tail) tail.swap(tail_);
-    runs_.erase(begin, runs_.end());
-    runs_.push_back(std::move(run));
-    tables_.resize(first);
-    tables_.push_back(std::move(table));
+/// Add tokens to the last piece, which ends where the log does.
+void SuffixIndex::add(Sequence& sequence, std::span<const Token> tokens) {
+    if (tokens.empty()) return;
+    const auto begin = static_cast<Position>(log_->size());
+    log_->append(tokens);
+    const auto end = static_cast<Position>(log_->size());
+    sequence.spans.back().end = end;
+    pieces_.back().end = end;
+    sequence.length += tokens.size();
+    live_ += tokens.size();
+    worked(tokens.size());
+    if (tail_size_ + tokens.size() <= tail_limit_) {
+        if (!tail_) tail_ = std::make_shared<Tail>(tail_limit_, account_);
+        for (Position position = begin; position < end; ++position) tail_->set(tail_size_++, position);
+        return;
+    }
+    Positions positions;
+    for (const Position position : tail()) {
+        if (!log_->is_dead(position)) positions.push_back(position);
+    }
+    for (Position position = begin; position < end; ++position) positions.push_back(position);
+    tail_.reset();
+    tail_size_ = 0;
+    add_run(sort_positions(log_->data(), positions));
+}
+
+void SuffixIndex::publish() {
+    std::shared_ptr<const Snapshot> next =
+        std::make_shared<Snapshot>(Snapshot{log_, runs_, tail_, tail_size_, starts_, generation_});
+    {
+        const std::lock_guard lock(publishing_);
+        snapshot_.swap(next);
+    }
+    constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*) + 2 * sizeof(Span);
+    catalogue_bytes_ = pieces_.capacity() * sizeof(Piece) + buried_.capacity() * sizeof(Span) +
+                       sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
+    std::size_t dead = 0;
+    for (const auto& run : *runs_) dead += run->dead();
+    reclaimable_ = dead * sizeof(Position) + (removed_ + truncated_) * sizeof(Token);
+    due_.store(!retired_.empty() || merging_end_ > 0 || !next_job().none(), std::memory_order_release);
+}
+
+std::shared_ptr<const Snapshot> SuffixIndex::snapshot() const {
+    const std::lock_guard lock(publishing_);
+    return snapshot_;
 }
 
 void SuffixIndex::close(SequenceId sequence) {
-    const std::unique_lock lock(mutex_);
+    const Hold hold(*this);
     at(sequence).closed = true;
 }
 
 void SuffixIndex::truncate(SequenceId id, std::size_t length) {
-    const std::lock_guard writing(writing_);
-    const std::unique_lock lock(mutex_);
-    Sequence& sequence = at(id);
-    if (sequence.closed) throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
-    std::vector<Span> cut = take_from(sequence, length);
-    if (const Position end = sequence.spans.back().end; end < log_.size()) log_.bound(end);
-    drop(std::move(cut), 2.0);
+    {
+        const Hold hold(*this);
+        Sequence& sequence = at(id);
+        if (sequence.closed) throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
+        while (sequence.length > length) {
+            Span& last = sequence.spans.back();
+            const auto excess = static_cast<Position>(std::min(sequence.length - length, last.size()));
+            bury({last.end - excess, last.end});
+            truncated_ += excess;
+            last.end -= excess;
+            piece_of(last.begin)->end = last.end;
+            sequence.length -= excess;
+            if (last.size() > 0 || sequence.spans.size() == 1) continue;
+            truncated_ += forget_piece(last.begin);
+            sequence.spans.pop_back();
+        }
+        publish();
+    }
+    settle();
 }
 
 void SuffixIndex::remove(std::span<const SequenceId> sequences) {
-    const std::lock_guard writing(writing_);
-    const std::unique_lock lock(mutex_);
-    std::vector<Span> dead;
-    for (const SequenceId id : sequences) {
-        const auto found = sequences_.find(id);
-        if (found == sequences_.end()) continue;
-        const std::vector<Span> spans = take_from(found->second, 0);
-        dead.insert(dead.end(), spans.begin(), spans.end());
-        sequences_.erase(found);
-    }
-    std::erase_if(pieces_, [this](const Piece& piece) { return !sequences_.contains(piece.sequence); });
-    drop(std::move(dead), 1.125);
-}
-
-/// Cut a sequence to `length` tokens; returns the places of the tokens cut off.
-std::vector<SuffixIndex::Span> SuffixIndex::take_from(Sequence& sequence, std::size_t length) {
-    std::vector<Span> cut;
-    while (sequence.length > length) {
-        Span& last = sequence.spans.back();
-        const auto excess = static_cast<Position>(std::min(sequence.length - length, last.size()));
-        cut.push_back({last.end - excess, last.end});
-        last.end -= excess;
-        sequence.length -= excess;
-        live_ -= excess;
-        if (last.size() == 0 && sequence.spans.size() > 1) {
-            const Position begin = last.begin;
-            sequence.spans.pop_back();
-            std::erase_if(pieces_, [begin](const Piece& piece) { return piece.begin == begin; });
+    {
+        const Hold hold(*this);
+        for (const SequenceId id : sequences) {
+            const auto found = sequences_.find(id);
+            if (found == sequences_.end()) continue;
+            for (const Span& span : found->second.spans) {
+                bury(span);
+                removed_ += span.size() + forget_piece(span.begin);
+            }
+            work_.removed += found->second.length;
+            unlink(found->second);
+            sequences_.erase(found);
         }
+        publish();
     }
-    return cut;
+    settle();
 }
 
-/// Take dead positions out of tail and runs; rewrite the log when it holds more than `slack` times what lives.
-void SuffixIndex::drop(std::vector<Span> dead, double slack) {
-    if (dead.empty()) return;
-    std::sort(dead.begin(), dead.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
-    const auto is_dead = [&dead](Position position) {
-        auto after = std::upper_bound(dead.begin(), dead.end(), position,
-                                      [](Position p, const Span& span) { return p < span.begin; });
-        return after != dead.begin() && position < std::prev(after)->end;
-    };
-    std::erase_if(tail_, is_dead);
-    const Position tail_begin = tail_.empty() ? static_cast<Position>(log_.size()) : tail_.front();
-    if (dead.front().begin < tail_begin) {
-        for (Run& run : runs_) run = without(run, is_dead);
-        std::erase_if(runs_, [](const Run& run) { return run.empty(); });
-        tabulate();
-    }
-    shrink_log();
-    const double living = static_cast<double>(live_ + pieces_.size() * (kDepth + 1)) + kPadding;
-    if (static_cast<double>(log_.bytes() / sizeof(Token)) > slack * living + 1024) compact();
-}
-
-void SuffixIndex::tabulate() {
-    tables_.clear();
-    for (const Run& run : runs_) tables_.emplace_back(log_.data(), run);
-}
-
-/// Cut dead tokens off the end of the log, so that a truncated sequence goes on where it was cut.
-void SuffixIndex::shrink_log() {
-    Position end = kPadding;
-    if (!pieces_.empty()) {
-        const Piece& last = pieces_.back();
-        end = last.begin;
-        for (const Span& span : at(last.sequence).spans) end = std::max(end, span.end);
-    }
-    log_.cut(end);
-}
-
-/// Rewrite the log without dead tokens. Contexts, and so the order of the runs, stay as they are.
-void SuffixIndex::compact() {
-    TokenLog log(kPadding + live_ + pieces_.size() * (kDepth + 1));
-    log.append({log_.data(), kPadding});
-    std::vector<Piece> pieces;
-    std::map<Position, Position> moved;
-    for (const Piece& piece : pieces_) {
-        const std::vector<Span>& spans = at(piece.sequence).spans;
-        const auto span =
-            std::find_if(spans.begin(), spans.end(), [&](const Span& s) { return s.begin == piece.begin; });
-        const std::vector<Token> prefix = context_before(span->begin);
-        log.push_back(kBoundary);
-        log.append(prefix);
-        moved[span->begin] = static_cast<Position>(log.size());
-        pieces.push_back({static_cast<Position>(log.size()), piece.sequence});
-        log.append({log_.data() + span->begin, span->size()});
-    }
-    const auto move = [&moved](Position& position) {
-        const auto& [from, to] = *std::prev(moved.upper_bound(position));
-        position = position - from + to;
-    };
-    for (Position& position : tail_) move(position);
-    for (Run& run : runs_) {
-        Positions positions(run.begin(), run.end());
-        for (Position& position : positions) move(position);
-        run = std::move(positions);
-    }
-    for (auto& [id, sequence] : sequences_) {
-        for (Span& span : sequence.spans) {
-            const auto size = static_cast<Position>(span.size());
-            move(span.begin);
-            span.end = span.begin + size;
-        }
-    }
-    log_ = std::move(log);
-    pieces_ = std::move(pieces);
-    tabulate();
-    find_starts();
-}
-
-void SuffixIndex::find_starts() {
-    starts_.clear();
-    for (const Piece& piece : pieces_) {
-        if (log_[piece.begin - 1] != kBoundary) starts_.insert(pair_before(log_.begin() + piece.begin));
+/// Mark living tokens as forgotten, and count them in the run that holds them.
+void SuffixIndex::bury(Span span) {
+    if (span.size() == 0) return;
+    log_->bury(span.begin, span.end);
+    live_ -= span.size();
+    worked(span.size() / 64 + 1);
+    if (rewriting_) buried_.push_back(span);
+    for (const auto& run : *runs_) {
+        const std::size_t from = std::max(span.begin, run->oldest());
+        const std::size_t to = std::min<std::size_t>(span.end, std::size_t{run->newest()} + 1);
+        if (from < to) run->count_dead(to - from);
     }
 }
 
-const SuffixIndex::Piece& SuffixIndex::piece_of(Position position) const {
+/// Forget a piece without tokens; returns how many places of the log stand before it for its sake.
+std::size_t SuffixIndex::forget_piece(Position begin) {
+    piece_of(begin)->sequence = nullptr;
+    return 1 + context_before(log_->data(), begin).size();
+}
+
+std::vector<SuffixIndex::Piece>::iterator SuffixIndex::piece_of(Position position) {
     const auto after = std::upper_bound(pieces_.begin(), pieces_.end(), position,
                                         [](Position p, const Piece& piece) { return p < piece.begin; });
-    return *std::prev(after);
+    return std::prev(after);
 }
 
-void SuffixIndex::record_hit(Position position) const {
-    Sequence& sequence = sequences_.at(piece_of(position).sequence);
-    sequence.hits.fetch_add(1, std::memory_order_relaxed);
-    sequence.last_used.store(++clock_, std::memory_order_relaxed);
+/// Make a sequence the most recently used.
+void SuffixIndex::use(Sequence& sequence) {
+    sequence.last_used = ++clock_;
+    if (&sequence == newest_) return;
+    unlink(sequence);
+    sequence.older = newest_;
+    (newest_ ? newest_->newer : oldest_) = &sequence;
+    newest_ = &sequence;
+}
+
+void SuffixIndex::unlink(Sequence& sequence) {
+    if (sequence.older) sequence.older->newer = sequence.newer;
+    if (sequence.newer) sequence.newer->older = sequence.older;
+    if (oldest_ == &sequence) oldest_ = sequence.newer;
+    if (newest_ == &sequence) newest_ = sequence.older;
+    sequence.older = sequence.newer = nullptr;
+}
+
+void SuffixIndex::record_hits(const Snapshot& of, std::span<const Position> positions) {
+    const Hold hold(*this);
+    if (of.generation != generation_) return;
+    for (const Position position : positions) {
+        Sequence* sequence = piece_of(position)->sequence;
+        if (!sequence) continue;
+        ++sequence->hits;
+        use(*sequence);
+    }
+}
+
+std::pair<std::shared_ptr<const TokenLog>, std::vector<SuffixIndex::Span>> SuffixIndex::places(SequenceId id) const {
+    const Hold hold(*this);
+    return {log_, at(id).spans};
 }
 
 std::vector<Token> SuffixIndex::tokens(SequenceId sequence) const {
-    const std::shared_lock lock(mutex_);
+    const auto [log, spans] = places(sequence);
     std::vector<Token> out;
-    for (const Span& span : at(sequence).spans) {
-        out.insert(out.end(), log_.begin() + span.begin, log_.begin() + span.end);
-    }
+    for (const Span& span : spans) out.insert(out.end(), log->data() + span.begin, log->data() + span.end);
     return out;
 }
 
 std::vector<Token> SuffixIndex::prefix(SequenceId sequence) const {
-    const std::shared_lock lock(mutex_);
-    return context_before(at(sequence).spans.front().begin);
+    const auto [log, spans] = places(sequence);
+    const std::span<const Token> before = context_before(log->data(), spans.front().begin);
+    return {before.begin(), before.end()};
 }
 
 std::size_t SuffixIndex::length(SequenceId sequence) const {
-    const std::shared_lock lock(mutex_);
+    const Hold hold(*this);
     return at(sequence).length;
 }
 
 std::size_t SuffixIndex::common_prefix(SequenceId sequence, std::span<const Token> tokens) const {
-    const std::shared_lock lock(mutex_);
+    const auto [log, spans] = places(sequence);
     std::size_t shared = 0;
-    for (const Span& span : at(sequence).spans) {
+    for (const Span& span : spans) {
         const std::size_t size = std::min(span.size(), tokens.size() - shared);
-        const Token* mine = log_.data() + span.begin;
+        const Token* mine = log->data() + span.begin;
         const auto differs = std::mismatch(mine, mine + size, tokens.begin() + shared);
         shared += differs.first - mine;
         if (differs.first != mine + span.size()) break;
@@ -319,20 +271,26 @@ void SuffixIndex::visit_matches(std::span<const Token> context, Visit&& visit) c
     if (context.empty()) throw std::invalid_argument("a context needs at least one token");
     require_tokens(context);
     const Query query(context);
-    const std::shared_lock lock(mutex_);
-    for (std::size_t i = 0; i < runs_.size(); ++i) {
-        RunCursor cursor(log_.data(), runs_[i], tables_[i], query.end());
-        cursor.widen(query.length(), std::numeric_limits<std::uint32_t>::max(),
-                     [&](Token, Position position, double) { visit(position); });
+    const std::shared_ptr<const Snapshot> seen = snapshot();
+    const Token* log = seen->log->data();
+    const auto visit_living = [&](Position position) {
+        if (!seen->log->is_dead(position)) visit(position, log[position]);
+    };
+    for (const auto& run : *seen->runs) {
+        for (const RunPart& part : run->parts()) {
+            RunCursor cursor(log, part, query.end());
+            cursor.widen(query.length(), std::numeric_limits<std::uint32_t>::max(),
+                         [&](Token, Position position, double) { visit_living(position); });
+        }
     }
-    for (const Position position : tail_) {
-        if (shared_context(log_.data() + position, query.end()) >= query.length()) visit(position);
+    for (const Position position : seen->newest()) {
+        if (shared_context(log + position, query.end()) >= query.length()) visit_living(position);
     }
 }
 
 std::int64_t SuffixIndex::count(std::span<const Token> context) const {
     std::int64_t total = 0;
-    visit_matches(context, [&](Position) { ++total; });
+    visit_matches(context, [&](Position, Token) { ++total; });
     return total;
 }
 
@@ -340,9 +298,9 @@ Successors SuffixIndex::successors(std::span<const Token> context) const {
     std::map<Token, std::int64_t> counts;
     Position newest = 0;
     Successors out;
-    visit_matches(context, [&](Position position) {
-        ++counts[log_[position]];
-        if (position > newest) out.most_recent = log_[newest = position];
+    visit_matches(context, [&](Position position, Token token) {
+        ++counts[token];
+        if (position > newest) out.most_recent = token, newest = position;
     });
     for (const auto& [token, count] : counts) {
         out.tokens.push_back(token);
@@ -352,49 +310,57 @@ Successors SuffixIndex::successors(std::span<const Token> context) const {
 }
 
 std::size_t SuffixIndex::sequence_count() const {
-    const std::shared_lock lock(mutex_);
+    const Hold hold(*this);
     return sequences_.size();
 }
 
 std::size_t SuffixIndex::token_count() const {
-    const std::shared_lock lock(mutex_);
+    const Hold hold(*this);
     return live_;
 }
 
-std::size_t SuffixIndex::run_count() const {
-    const std::shared_lock lock(mutex_);
-    return runs_.size();
-}
-
 Usage SuffixIndex::usage() const {
-    const std::shared_lock lock(mutex_);
+    const Hold hold(*this);
+    worked(sequences_.size());
     Usage out;
     for (const auto& [id, sequence] : sequences_) {
         out.sequences.push_back(id);
         out.lengths.push_back(static_cast<std::int64_t>(sequence.length));
-        out.hits.push_back(sequence.hits.load(std::memory_order_relaxed));
-        out.last_used.push_back(sequence.last_used.load(std::memory_order_relaxed));
+        out.hits.push_back(sequence.hits);
+        out.last_used.push_back(sequence.last_used);
     }
     return out;
 }
 
+std::vector<SequenceId> SuffixIndex::oldest(std::size_t tokens) const {
+    const Hold hold(*this);
+    std::vector<SequenceId> out;
+    std::size_t held = 0;
+    for (const Sequence* one = oldest_; one && held < tokens; one = one->newer) {
+        out.push_back(one->id);
+        held += one->length;
+    }
+    worked(out.size());
+    return out;
+}
+
 std::size_t SuffixIndex::memory_bytes() const {
-    const std::shared_lock lock(mutex_);
-    constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*);
-    std::size_t total = sizeof(*this) + log_.bytes() + bytes(pieces_) + bytes(tail_) + bytes(runs_);
-    for (const Run& run : runs_) total += run.bytes();
-    for (const RunTable& table : tables_) total += sizeof(table) + table.memory_bytes();
-    total += sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
-    total += starts_.bucket_count() * sizeof(void*) + starts_.size() * 2 * sizeof(void*);
-    total += 2 * pieces_.size() * sizeof(Span);  // the sequences' spans, grown by doubling
+    const std::size_t parts = account_->bytes();
+    return sizeof(*this) + parts - std::min<std::size_t>(parts, transient_) + catalogue_bytes_;
+}
+
+std::size_t SuffixIndex::reclaimable_bytes() const { return reclaimable_; }
+
+std::size_t SuffixIndex::mapped_bytes() const {
+    const std::shared_ptr<const Snapshot> seen = snapshot();
+    std::size_t total = seen->log->mapped_bytes();
+    for (const auto& run : *seen->runs) total += run->mapped_bytes();
     return total;
 }
 
-std::size_t SuffixIndex::mapped_bytes() const {
-    const std::shared_lock lock(mutex_);
-    std::size_t total = log_.mapped_bytes();
-    for (const Run& run : runs_) total += run.mapped_bytes();
-    return total;
+Work SuffixIndex::work() const {
+    const Hold hold(*this);
+    return work_;
 }
 
 }  // namespace agentspec

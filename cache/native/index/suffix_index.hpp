@@ -2,33 +2,34 @@
 //
 // All tokens lie in one log, piece by piece. Positions of the log are indexed by their context: the newest few in an
 // unsorted tail, the others in a handful of sorted runs that merge as they grow (the logarithmic method of Bentley and
-// Saxe, "Decomposable searching problems", 1980). Every public method is safe to call from several threads at once;
-// readers never wait for a merge.
+// Saxe, "Decomposable searching problems", 1980). Every public method is safe to call from several threads at once.
+//
+// Readers take a snapshot, whose parts never change below what it shows; no change to the index keeps them waiting.
+// Removed text is marked at once and left out by every reader; merges drop it later.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <span>
 #include <unordered_map>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
+#include "index/account.hpp"
 #include "index/query.hpp"
-#include "index/run.hpp"
-#include "index/run_table.hpp"
-#include "index/sorted_run.hpp"
+#include "index/relocation.hpp"
+#include "index/snapshot.hpp"
 #include "index/token_log.hpp"
 
 namespace agentspec {
 
 using SequenceId = std::int64_t;
-using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // none: as long as it takes
-using ReadLock = std::shared_lock<std::shared_timed_mutex>;
 
 struct Successors {
     std::vector<Token> tokens;          // ascending
@@ -39,6 +40,15 @@ struct Successors {
 struct Usage {
     std::vector<SequenceId> sequences;
     std::vector<std::int64_t> lengths, hits, last_used;  // last_used: a clock that ticks with every insert and hit
+};
+
+/// Work of an index since it was made, in positions looked at, moved or searched for.
+struct Work {
+    std::size_t appended = 0;      // tokens
+    std::size_t removed = 0;       // tokens forgotten
+    std::size_t locked = 0;        // done while other changes waited
+    std::size_t longest_hold = 0;  // the most in one go of that
+    std::size_t background = 0;    // done beside everything else
 };
 
 /// The tables of a saved index, as they lie in its file.
@@ -57,7 +67,7 @@ struct Frozen {
     std::vector<SequenceRecord> sequences;  // by their first piece
     std::vector<PieceRecord> pieces;        // by begin
     Positions run;
-    TokenLog log{0};
+    std::shared_ptr<TokenLog> log;
 };
 
 /// Where the four parts of a frozen index lie in a file: in a row from byte `offset` to the file's end.
@@ -68,20 +78,33 @@ struct FrozenLayout {
 
 class SuffixIndex {
 public:
+    static constexpr std::size_t kTail = 128, kRatio = 8;
+#ifdef AGENTSPEC_MERGE_PIECE
+    static constexpr std::size_t kPiece = AGENTSPEC_MERGE_PIECE;  // small in tests
+#else
+    static constexpr std::size_t kPiece = std::size_t{1} << 16;  // positions merged at a time
+#endif
+
     /// At most `tail` positions are matched one by one; a sorted run is at least `ratio` times as large as the next.
-    /// Drafts depend on neither. Throws std::invalid_argument unless tail >= 1 and ratio >= 1.
-    explicit SuffixIndex(std::size_t tail = 128, std::size_t ratio = 8);
+    /// Drafts depend on neither. Unless `deferred`, merging is done when a change returns; otherwise it waits for
+    /// `merge_step`. Throws std::invalid_argument unless tail >= 1 and ratio >= 1.
+    explicit SuffixIndex(std::size_t tail = kTail, std::size_t ratio = kRatio, bool deferred = false);
 
     /// Add tokens at the end of a sequence, a new or an open one. `context` (new sequences only) holds the tokens
-    /// before it, which are matched but never counted. Throws std::invalid_argument for a closed sequence or a negative
-    /// token, std::length_error when 2^32 positions are used up.
+    /// before it, which are matched but never counted. Throws std::invalid_argument for a closed sequence or what is
+    /// no token, std::length_error when 2^32 positions are used up.
     void append(SequenceId sequence, std::span<const Token> tokens, std::span<const Token> context = {});
     /// Refuse further tokens for a sequence. Like all methods below, throws std::out_of_range for an unknown sequence.
     void close(SequenceId sequence);
     /// Delete all tokens of a sequence from `length` on.
     void truncate(SequenceId sequence, std::size_t length);
-    /// Delete sequences in one pass over the index; unknown sequences are ignored.
+    /// Delete sequences; unknown sequences are ignored. From then on no query and no draft that begins knows them.
     void remove(std::span<const SequenceId> sequences);
+
+    /// Do one piece of the work that waits: merge runs, or take removed text out of them or out of the log. Returns
+    /// false where nothing waits, or another thread is at it. Nobody waits for it.
+    bool merge_step();
+    bool merging_due() const { return due_.load(std::memory_order_acquire); }
 
     std::vector<Token> tokens(SequenceId sequence) const;
     /// The context before a sequence, as far as it is matched.
@@ -96,101 +119,176 @@ public:
 
     std::size_t sequence_count() const;
     std::size_t token_count() const;
-    std::size_t run_count() const;
+    std::size_t run_count() const { return snapshot()->runs->size(); }
     Usage usage() const;
-    /// Bytes held by the index, by the capacity of its parts, a mapped file included. Constant time.
+    /// The least recently used sequences, that one first, which together hold at least `tokens` tokens; or all.
+    std::vector<SequenceId> oldest(std::size_t tokens) const;
+    /// Bytes held by the index, a mapped file and what drafts still read included. Constant time.
     std::size_t memory_bytes() const;
-    /// Bytes of the index in pages of a mapped file, except pages written to since.
+    /// Bytes that the rewriting of a log takes in addition, for as long as it lasts. Constant time.
+    std::size_t transient_bytes() const { return transient_; }
+    /// Bytes of them that merge steps will give back. Constant time.
+    std::size_t reclaimable_bytes() const;
+    /// Bytes of the index in pages of a mapped file.
     std::size_t mapped_bytes() const;
+    Work work() const;
 
-    /// Freeze those of the sequences `kept` that exist. Other threads can append, except while the log is copied.
+    /// Freeze those of the sequences `kept` that exist. Other threads can append meanwhile.
     Frozen freeze(std::span<const SequenceId> kept) const;
     /// Map a frozen index in a file, which must not change any more. Whatever the file holds, either the index is safe
     /// to use and drafts tokens of its pieces only, or std::invalid_argument names the fault. The order of the run is
     /// not checked: a wrong order only costs matches.
-    static std::unique_ptr<SuffixIndex> load(int file, const FrozenLayout& layout);
+    static std::unique_ptr<SuffixIndex> load(int file, const FrozenLayout& layout, bool deferred = false);
 
     /// Throws std::runtime_error with a description when an invariant does not hold. Linear in the index.
     void check_integrity() const;
 
+    /// What drafts read from.
+    std::shared_ptr<const Snapshot> snapshot() const;
+    /// Count a hit for the sequences that hold these positions of a snapshot; none if the log was rewritten since.
+    void record_hits(const Snapshot& of, std::span<const Position> positions);
+
 private:
-    friend class IndexView;
     struct Span {
         Position begin, end;
         std::size_t size() const { return end - begin; }
     };
     struct Sequence {
+        SequenceId id;
         std::vector<Span> spans;
         std::size_t length = 0;
         bool closed = false;
-        std::atomic<std::int64_t> hits{0}, last_used{0};
+        std::int64_t hits = 0, last_used = 0;
+        Sequence *older = nullptr, *newer = nullptr;  // by last use
     };
     struct Piece {
-        Position begin;
-        SequenceId sequence;
+        Position begin, end;
+        Sequence* sequence;  // nullptr once removed
     };
+    struct Job {
+        std::size_t first = 0, end = 0;  // runs to merge
+        bool rewrite = false;            // the log, and so everything
+        bool none() const { return !rewrite && first == end; }
+    };
+    /// A merge of one or two runs in pieces: what is merged, and what is left of them.
+    struct Merge {
+        std::size_t place;  // among the runs
+        std::shared_ptr<RunStorage> merged;
+        std::size_t size = 0;
+        std::vector<RunPart> left;
+        std::shared_ptr<const Run> run;  // these three as readers see them
+    };
+    /// Keeps other changes out, and counts the work done meanwhile.
+    class Hold {
+    public:
+        explicit Hold(const SuffixIndex& index) : index_(index), lock_(index.changing_) { index_.hold_ = 0; }
+        ~Hold() { index_.work_.longest_hold = std::max(index_.work_.longest_hold, index_.hold_); }
 
+    private:
+        const SuffixIndex& index_;
+        std::lock_guard<std::mutex> lock_;
+    };
+    void worked(std::size_t positions) const {
+        hold_ += positions;
+        work_.locked += positions;
+    }
+
+    // All of these under a Hold.
     const Sequence& at(SequenceId sequence) const;
     Sequence& at(SequenceId sequence);
-    void begin_piece(SequenceId id, Sequence& sequence, std::span<const Token> context);
-    std::vector<Token> context_before(Position end) const;
+    std::span<const Position> tail() const { return tail_ ? tail_->first(tail_size_) : std::span<const Position>(); }
+    std::vector<Piece>::iterator piece_of(Position position);
+    void use(Sequence& sequence);
+    void unlink(Sequence& sequence);
     void make_room(std::size_t more);
-    void add(SequenceId id, std::span<const Token> tokens, std::span<const Token> context);
-    void merge_tail();
-    void replace_runs(std::size_t first, Positions run, bool and_tail);
-    std::vector<Span> take_from(Sequence& sequence, std::size_t length);
-    void drop(std::vector<Span> dead, double slack);
-    void shrink_log();
-    void compact();
-    std::unique_ptr<SuffixIndex> copy() const;
-    void keep(std::span<const SequenceId> kept);
-    bool is_compact() const;
-    Positions single_run() const;
-    void take_records(std::span<const SequenceRecord> sequences, std::span<const PieceRecord> pieces);
-    void tabulate();
+    void begin_piece(Sequence& sequence, std::span<const Token> context);
+    void add(Sequence& sequence, std::span<const Token> tokens);
+    void add_run(Positions positions);
+    void bury(Span span);
+    std::size_t forget_piece(Position begin);
+    Job next_job() const;
+    std::size_t cascade(std::size_t end, std::size_t begin, std::size_t most) const;
+    void replace(std::size_t first, std::size_t end, const std::shared_ptr<const Run>& run, std::size_t dropped);
+    void exchange(Relocation& relocation, Runs runs, std::span<const Relocation::Piece> moved, std::size_t known,
+                  std::size_t rest);
+    void move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved, std::size_t known);
     void find_starts();
-    const Piece& piece_of(Position position) const;
-    void record_hit(Position position) const;
+    void publish();
+    void take_records(std::span<const SequenceRecord> sequences, std::span<const PieceRecord> pieces);
+
+    // Merging, by the thread that holds merging_.
+    void settle();
+    bool step();
+    void merge(const Snapshot& from, Job job);
+    void begin_merge(const Snapshot& from, Job job);
+    void go_on();
+    void rewrite();
+    std::vector<std::shared_ptr<const void>> free_retired();
+
+    std::shared_ptr<const Run> merged(const TokenLog& log, std::span<const std::shared_ptr<const Run>> runs,
+                                      std::size_t& dropped) const;
+    std::pair<std::shared_ptr<const TokenLog>, std::vector<Span>> places(SequenceId sequence) const;
     template <class Visit>
     void visit_matches(std::span<const Token> context, Visit&& visit) const;
     void check_runs() const;
     void check_positions() const;
+    void check_use() const;
 
     const std::size_t tail_limit_, ratio_;
-    mutable std::mutex writing_;  // held by the one writer, first; merging needs no other lock
-    mutable std::shared_timed_mutex mutex_;  // held shared to read the index, exclusively to change it
-    mutable std::atomic<std::int64_t> clock_{0};
-    TokenLog log_;  // after the tokens of a span there is a boundary, or the log ends
-    std::vector<Piece> pieces_;  // by begin
-    mutable std::unordered_map<SequenceId, Sequence> sequences_;
-    std::vector<Run> runs_;  // largest first; every position below those of the tail
-    std::vector<RunTable> tables_;  // of the run at the same place
-    Positions tail_;  // ascending
-    std::unordered_set<std::uint64_t> starts_;  // the pairs of tokens before pieces, some of pieces that are gone
-    std::size_t live_ = 0;  // tokens of all sequences
+    const bool deferred_;
+    const std::shared_ptr<Account> account_ = std::make_shared<Account>();
+    mutable std::mutex merging_;     // held by the one thread that merges, before the next
+    mutable std::mutex changing_;    // held to change the index, for work in proportion to the tokens given
+    mutable std::mutex publishing_;  // held to copy or exchange one pointer
+    std::shared_ptr<const Snapshot> snapshot_;
+    std::atomic<bool> due_{false};
+    std::atomic<std::size_t> catalogue_bytes_{0}, reclaimable_{0}, transient_{0};
+
+    std::shared_ptr<TokenLog> log_;  // after the tokens of a span there is a boundary, dead tokens, or the log ends
+    std::uint64_t generation_ = 0;   // of the log
+    std::vector<Piece> pieces_;      // by begin
+    std::unordered_map<SequenceId, Sequence> sequences_;
+    Sequence *oldest_ = nullptr, *newest_ = nullptr;  // by last use
+    std::int64_t clock_ = 0;
+    std::shared_ptr<const Runs> runs_ = std::make_shared<Runs>();  // every position below those of the tail
+    std::optional<Merge> merge_;     // under merging_
+    std::size_t merging_end_ = 0;    // number of the runs at the beginning that a merge is at work on
+    std::shared_ptr<Tail> tail_;
+    std::size_t tail_size_ = 0;
+    std::shared_ptr<StartSet> starts_;  // the pairs of tokens before pieces, some of pieces that are gone
+    std::size_t live_ = 0;              // tokens of all sequences
+    std::size_t removed_ = 0, truncated_ = 0;  // places of the log that nothing needs any more
+    bool rewriting_ = false;
+    std::vector<Span> buried_;  // since the rewriting of the log began
+    std::vector<std::shared_ptr<const void>> retired_;  // given back once nobody reads it, and never by a reader
+    mutable Work work_;
+    mutable std::size_t hold_ = 0;
 };
 
-/// Read access to one index for a drafter. The caller holds what `lock` gives for as long as it uses the rest.
+/// Read access to one index for a drafter.
 class IndexView {
 public:
-    explicit IndexView(const SuffixIndex& index) : index_(&index) {}
-    /// The lock is not held if the deadline passed first: evicting and compacting keep readers out for long.
-    ReadLock lock(const Deadline& until) const {
-        return until ? ReadLock(index_->mutex_, *until) : ReadLock(index_->mutex_);
-    }
-    const SuffixIndex* index() const { return index_; }
-    const Token* log() const { return index_->log_.data(); }
-    const std::vector<Run>& runs() const { return index_->runs_; }
-    const std::vector<RunTable>& tables() const { return index_->tables_; }
-    const Positions& tail() const { return index_->tail_; }
+    explicit IndexView(SuffixIndex& index)
+        : index_(&index),
+          snapshot_(index.snapshot()),
+          log_(snapshot_->log->data()),
+          any_dead_(snapshot_->log->any_dead()) {}
+
+    const Token* log() const { return log_; }
+    const Runs& runs() const { return *snapshot_->runs; }
+    std::span<const Position> tail() const { return snapshot_->newest(); }
     /// Whether a piece may begin after these two tokens. Matches at all other positions extend a match of the query one
     /// token shorter.
-    bool may_start(std::uint64_t pair) const { return index_->starts_.contains(pair); }
-    /// Count a hit for the sequence that holds `position`.
-    void record_hit(Position position) const { index_->record_hit(position); }
+    bool may_start(std::uint64_t pair) const { return snapshot_->starts && snapshot_->starts->contains(pair); }
+    /// Whether the token there was removed, as far as it was when this view was made.
+    bool is_dead(Position position) const { return any_dead_ && snapshot_->log->is_dead(position); }
+    void record_hits(std::span<const Position> positions) const { index_->record_hits(*snapshot_, positions); }
 
 private:
-    const SuffixIndex* index_;
+    SuffixIndex* index_;
+    std::shared_ptr<const Snapshot> snapshot_;
+    const Token* log_;
+    bool any_dead_;
 };
 
 }  // namespace agentspec

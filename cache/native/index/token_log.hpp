@@ -1,73 +1,64 @@
-// The log of an index: one contiguous array of tokens, in memory of its own or in a mapped file.
+// The log of an index: one array of tokens at an address that never changes, with a mark for each forgotten token.
 #pragma once
 
-#include <algorithm>
-#include <cassert>
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
-#include <utility>
 
-#include "index/pages.hpp"
+#include "index/account.hpp"
 #include "index/sorted_run.hpp"
 #include "storage/mapping.hpp"
 
 namespace agentspec {
 
+/// One thread appends and buries at a time; others read meanwhile what was appended before. No token ever changes.
 class TokenLog {
 public:
-    /// An empty log in memory of its own.
-    explicit TokenLog(std::size_t capacity)
-        : tokens_(PageAllocator<Token>().allocate(capacity), Release{capacity}),
-          data_(tokens_.get()),
-          capacity_(capacity) {}
+    /// An empty log of at most `capacity` tokens. A large one only reserves addresses, and takes memory as it grows.
+    TokenLog(std::size_t capacity, std::shared_ptr<Account> account);
     /// The `size` tokens at byte `offset` of a mapped file. Nothing else may lie after them.
-    TokenLog(std::shared_ptr<const Mapping> file, std::size_t offset, std::size_t size)
-        : file_(std::move(file)),
-          data_(reinterpret_cast<Token*>(file_->data() + offset)),
-          size_(size),
-          capacity_((file_->size() - offset) / sizeof(Token)),
-          mapped_(size) {}
+    TokenLog(std::shared_ptr<const Mapping> file, std::size_t offset, std::size_t size,
+             std::shared_ptr<Account> account);
+    ~TokenLog();
+    TokenLog(const TokenLog&) = delete;
+    TokenLog& operator=(const TokenLog&) = delete;
+
+    /// An empty log with room for `needed` tokens, and to grow.
+    static std::shared_ptr<TokenLog> with_room(std::size_t needed, const std::shared_ptr<Account>& account);
+    /// The same tokens and marks in memory of their own, with room for `more` and to grow.
+    std::shared_ptr<TokenLog> grown(std::size_t more, const std::shared_ptr<Account>& account) const;
 
     const Token* data() const { return data_; }
-    const Token* begin() const { return data_; }
-    const Token* end() const { return data_ + size_; }
     Token operator[](std::size_t position) const { return data_[position]; }
-    std::size_t size() const { return size_; }
     std::size_t capacity() const { return capacity_; }
-    /// Bytes taken, those of mapped pages included.
-    std::size_t bytes() const { return (file_ ? size_ : capacity_) * sizeof(Token); }
-    std::size_t mapped_bytes() const { return std::min(mapped_, size_) * sizeof(Token); }
+    /// For the thread that appends; readers know how far they may read.
+    std::size_t size() const { return size_; }
+    std::size_t mapped_bytes() const { return mapped_ * sizeof(Token); }
 
     /// Append tokens, which must fit into the capacity.
-    void append(std::span<const Token> tokens) {
-        assert(size_ + tokens.size() <= capacity_);
-        std::copy(tokens.begin(), tokens.end(), data_ + size_);
-        size_ += tokens.size();
-    }
+    void append(std::span<const Token> tokens);
     void push_back(Token token) { append({&token, 1}); }
-    void cut(std::size_t size) { size_ = size; }
-    /// Put a boundary in the place of a token.
-    void bound(std::size_t position) { data_[position] = kBoundary; }
-
-    /// The same tokens in memory of their own.
-    TokenLog copy(std::size_t capacity) const {
-        TokenLog copied(capacity);
-        copied.append({data_, size_});
-        return copied;
+    /// Mark tokens as forgotten.
+    void bury(std::size_t begin, std::size_t end);
+    /// Whether any token is forgotten.
+    bool any_dead() const { return dead_.load(std::memory_order_acquire) != nullptr; }
+    bool is_dead(std::size_t position) const {
+        const std::uint64_t* dead = dead_.load(std::memory_order_acquire);
+        return dead && __atomic_load_n(dead + position / 64, __ATOMIC_RELAXED) >> position % 64 & 1;
     }
 
 private:
-    struct Release {
-        std::size_t capacity;
-        void operator()(Token* tokens) const { PageAllocator<Token>().deallocate(tokens, capacity); }
-    };
+    std::size_t dead_bytes() const { return (capacity_ / 64 + 1) * sizeof(std::uint64_t); }
+    void charge();
 
-    std::unique_ptr<Token[], Release> tokens_;
     std::shared_ptr<const Mapping> file_;
     Token* data_;
     std::size_t size_ = 0, capacity_;
     std::size_t mapped_ = 0;  // tokens that came from the file
+    std::atomic<std::uint64_t*> dead_{nullptr};  // a bit each; none before the first token is forgotten
+    Charge charge_;
 };
 
 }  // namespace agentspec

@@ -8,6 +8,7 @@
 #include <string>
 #include <unordered_set>
 
+#include "index/relocation.hpp"
 #include "index/suffix_index.hpp"
 #include "storage/checksum.hpp"
 
@@ -26,12 +27,14 @@ void require(bool holds, const std::string& what) {
 /// Every token is one or a boundary; boundaries stand before pieces and nowhere else; pieces fill the log.
 void check_log(std::span<const Token> log, std::span<const PieceRecord> pieces) {
     std::size_t boundaries = 0;
-    Token least = 0;
+    Token least = 0, most = 0;
     for (const Token token : log) {
         boundaries += token == kBoundary;
         least = std::min(least, token);
+        most = std::max(most, token);
     }
     require(least >= kBoundary, "a negative token");
+    require(most <= kMostToken, "a token above 2^31 - 2");
     require(log.size() >= kPadding && std::count(log.begin(), log.begin() + kPadding, kBoundary) == kPadding,
             "no padding");
     require(boundaries == kPadding + pieces.size(), "boundaries and pieces differ");
@@ -59,7 +62,7 @@ void fill(std::vector<std::uint64_t>& bits, std::size_t begin, std::size_t end) 
     bits[to] |= last;
 }
 
-/// The run holds as many positions as there are tokens in pieces, and only theirs. One there twice would do no harm.
+/// The run holds the positions of all tokens in pieces, each once.
 void check_run(std::span<const Position> run, std::span<const PieceRecord> pieces, std::size_t log_size) {
     std::vector<std::uint64_t> tokens(log_size / 64 + 1);
     std::size_t living = 0;
@@ -71,9 +74,12 @@ void check_run(std::span<const Position> run, std::span<const PieceRecord> piece
     std::size_t found = 0;
     for (const Position position : run) {
         const std::size_t place = std::min<std::size_t>(position, log_size);
-        found += tokens[place / 64] >> place % 64 & 1;
+        std::uint64_t& word = tokens[place / 64];
+        const std::uint64_t bit = 1ull << place % 64;
+        found += (word & bit) != 0;
+        word &= ~bit;
     }
-    require(found == living, "a position of no token");
+    require(found == living, "a position of no token, or one twice");
 }
 
 /// The parts of a frozen index in a file that is as long as it should be, and whose checksums hold.
@@ -121,86 +127,68 @@ private:
     }
 };
 
+/// The positions of a run in the new log, in order.
+Positions moved(const Relocation& relocation, const Token* log, const Run& run) {
+    const std::vector<RunPart>& parts = run.parts();
+    Positions all = relocation.moved(parts[0].positions());  // all before the others, if there are others
+    if (parts.size() == 1) return all;
+    Positions rest = relocation.moved(parts[1].positions());
+    if (parts.size() == 3) rest = merge_runs(log, rest, relocation.moved(parts[2].positions()));
+    all.insert(all.end(), rest.begin(), rest.end());
+    return all;
+}
+
 }  // namespace
 
 Frozen SuffixIndex::freeze(std::span<const SequenceId> kept) const {
-    const std::unique_ptr<SuffixIndex> copied = copy();
-    copied->keep(kept);
-    if (!copied->is_compact()) copied->compact();
+    const std::unordered_set<SequenceId> wanted(kept.begin(), kept.end());
     Frozen frozen;
-    std::unordered_map<SequenceId, std::uint32_t> places;
-    for (const Piece& piece : copied->pieces_) {
-        const Sequence& sequence = copied->at(piece.sequence);
-        const auto [found, fresh] = places.try_emplace(piece.sequence, static_cast<std::uint32_t>(places.size()));
-        if (fresh) frozen.sequences.push_back({piece.sequence, sequence.hits, sequence.last_used, sequence.closed});
-        const auto span = std::find_if(sequence.spans.begin(), sequence.spans.end(),
-                                       [&](const Span& s) { return s.begin == piece.begin; });
-        frozen.pieces.push_back({span->begin, span->end, found->second});
+    std::vector<Relocation::Piece> pieces;
+    std::shared_ptr<const Snapshot> seen;
+    {
+        const Hold hold(*this);
+        worked(pieces_.size());
+        seen = snapshot_;
+        std::unordered_map<const Sequence*, std::uint32_t> places;
+        for (const Piece& piece : pieces_) {
+            const Sequence* one = piece.sequence;
+            if (!one || !wanted.contains(one->id)) continue;
+            const auto [found, fresh] = places.try_emplace(one, static_cast<std::uint32_t>(places.size()));
+            if (fresh) frozen.sequences.push_back({one->id, one->hits, one->last_used, one->closed});
+            frozen.pieces.push_back({0, piece.end - piece.begin, found->second});
+            pieces.push_back({piece.begin, piece.end});
+        }
     }
-    frozen.run = copied->single_run();
-    frozen.log = std::move(copied->log_);
+    const auto account = std::make_shared<Account>();  // of the caller, not of the index
+    const Relocation relocation(*seen->log, pieces, 0, account, true);
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+        frozen.pieces[i].begin = relocation.place(i);
+        frozen.pieces[i].end += relocation.place(i);
+    }
+    frozen.log = relocation.log();
+    const Token* log = frozen.log->data();
+    frozen.run = sort_positions(log, relocation.moved(seen->newest()));
+    for (auto run = seen->runs->rbegin(); run != seen->runs->rend(); ++run) {
+        frozen.run = merge_runs(log, moved(relocation, log, **run), frozen.run);
+    }
     return frozen;
 }
 
-/// Its own log, the same runs.
-std::unique_ptr<SuffixIndex> SuffixIndex::copy() const {
-    auto copied = std::make_unique<SuffixIndex>(tail_limit_, ratio_);
-    const std::lock_guard writing(writing_);
-    const std::shared_lock lock(mutex_);
-    copied->log_ = log_.copy(log_.size());
-    copied->pieces_ = pieces_;
-    for (const auto& [id, sequence] : sequences_) {
-        Sequence& same = copied->sequences_[id];
-        same.spans = sequence.spans;
-        same.length = sequence.length;
-        same.closed = sequence.closed;
-        same.hits = sequence.hits.load(std::memory_order_relaxed);
-        same.last_used = sequence.last_used.load(std::memory_order_relaxed);
-    }
-    copied->runs_ = runs_;
-    copied->tables_ = tables_;
-    copied->tail_ = tail_;
-    copied->starts_ = starts_;
-    copied->live_ = live_;
-    return copied;
-}
-
-void SuffixIndex::keep(std::span<const SequenceId> kept) {
-    const std::unordered_set<SequenceId> known(kept.begin(), kept.end());
-    std::vector<SequenceId> others;
-    for (const auto& [id, sequence] : sequences_) {
-        if (!known.contains(id)) others.push_back(id);
-    }
-    remove(others);
-}
-
-bool SuffixIndex::is_compact() const {
-    Position end = kPadding;
-    for (const Piece& piece : pieces_) {
-        if (piece.begin - context_before(piece.begin).size() - 1 != end) return false;
-        const std::vector<Span>& spans = at(piece.sequence).spans;
-        end = std::find_if(spans.begin(), spans.end(), [&](const Span& s) { return s.begin == piece.begin; })->end;
-    }
-    return end == log_.size();
-}
-
-Positions SuffixIndex::single_run() const {
-    Positions merged = sort_positions(log_.data(), tail_);
-    for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) merged = merge_runs(log_.data(), *run, merged);
-    return merged;
-}
-
-std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& layout) {
+std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& layout, bool deferred) {
     const Parts parts(file, layout);
     check_log(parts.log, parts.pieces);
     check_run(parts.run, parts.pieces, parts.log.size());
-    auto index = std::make_unique<SuffixIndex>();
+    auto index = std::make_unique<SuffixIndex>(kTail, kRatio, deferred);
+    const Hold hold(*index);
     index->take_records(parts.sequences, parts.pieces);
-    index->log_ = TokenLog(parts.file, parts.log_offset, parts.log.size());
-    if (!parts.run.empty()) index->runs_.emplace_back(parts.file, parts.run);
-    index->tabulate();
+    index->log_ = std::make_shared<TokenLog>(parts.file, parts.log_offset, parts.log.size(), index->account_);
+    if (!parts.run.empty()) {
+        index->runs_ = std::make_shared<Runs>(
+            Runs{std::make_shared<Run>(parts.log.data(), parts.file, parts.run, index->account_)});
+    }
     index->find_starts();
     index->live_ = parts.run.size();
+    index->publish();
     return index;
 }
 
@@ -209,10 +197,10 @@ void SuffixIndex::take_records(std::span<const SequenceRecord> records, std::spa
     sequences_.reserve(records.size());
     for (const SequenceRecord& record : records) {
         Sequence& sequence = sequences_[record.number];
+        sequence.id = record.number;
         sequence.closed = record.closed != 0;
         sequence.hits = record.hits;
         sequence.last_used = record.last_used;
-        clock_ = std::max(clock_.load(), record.last_used);
         taken.push_back(&sequence);
     }
     require(sequences_.size() == records.size(), "a sequence twice");
@@ -221,9 +209,17 @@ void SuffixIndex::take_records(std::span<const SequenceRecord> records, std::spa
         require(piece.sequence < records.size(), "a piece of no sequence");
         taken[piece.sequence]->spans.push_back({piece.begin, piece.end});
         taken[piece.sequence]->length += piece.end - piece.begin;
-        pieces_.push_back({piece.begin, records[piece.sequence].number});
+        pieces_.push_back({piece.begin, piece.end, taken[piece.sequence]});
     }
     for (const Sequence* sequence : taken) require(!sequence->spans.empty(), "a sequence without a place");
+    std::sort(taken.begin(), taken.end(),
+              [](const Sequence* a, const Sequence* b) { return a->last_used < b->last_used; });
+    for (Sequence* sequence : taken) {
+        const std::int64_t last_used = sequence->last_used;
+        use(*sequence);
+        sequence->last_used = last_used;
+        clock_ = last_used;
+    }
 }
 
 }  // namespace agentspec

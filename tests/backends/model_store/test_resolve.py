@@ -79,6 +79,7 @@ def test_an_unknown_name_says_what_could_be_given(store, name):
     assert locate(name) is None
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert locate(str(tiny_gguf)) is None
     files = resolve(str(tiny_gguf), progress=False)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -11,6 +13,7 @@ import pytest
 from agentspec.backends.base import Backend
 from agentspec.backends.http import httpx
 from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.openai import backend as backend_module
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError, UpstreamTimeoutError
 from agentspec.protocol.sse import MAX_EVENT_BYTES
@@ -181,6 +184,32 @@ async def test_models() -> None:
     with pytest.raises(UpstreamError, match="without a list"):
         await backend([b"{}"], content_type="application/json").models()
     await upstream.aclose()
+
+
+async def test_embeddings_of_any_size_are_read_and_long_ones_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    def loads(text: bytes | str) -> Any:
+        threads.add(threading.get_ident())
+        return json.loads(text)
+
+    monkeypatch.setattr(backend_module, "json", SimpleNamespace(loads=loads, dumps=json.dumps))
+    for count, apart in ((1, False), (50, True)):
+        vectors = [[0.125 * place] * 1000 for place in range(count)]
+        data = [{"object": "embedding", "index": place, "embedding": one} for place, one in enumerate(vectors)]
+        upstream = backend([json.dumps({"usage": {}, "data": data}).encode()], content_type="application/json")
+        threads.clear()
+        assert await upstream.embed(["x"] * count, "m") == vectors
+        assert (threading.get_ident() not in threads) is apart
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"[]", b"{}", b'{"data": 5}', b'{"data": [5]}', b'{"data": [{"embedding": "x"}]}', b'{"data": [{}'],
+)
+async def test_what_holds_no_vectors_is_the_upstreams_mistake(answer: bytes) -> None:
+    with pytest.raises(UpstreamError, match="vectors"):
+        await backend([answer], content_type="application/json").embed(["x"], "m")
 
 
 def test_repr_names_the_upstream() -> None:

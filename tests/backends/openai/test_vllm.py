@@ -106,7 +106,8 @@ async def test_a_vllm_server_is_told_the_labels_and_asked_for_token_ids() -> Non
     ("owner", "settings", "asked"),
     [
         ("somebody", {}, ["/v1/models", "/v1/completions"]),
-        ("vllm", {"vllm": "off"}, ["/v1/completions"]),
+        ("vllm", {"vllm": "off"}, ["/v1/models", "/v1/completions"]),  # it may be SGLang
+        ("vllm", {"vllm": "off", "sglang": "off"}, ["/v1/completions"]),
     ],
 )
 async def test_others_get_the_body_that_they_always_got(owner: str, settings: dict[str, Any], asked: list[str]) -> None:
@@ -125,12 +126,14 @@ async def test_a_server_behind_a_router_is_named_by_the_settings() -> None:
 async def test_labels_stay_here_where_the_operator_wants_that() -> None:
     server = VllmServer()
     await collect(backend(server, vllm_labels=False))
-    assert "vllm_xargs" not in server.body and server.body["return_token_ids"] is True
+    assert "vllm_xargs" not in server.body and "session_id" not in server.body
+    assert server.body["return_token_ids"] is True
 
 
 async def test_a_server_that_wants_a_key_for_its_models_is_known_by_its_metrics() -> None:
     server = VllmServer(key="secret")
-    assert await backend(server).body_fields(CHAT, "default", LABELS, {}) == {"vllm_xargs": OURS}
+    told = {"vllm_xargs": OURS, "session_id": "s1"}
+    assert await backend(server).body_fields(CHAT, "default", LABELS, {}) == told
     assert server.paths == ["/v1/models", "/metrics"]
     other = VllmServer(key="secret", metrics="python_info 1.0\n")
     assert await backend(other).body_fields(CHAT, "default", LABELS, {}) == {}

@@ -98,6 +98,35 @@ HOSTILE = {
     "changing a message": "{% set _ = messages.append(1) %}",
     "deep brackets": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
     "a very long template": "x" * 100_001,
+    "joining bytes": "{{ ('y' * 60000).encode()|join('x' * 60000) }}",
+    "joining long numbers": "{{ ([2 ** 14000] * 100000)|join|length }}",
+    "writing long numbers": "{{ ([2 ** 14000] * 100000)|string|length }}",
+    "select in": "{{ (['a' * 99] * 9000)|select('in', ['b' * 99] * 90000)|list|length }}" * 99,
+    "in, by a filter": "{{ range(90000)|select('in', range(90000)|map('string')|list)|list|length }}",
+    "strip": "{{ ('a' * 1000000).strip('b' * 999999 ~ 'a') }}",
+    "trim": "{{ ('a' * 1000000)|trim('b' * 999999 ~ 'a') }}",
+    "rfind": "{{ ('a' * 1000000).rfind('b' ~ 'a' * 500000) }}",
+    "rsplit": "{{ ('a' * 1000000).rsplit('b' ~ 'a' * 500000) }}",
+    "striptags": "{{ ('<!-- -->' * 20000)|striptags }}" * 9,
+    "the method striptags": "{{ (('<!-- -->' * 20000)|safe).striptags() }}" * 9,
+    "wordwrap": "{{ ('x' * 199999)|wordwrap(1) }}",
+    "urlize": "{{ ('http://a.bc ' * 9999)|urlize(rel='x' * 1000000) }}",
+    "punycode": "{{ ('é' * 300000).encode('punycode') }}",
+    "names of characters": "{{ ('é' * 3000000).encode('ascii', 'namereplace') }}",
+    "keys that collide": "{{ dict(range(99999)|map('multiply')) }}{{ {}.fromkeys(numbers) }}",
+    "unique keys that collide": "{% set n = namespace(x=[]) %}{% for i in range(20000) %}"
+    "{% set n.x = n.x + [2305843009213693951 * i] %}{% endfor %}{{ n.x|unique|list|length }}",
+    "expandtabs by name": "{{ ('\t' * 9).expandtabs(tabsize=1000000000) }}",
+    "to_bytes by name": "{{ (1).to_bytes(length=1000000000, byteorder='big') }}",
+    "indent by name": "{{ 'x\ny'|indent(first=true, width=1000000000) }}",
+    "an indented tojson of a deep list": "{% set n = namespace(x=range(9000)|list) %}{% for i in range(900) %}"
+    "{% set n.x = [n.x] %}{% endfor %}{{ n.x|tojson(indent=64)|length }}",
+    "a long attribute": "{{ range(99999)|map(attribute='a' ~ '.a' * 99999, default={})|list }}",
+    "a split of blanks": "{{ ('a ' * 8000000).split()|length }}",
+    "comparing long lists": "{% set l = range(99999)|list %}{% set k = range(99999)|list %}" + "{{ l == k }}" * 900,
+    "a recursive loop over a long list": "{% set l = range(99999)|list %}{% for a in [0] * 9999 recursive %}"
+    "{% if a == 0 %}{{ loop(l) }}{% endif %}{% endfor %}",
+    "encoded again and again": "{% set t = 'é' * 1000000 %}" + "{{ t.encode()|length }}{{ t.upper()|length }}" * 900,
 }  # fmt: skip
 
 
@@ -134,6 +163,11 @@ TEMPLATES = [
     "{% for m in messages %}{% if loop.index == 2 %}{% continue %}{% endif %}{{ m.content }}{% endfor %}",
     "{% filter upper %}a{{ messages[0].content }}{% endfilter %}{{ 'x' if 'user' in messages|map(attribute='role') }}",
     "{% set a, b = 1, messages[0].role %}{{ a }}{{ b }}{{ (a, b) }}{{ dict(x=1) }}{{ dict({'y': 2}, z=b)|dictsort }}",
+    "{% set a = messages[0].content.strip('h').split('\\n') %}{{ a }}{{ 'x'.join(a) }}{{ 1 not in [2] }}{{ 2 <= 2 != 3 }}"
+    "{{ ' a b '.rsplit(' ', 1) }}{{ {'b': 1}.get('b') }}{{ 'é'.encode('utf-8') }}{{ {}.fromkeys('ab') }}{{ 'a' is in('ab') }}"
+    "{{ [3, 1, 3]|unique|list }}{{ messages|rejectattr('role', 'in', ['user'])|list|length }}{{ (2).to_bytes(2, 'big') }}",
+    "{{ 'a-b'|replace('-', '+') }}{{ ' a '|trim }}{{ 'abc'|truncate(2, true, '') }}{{ 'a b'|wordwrap(1) }}{{ '<b>'|striptags }}"
+    "{{ {'b': 2, 'a': 1}|dictsort }}{{ {'b': 2}.items() - {'c': 1}.items() }}{{ [1, 2]|sum(start=3) }}{{ 'x'|indent(width=2) }}",
     "{{ messages[0].content[::-1] }}{{ messages[0]['content'][1:3] }}{{ 3 > 2 > 1 }}{{ 'a' in ['a', messages[0].role] }}",
 ]  # fmt: skip
 

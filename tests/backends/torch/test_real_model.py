@@ -24,6 +24,7 @@ SLOW = pytest.mark.slow
 NEAR_TIE = 1e-3
 CODE = "def area(r):\n    pi = 3.14159\n    return pi * r * r\n"
 PROMPTS = (f"Return this code unchanged:\n```python\n{CODE}```", "Name three colours, then name them again.")
+OTHER_PAIRS = [(PROMPTS[0], 1.0), *product(PROMPTS[1:], [0.0, 1.0]), *product(PROMPTS, [0.3])]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,7 @@ def ask(prompt: str, temperature: float, **fields: Any) -> GenerateRequest:
 
 @pytest.mark.parametrize(
     ("prompt", "temperature"),
-    [(PROMPTS[0], 0.0), (PROMPTS[1], 1.0)]
-    + [pytest.param(*each, marks=SLOW) for each in [(PROMPTS[0], 1.0), (PROMPTS[1], 0.0), *product(PROMPTS, [0.3])]],
+    [(PROMPTS[0], 0.0)] + [pytest.param(*each, marks=SLOW) for each in OTHER_PAIRS],
 )
 async def test_speculation_changes_no_token(backend: TorchBackend, rule: Any, prompt: str, temperature: float) -> None:
     off, text, _ = await answer(backend, ask(prompt, temperature, speculation=False, store=False))

@@ -36,8 +36,9 @@ def tokens(*ids: int) -> Tokens:
 class Client:
     """A request and all of its text."""
 
-    def __init__(self, drafter: ServerDrafter, prompt: Tokens) -> None:
-        self.state, self.tokens = drafter.begin(prompt), prompt
+    def __init__(self, drafter: ServerDrafter, prompt: Tokens, prediction: Tokens | None = None) -> None:
+        info = RequestInfo() if prediction is None else RequestInfo(prediction=tuple(prediction.tolist()))
+        self.state, self.tokens = drafter.begin(prompt, info), prompt
 
     def turn(self, fresh: Tokens, limit: int) -> DraftTurn:
         self.tokens = np.concatenate((self.tokens, fresh))
@@ -57,9 +58,11 @@ def drafter(cache: SuffixCache) -> Iterator[ServerDrafter]:
     drafter.close()
 
 
-def answer(drafter: ServerDrafter, prompt: Tokens, output: Tokens, limit: int = 8) -> list[list[int]]:
+def answer(
+    drafter: ServerDrafter, prompt: Tokens, output: Tokens, limit: int = 8, prediction: Tokens | None = None
+) -> list[list[int]]:
     """One request alone, whose target writes `output`; the chain of each round."""
-    client = Client(drafter, prompt)
+    client = Client(drafter, prompt, prediction)
     chains, at, fresh = [], 1, output[:1]
     while at < len(output):
         (chain,) = drafter.propose([client.turn(fresh, min(limit, len(output) - at))])
@@ -82,6 +85,32 @@ def test_a_second_answer_is_drafted_from_the_first(drafter: ServerDrafter, cache
     stats = cache.stats()
     assert stats.sequences == 2
     assert stats.accepted > 40
+
+
+def test_a_prediction_is_drafted_from_before_everything_else(drafter: ServerDrafter) -> None:
+    answer(drafter, tokens(1, 2, 3), np.concatenate((TEXT[:3], TEXT[20:])))
+    chains = answer(drafter, tokens(4, 5, 3), TEXT, prediction=TEXT)
+    assert chains[0] == TEXT[1:9].tolist() and len(chains) <= len(TEXT) / 8 + 1
+    edited = np.concatenate((TEXT[:20], tokens(7, 8), TEXT[20:]))
+    chains = answer(drafter, tokens(9, 5, 3), edited, prediction=TEXT[:40])
+    assert len(chains) < len(edited) / 3
+
+
+def test_a_wrong_prediction_is_soon_left_alone(drafter: ServerDrafter) -> None:
+    output = np.random.default_rng(0).integers(0, 5, 200).astype(np.int32)
+    wrong = np.random.default_rng(1).integers(0, 5, 200).astype(np.int32)
+    chains = answer(drafter, tokens(4, 5, 3), output, prediction=wrong)
+    client = Client(drafter, tokens(1), tokens(*range(200, 230)))
+    client.turn(output, 8)
+    client.state.advance(output)
+    assert client.state.from_prediction(8) == NOTHING
+    assert sum(map(len, chains[100:])) <= sum(map(len, chains[:100]))
+
+
+def test_a_prediction_of_what_the_model_does_not_know_is_cut(drafter: ServerDrafter) -> None:
+    client = Client(drafter, tokens(1, 2), tokens(5, 6, VOCABULARY, 7))
+    (chain,) = drafter.propose([client.turn(tokens(5), 8)])
+    assert chain in ([], [6])
 
 
 def test_a_prompt_is_drafted_from_at_once(drafter: ServerDrafter) -> None:

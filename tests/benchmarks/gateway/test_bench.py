@@ -39,6 +39,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield started
 
 
+@pytest.mark.slow
 def test_figures_of_a_tiny_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.benchmarks.gateway.bench.running", lambda *_, **__: nullcontext(bench))
     report = run_gateway(TINY, measures=("latency", "throughput", "streams"), soak_seconds=0.5)

@@ -86,6 +86,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 QUESTIONS = [CorpusQuestion(str(n), f"Which {word}?") for n, word in enumerate(WORDS[:7])]
 
 
+@pytest.mark.slow
 def test_every_case_is_measured_and_reported(
     bench: RetrievalBench, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ from agentspec.benchmarks.vllm.bench import (
     CONTROL,
     NONE,
     PLUGIN,
+    PREDICTED,
+    PREDICTING,
     RESTARTED,
     TOGETHER,
     WARM,
@@ -93,14 +95,16 @@ def test_the_environment_that_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert ARCTIC not in variants(tmp_path, tmp_path)
     (tmp_path / "lib/python3.11/site-packages/arctic_inference").mkdir(parents=True)
     found = variants(tmp_path, tmp_path)
-    assert list(found) == [NONE, "ngram", ARCTIC, PLUGIN]
+    assert list(found) == [NONE, "ngram", ARCTIC, PLUGIN, PREDICTING]
     assert found[PLUGIN][1]["AGENTSPEC_CACHE_PATH"] == str(tmp_path / "suffix")
 
 
 def test_the_report_judges_by_intervals(tmp_path: Path) -> None:
-    report = VllmBenchReport(DraftingCost(8, 0.3, 0.9, 20.0), elapsed=dict.fromkeys((NONE, ARCTIC, PLUGIN), 2.0))
-    speeds = {NONE: 10.0, ARCTIC: 20.0, PLUGIN: 30.0}
-    for part in (COLD, WARM, CONTROL, TOGETHER, RESTARTED):
+    report = VllmBenchReport(
+        DraftingCost(8, 0.3, 0.9, 20.0), elapsed=dict.fromkeys((NONE, ARCTIC, PLUGIN, PREDICTING), 2.0)
+    )
+    speeds = {NONE: 10.0, ARCTIC: 20.0, PLUGIN: 30.0, PREDICTING: 20.0}
+    for part in (COLD, WARM, PREDICTED, CONTROL, TOGETHER, RESTARTED):
         for name, speed in speeds.items():
             for _ in range(8):
                 report.add(part, name, ClientAnswer("same", 20, 10, 20 / speed))
@@ -109,6 +113,7 @@ def test_the_report_judges_by_intervals(tmp_path: Path) -> None:
     print_report(report, console)
     text = console.export_text()
     assert f"{PLUGIN} cold / {ARCTIC} cold: 1.50x [1.50, 1.50], goal 1.0x: met" in text
+    assert f"{PREDICTING} {PREDICTED} / {NONE} {PREDICTED}: 2.00x [2.00, 2.00], goal 2.5x: missed" in text
     assert "0.30 ms median, 0.90 ms p99, goal 0.4 ms: met" in text
     assert report.speed(TOGETHER, PLUGIN) == 80.0
     assert report.tokens_per_step(COLD, NONE) == 2.0

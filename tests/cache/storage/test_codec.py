@@ -14,7 +14,7 @@ from agentspec.cache.storage import codec
 from agentspec.errors import CacheFormatError
 from agentspec.types import Labels, Namespace
 
-tokens = st.lists(st.integers(0, 2**31 - 1), max_size=80).map(lambda ids: np.array(ids, dtype=np.int32))
+tokens = st.lists(st.integers(0, 2**31 - 2), max_size=80).map(lambda ids: np.array(ids, dtype=np.int32))
 
 
 def record(row: SequenceRecord, **changes: Any) -> Any:

@@ -20,7 +20,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.types import Labels, Namespace
 
 NAMES = st.none() | st.text(max_size=5)
-TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=64).map(lambda ids: np.array(ids, dtype=np.int32))
+TOKENS = st.lists(st.integers(0, 2**31 - 2), max_size=64).map(lambda ids: np.array(ids, dtype=np.int32))
 ROWS = st.builds(
     SequenceRecord,
     sequence=st.just(0),

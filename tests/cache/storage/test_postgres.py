@@ -29,7 +29,7 @@ def record(cache: SuffixCache, prompt: list[int], output: list[int], **labels: s
         request.extend(output)
 
 
-def wait(condition: Any, seconds: float = 60.0) -> None:
+def wait(condition: Any, seconds: float = 240.0) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "waited in vain"

@@ -185,6 +185,7 @@ def patched(data: bytes, part: int, item: int, field: int, value: int) -> bytes:
         ((3, 5, 0, 7), "no padding"),
         ((3, -1, 0, 2**32 - 1), "boundaries and pieces"),
         ((3, -1, 0, 2**32 - 2), "negative token"),
+        ((3, -1, 0, 2**31 - 1), "token above"),
         ((2, 0, 0, 2**32 - 1), "position of no token"),
         ((2, 0, 0, 66), "position of no token"),
         ((2, 0, 0, 0), "position of no token"),
@@ -216,6 +217,50 @@ def test_forged_sizes(number: int, value: int) -> None:
         return
     with pytest.raises(CacheDamagedError):
         opened(forged)
+
+
+def with_run(data: bytes, run: np.ndarray) -> bytes:
+    """With another run, and checksums that hold."""
+    _, _, _, _, offset, *counts = struct.unpack_from("=4q9Q", data, 16)[:9]
+    at = offset + counts[0] * 32 + counts[1] * 12
+    return sealed(data[:at] + run.astype(np.uint32).tobytes() + data[at + 4 * counts[2] :])
+
+
+@pytest.mark.parametrize("order", ["shuffled", "reversed", "rotated", "halves", "by position"])
+def test_a_run_in_a_wrong_order_is_safe(order: str) -> None:
+    """The right positions in a wrong order, in a run with tables: matches are missed, nothing outside is read."""
+    rng, index = np.random.default_rng(3), SuffixIndex()
+    for number in range(4):
+        common = np.where(rng.random(4000) < 0.4, 7, rng.integers(0, 40, 4000))
+        index.append(number, common.astype(np.int32), context=text(number, 9))
+    meta = {number: SequenceMeta(None, 0.0, 5) for number in range(4)}
+    right = index.freeze(range(4)).run
+    for _ in range(20):
+        run = {
+            "shuffled": lambda: rng.permutation(right),
+            "reversed": lambda: right[::-1],
+            "rotated": lambda: np.roll(right, int(rng.integers(1, len(right)))),
+            "halves": lambda: np.concatenate((right[::2], right[1::2])),
+            "by position": lambda: np.sort(right),
+        }[order]()
+        _, loaded, numbers = opened(with_run(packed(index, meta), run))
+        drafter = IndexDrafter(scan_limit=int(rng.integers(1, 100)))
+        for at in range(0, 400, 40):
+            context = index.tokens(int(rng.integers(4)))[at : at + int(rng.integers(1, 40))]
+            assert (drafter.draft([(loaded, Source.SHARED)], context, 32).tokens >= 0).all()
+            drafter.observe([(loaded, Source.SHARED)], context, context[:5])
+            for length in (1, 2, 3, 9):
+                loaded.count(context[-length:])
+        loaded.append(9, text(5, 5000))
+        loaded.remove(numbers[:2])
+
+
+def test_a_run_that_holds_a_position_twice_is_refused() -> None:
+    index, meta = an_index()
+    run = index.freeze(list(meta)).run
+    for wrong in (np.full_like(run, run[3]), np.append(run[:-1], run[0])):
+        with pytest.raises(CacheDamagedError, match="twice"):
+            opened(with_run(packed(index, meta), wrong))
 
 
 def test_forged_files_are_refused_or_safe() -> None:

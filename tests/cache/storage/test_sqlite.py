@@ -42,6 +42,7 @@ def test_what_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / DATABASE).read_bytes().startswith(b"my novel")
 
 
+@pytest.mark.slow
 def test_a_reader_is_in_the_way_of_shrinking_and_nothing_else(tmp_path: Path) -> None:
     database = made(tmp_path)
     database.engine.dispose()

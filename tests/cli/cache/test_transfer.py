@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from agentspec.backends.torch.text.model_text import ModelText
 from agentspec.cache import SuffixCache
 from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage.export import write
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import as_tokens
 from agentspec.types import Labels, Namespace
+from tests.recordings.agents.conftest import SECRETS, claude_code
 
 MESSAGES = [{"role": "user", "content": "Count to five, in words."}]
 
@@ -184,3 +186,27 @@ def test_checkpoints_and_conversations_by_a_configured_name(program, tmp_path, d
     assert (result.exit_code, f"{chat}:2: " in result.stderr) == (2, True)
     result = program("cache", "import", chat, "--model", "mine", "--skip-bad")
     assert result.stdout == "imported 0 sequences, 1 known already, 1 lines left out\n", result.stderr
+
+
+@pytest.mark.model
+def test_the_folder_of_a_coding_agent_leaves_no_secret(program, default_model, tmp_path):
+    written = claude_code(tmp_path / "projects")
+    (written.parent / "notes.txt").write_text("nothing")
+    result = program("cache", "import", tmp_path / "projects", "--model", "smollm2-135m", "--path", tmp_path / "a")
+    assert result.stdout == "imported 2 sequences\n", result.stderr
+    assert "1 file of no known format left out" in result.stderr
+    text = ModelText.load("smollm2-135m")
+    told = "".join(text.tokenizer.decode([*r.context.tolist(), *r.tokens.tolist()]) for r in stored(tmp_path / "a"))
+    assert "[REDACTED]" in told and "The login is fixed" in told and '"name": "Read"' in told
+    assert not [secret for secret in SECRETS.values() if secret in told or secret[8:] in told]
+    kept = ("--keep-secrets", "--redact", "login")
+    program("cache", "import", written, "--model", "smollm2-135m", "--path", tmp_path / "b", *kept)
+    told = "".join(text.tokenizer.decode([*r.context.tolist(), *r.tokens.tolist()]) for r in stored(tmp_path / "b"))
+    assert SECRETS["asked"] in told and "login" not in told
+
+
+@pytest.mark.model
+def test_a_folder_is_replayed(program, default_model, tmp_path):
+    claude_code(tmp_path / "projects")
+    result = program("cache", "replay", tmp_path / "projects", "--model", "smollm2-135m", "--json")
+    assert json.loads(result.stdout)["calls"] == 2, result.stderr

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive
 
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.body.budget import BodyBudget
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.server import ServerSettings, TenantLimits
 
@@ -292,6 +293,49 @@ async def test_what_came_while_waiting_is_read_first(size: int) -> None:
     await holding.__aexit__(None, None, None)
     replayed = await waiting
     assert b"".join([(await replayed())["body"] for _ in pieces]) == b"".join(pieces)
+
+
+async def test_what_comes_while_a_request_waits_is_accounted_for() -> None:
+    limiter, budget = ConcurrencyLimiter(limits(max_concurrent=1)), BodyBudget(100, 2, shared=False)
+    pieces = [b"x" * 30, b"y" * 30]
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": True} if pieces else await silent()
+
+    holding = limiter.enter("a", silent)
+    await holding.__aenter__()
+    with budget.account("a") as account, budget.account("a") as another:
+        waiting = asyncio.create_task(limiter.enter("a", account.counting(receive)).__aenter__())
+        await settle()
+        assert budget.held == 60
+        pieces.append(b"z" * 50)
+        with pytest.raises(OverloadedError, match="max_body_memory"):
+            await limiter.enter("a", another.counting(receive)).__aenter__()
+        assert budget.held == 60 and limiter.waiting == 1
+        await holding.__aexit__(None, None, None)
+        replayed = await waiting
+        assert [(await replayed())["body"] for _ in range(2)] == [b"x" * 30, b"y" * 30] and budget.held == 60
+    assert budget.held == 0
+
+
+async def test_a_piece_that_is_refused_at_the_moment_of_the_turn_is_not_lost() -> None:
+    limiter, budget = ConcurrencyLimiter(limits(max_concurrent=1)), BodyBudget(10, 2, shared=False)
+    go = asyncio.Event()
+
+    async def receive() -> Message:
+        await go.wait()
+        return {"type": "http.request", "body": b"x" * 30, "more_body": False}
+
+    holding = limiter.enter("a", silent)
+    await holding.__aenter__()
+    with budget.account("a") as account:
+        waiting = asyncio.create_task(limiter.enter("a", account.counting(receive)).__aenter__())
+        await settle()
+        go.set()
+        await holding.__aexit__(None, None, None)
+        replayed = await waiting
+        with pytest.raises(OverloadedError, match="max_body_memory"):
+            await replayed()
 
 
 @pytest.mark.parametrize("from_a_thread", [False, True])

@@ -33,8 +33,8 @@ EVENTS = [
 ]
 WIRE = b"".join(EVENTS)
 OPEN_ELSEWHERE = [
-    "/invocations", "/pooling", "/score", "/rerank", "/tokenize", "/detokenize", "/pause", "/resume",
-    "/update_weights", "/load", "/ping", "/v1/responses", "/v1/audio/speech", "/v1/load_lora_adapter",
+    "/invocations", "/pooling", "/score", "/rerank", "/pause", "/resume",
+    "/update_weights", "/load", "/ping", "/v1/responses/x/cancel", "/v1/audio/speech", "/v1/load_lora_adapter",
     "/v1/files", "/inference/v1/generate", "/docs", "/openapi.json", "//v1/chat/completions",
     "/v1//chat/completions", "/v1/chat/completions/", "/v1/chat/../completions", "/v1/%2e%2e/invocations",
     "/v1/chat%2Fcompletions/x", "/V1/chat/completions", "/",

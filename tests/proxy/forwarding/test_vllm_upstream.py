@@ -31,6 +31,21 @@ def serve(owner: str = "vllm") -> Any:
     return script
 
 
+def tokenizing(tokens: bytes | None) -> Any:
+    """A script for vLLM with a tokenizer that knows one text, or without one."""
+    plain = serve()
+
+    def script(request: Any) -> None:
+        if request.target != "/tokenize":
+            return plain(request)
+        if tokens is None:
+            return request.answer(b"{}", status=404)
+        assert json.loads(request.body) == {"model": "m", "prompt": "def f(): pass", "add_special_tokens": False}
+        request.answer(b'{"count": 2, "tokens": ' + tokens + b"}")
+
+    return script
+
+
 def in_front_of(url: str, **settings: Any) -> tuple[dict[str, Any], Settings]:
     up = OpenAISettings(base_url=url, **settings)  # type: ignore[arg-type]
     return {}, Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")})
@@ -55,7 +70,7 @@ def test_labels_are_added_and_nothing_else_changes(gateway: Any, upstream: Any, 
     server = upstream(serve())
     answer = post(gateway(*in_front_of(server.url)), given)
     [body] = sent(server)
-    assert json.loads(body) == {**json.loads(given), "vllm_xargs": XARGS}
+    assert json.loads(body) == {**json.loads(given), "vllm_xargs": XARGS, "session_id": "s1"}
     assert body.endswith(expected)
     assert answer.content == ANSWER
 
@@ -88,7 +103,7 @@ def test_arguments_that_are_wrong_are_left_for_the_server_to_refuse(gateway: Any
     server = upstream(serve())
     body = b'{"model":"m","vllm_xargs":"x"}'
     post(gateway(*in_front_of(server.url)), body)
-    assert sent(server) == [body]
+    assert sent(server) == [b'{"session_id": "s1", ' + body[1:]]
 
 
 def test_the_counters_of_the_upstream_stand_beside_the_gateways_own(gateway: Any, upstream: Any) -> None:
@@ -125,3 +140,25 @@ def test_an_upstream_that_is_silent_holds_up_a_scrape_for_seconds_and_nothing_el
         assert health.status_code == 200
     answer = httpx.get(f"{running.url}/metrics", timeout=60)
     assert answer.status_code == 200 and "agentspec_upstream_drafts_total{" not in answer.text
+
+
+PREDICTED = b'{"model":"m", "messages":[], "prediction": {"type": "content", "content": "def f(): pass"}}'
+
+
+@pytest.mark.parametrize("tokens", [b"[5, 6]", b"[]", b'["a"]', b"7", None])
+def test_a_prediction_is_handed_to_the_drafter_as_token_ids(gateway: Any, upstream: Any, tokens: bytes | None) -> None:
+    server = upstream(tokenizing(tokens))
+    answer = post(gateway(*in_front_of(server.url)), PREDICTED)
+    body = json.loads(sent(server)[-1])
+    predicted = {"agentspec_prediction": [5, 6]} if tokens == b"[5, 6]" else {}
+    assert body == {**json.loads(PREDICTED), "vllm_xargs": {**XARGS, **predicted}}
+    assert answer.content == ANSWER
+
+
+def test_no_tokens_are_asked_for_without_a_prediction_or_a_vllm(gateway: Any, upstream: Any) -> None:
+    other, vllm = upstream(serve("openai")), upstream(tokenizing(b"[5]"))
+    post(gateway(*in_front_of(other.url)), PREDICTED)
+    assert sent(other) == [PREDICTED]
+    post(gateway(*in_front_of(vllm.url)), b'{"model":"m", "messages":[], "prediction": {"type": "other"}}')
+    post(gateway(*in_front_of(vllm.url, vllm_labels=False)), PREDICTED)
+    assert not [request for request in vllm.requests if request.target == "/tokenize"]

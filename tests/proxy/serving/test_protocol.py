@@ -60,3 +60,29 @@ def test_what_is_not_http_gets_an_error_of_the_usual_shape(running: Any) -> None
             received += more
     assert received.startswith(b"HTTP/1.1 400 ") and b"connection: close" in received
     assert received.endswith(b'"type":"invalid_request_error","param":null,"code":null}}')
+
+
+@pytest.mark.parametrize(
+    "head", [HEAD.replace(b"/chat", b"/nothing"), HEAD.replace(b"POST /v1/chat/completions", b"GET /health")]
+)
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 99999\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n%x\r\n" % 99_999]
+)
+def test_c5_a_body_that_nobody_read_is_not_kept(
+    running: Any, until: Callable[..., None], head: bytes, framing: bytes
+) -> None:
+    """Neither what came before the answer nor what comes after it; one of unknown length ends the connection."""
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head + framing + b"x" * 50_000)
+        assert connection.recv(100_000).startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 200 "))
+        connection.sendall(b"x" * 40_000)
+        if b"chunked" in framing:
+            until(lambda: not running.server.server_state.connections)
+            return
+        [served] = running.server.server_state.connections
+        before = served.received
+        assert not served.cycle.body
+        connection.sendall(b"x" * 9_999 + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert connection.recv(100_000).startswith(b"HTTP/1.1 200 ")
+        until(lambda: served.received >= before + 9_999 and not served.cycle.body)

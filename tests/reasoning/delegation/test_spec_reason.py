@@ -270,21 +270,21 @@ async def test_a_judge_that_takes_too_long_is_given_up() -> None:
     assert [event.role for event in events if isinstance(event, Failed)] == ["judge"]
 
 
-@pytest.mark.parametrize(("seconds", "saves"), [(0.005, True), (1.0, False)])
+@pytest.mark.parametrize(("seconds", "saves"), [(0.005, True), (0.4, False)])
 async def test_what_is_saved_is_told_at_the_base_models_own_pace(seconds: float, saves: bool) -> None:
-    """Three steps of three tokens each by the small model; the base model takes 0.3 s for the first word of any."""
+    """Three steps of three tokens each by the small model; the base model takes 0.1 s for the first word of any."""
 
     def slow(thinking: str) -> Script:
         return Answer(numbered("small")(thinking), first_latency=seconds)
 
-    answer = Answer("so four", first_latency=0.3)
+    answer = Answer("so four", first_latency=0.1)
     backend = DelegationBackend.of(
         knobs(pipelined=False), base=ThinkingModel(numbered("base"), answer=answer), small=ThinkingModel(slow)
     )
     told = (await deltas_of(backend.generate(ask())))[-1].speculation
     assert told is not None and (told.estimated_seconds_saved > 0) is saves
     pace = backend.throughput
-    assert pace.tokens == 2 and pace.seconds >= 0.3
+    assert pace.tokens == 2 and pace.seconds >= 0.1
     alone = (await deltas_of(backend.generate(replace(ask(), speculation=False))))[-1].speculation
     assert alone is not None and alone.estimated_seconds_saved == 0
 

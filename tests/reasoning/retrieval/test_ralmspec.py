@@ -466,7 +466,10 @@ def indexed(make_index: Callable[..., Any], kind: str) -> KnowledgeBase:
     return SlowKnowledge(base) if kind == "slow" else base
 
 
-@pytest.mark.parametrize("kind", ["dense", "hnsw", "bm25", "slow"])
+@pytest.mark.parametrize(
+    "kind",
+    ["dense", "bm25", pytest.param("hnsw", marks=pytest.mark.slow), pytest.param("slow", marks=pytest.mark.slow)],
+)
 async def test_every_question_is_answered_the_same(make_index: Callable[..., Any], kind: str) -> None:
     """The full count: 200 questions, greedy and seeded, synchronously and not, by a fixed stride and by OS3."""
     base, model = indexed(make_index, kind), HashedModel()

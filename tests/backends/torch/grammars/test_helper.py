@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import llguidance
 import pytest
 
 from agentspec.backends.torch.grammars import compiler, helper, matcher, worker
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.grammars.complexity import Complexity
 from agentspec.backends.torch.grammars.helper import CompileHelper
-from agentspec.errors import EngineError, InvalidRequestError, OverloadedError
+from agentspec.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
 
 END = 256
 LARGE = Complexity(repeats=1000)
@@ -79,16 +81,49 @@ def test_without_a_process_small_grammars_are_compiled(byte_tokens: Any, monkeyp
         grammars.compile('start: "a"', param="p2", complexity=LARGE)
 
 
+def test_a_tokenizer_that_cannot_be_constrained_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def setup() -> dict[str, Any]:
+        raise InvalidRequestError("no")
+
+    monkeypatch.setattr(helper.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(InvalidRequestError):
+        CompileHelper(setup).try_out("start: /a/")
+
+
+def test_closing_does_not_wait_for_what_is_compiled(grammars: GrammarCompiler) -> None:
+    asked, errors = grammars._helper, list[Exception]()
+    asked.try_out("start: /a/")
+    process = asked._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)  # it would take for ever
+
+    def ask() -> None:
+        try:
+            asked.try_out("start: /b/")
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not asked._turn.locked():
+        thread.join(0.01)
+    asked.close()
+    thread.join(60)
+    assert process.poll() is not None and asked._process is None
+    assert [type(error) for error in errors] == [ShuttingDownError]
+    assert asked.try_out("start: /c/") >= 0
+
+
 def test_a_grammar_that_takes_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"nbytes": helper.MAX_GRAMMAR_BYTES + 1}
-    monkeypatch.setattr(CompileHelper, "_ask", lambda self, source: said)
+    monkeypatch.setattr(CompileHelper, "_ask", lambda self, source, closings: said)
     with pytest.raises(ValueError, match="128 MiB"):
         CompileHelper(dict).try_out("start: /a/")
 
 
 def test_a_machine_without_time_is_no_verdict(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(CompileHelper, "_ask", lambda self, source: {"died": signal.SIGKILL})
+        patched.setattr(CompileHelper, "_ask", lambda self, source, closings: {"died": signal.SIGKILL})
         with pytest.raises(OverloadedError):
             grammars.compile(chain(305), param="p", complexity=LARGE)
     grammars.compile(chain(305), param="p", complexity=LARGE)
@@ -121,24 +156,74 @@ def test_a_worn_grammar_is_compiled_again_without_being_tried_out(
     assert grammars.compile(chain(304), param="p", complexity=LARGE) is not first
 
 
-def test_an_answer_that_breaks_the_lexer_ends_alone(grammars: GrammarCompiler, byte_tokens: Any) -> None:
-    grammar = compiler.CompiledGrammar(grammars.table, EXPLODES, "p")
-    bad, good = grammar.start(), grammar.start()
-    for token in ids(byte_tokens, "x"):
-        bad.advance(token)
-        good.advance(token)
+def run_into_the_limits(state: matcher.GrammarMatcher, byte_tokens: Any) -> InvalidRequestError:
+    """Follow the part of `EXPLODES` that breaks the lexer, up to the error with which the answer ends."""
     with pytest.raises(InvalidRequestError, match="too many ways") as caught:
-        for token in ids(byte_tokens, "(" + "a" * 400):
-            bad.mask()
-            bad.advance(token)
+        for token in ids(byte_tokens, "x(" + "a" * 400):
+            state.mask()
+            state.advance(token)
     assert caught.value.param == "p" and "state" not in caught.value.message
-    assert grammar.stale
-    for token in ids(byte_tokens, "bc"):
-        assert bool(good.mask()[token]) and good.allows(token)
-        good.advance(token)
-    assert good.forced() == [END]
-    again = grammar.start()
-    assert not grammar.stale and again.allows(ids(byte_tokens, "x")[0])
+    return caught.value
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_an_answer_that_breaks_the_lexer_ends_alone(
+    grammars: GrammarCompiler, byte_tokens: Any, quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others go on where they were, again and again, whether their form is compiled quickly or slowly."""
+    monkeypatch.setattr(matcher, "RENEWAL_SECONDS", 9.0 if quick else -1.0)
+    grammar = compiler.CompiledGrammar(grammars.table, EXPLODES, "p")
+    good = [grammar.start() for _ in range(3)]
+    for step, token in enumerate(ids(byte_tokens, "xbc")):
+        if not quick:
+            wait_for_spare(grammar)
+        run_into_the_limits(grammar.start(), byte_tokens)
+        for state in good[step:]:
+            assert bool(state.mask()[token]) and state.allows(token)
+        for state in good:
+            state.advance(token)
+    for state in good:
+        assert state.forced() == [END]
+    if not quick:
+        wait_for_spare(grammar)
+    assert not grammar.worn and grammar.start().allows(ids(byte_tokens, "x")[0])
+
+
+def wait_for_spare(grammar: compiler.CompiledGrammar) -> None:
+    assert grammar._spare is not None
+    grammar._spare.result(60)
+
+
+def test_without_a_spare_others_are_told_to_send_the_request_again(
+    grammars: GrammarCompiler, byte_tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matcher, "RENEWAL_SECONDS", -1.0)
+    monkeypatch.setattr(matcher.CompiledGrammar, "_order", lambda self: None)
+    grammar = compiler.CompiledGrammar(grammars.table, EXPLODES, "p")
+    good = grammar.start()
+    run_into_the_limits(grammar.start(), byte_tokens)
+    assert grammar.worn
+    for ask in (good.mask, grammar.start):
+        with pytest.raises(OverloadedError, match="another answer") as caught:
+            ask()
+        assert caught.value.status == 429 and caught.value.retry_after
+
+
+def test_the_lexer_that_answers_filled_up_together_is_replaced_for_all(
+    grammars: GrammarCompiler, byte_tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer with which it was full did nothing that the others did not."""
+    monkeypatch.setattr(matcher, "RENEWAL_SECONDS", -1.0)
+    few = llguidance.LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr(worker, "LIMITS", few)
+    grammar = compiler.CompiledGrammar(grammars.table, "start: /a[xy]{100}|b[xz]{100}/", "p")
+    states, full = [grammar.start(), grammar.start()], grammar.sound_lexer()
+    for state, text in zip(states, ("a" + "x" * 40, "b" + "x" * 40), strict=True):
+        for token in ids(byte_tokens, text):
+            wait_for_spare(grammar)
+            assert bool(state.mask()[token])
+            state.advance(token)
+    assert full.broken and grammar.sound_lexer() is not full
 
 
 def test_a_draft_beyond_the_limits_does_not_end_the_answer(grammars: GrammarCompiler, byte_tokens: Any) -> None:

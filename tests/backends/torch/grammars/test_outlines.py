@@ -100,6 +100,72 @@ def test_counts_in_grammars() -> None:
     assert not measure_lark('start: %lark { start: "a" \n }', "p").simple
 
 
+@pytest.mark.parametrize(
+    ("body", "repeats"),
+    [
+        ("(a{100}){100}", 10_000),
+        ("((a{10} b){10} c){10}", 1000),
+        ("(a{30} | b{50}){40}", 2000),
+        ("a{2,7}{3}", 21),
+        ("a~2..7", 7),
+        ("(a~30)~40", 1200),
+        ("[a{30}]{40}", 1200),
+        ("a{5} | b{6}", 6),
+        ("a{,7} b{3}", 7),
+        ("(a{5})* | (b{3})+", 5),
+        ("((a{1000}){1000}){1000}", MAX_REPEATS + 1),
+        ("(a{20}", 20),  # for the compiler to refuse
+        ("A{30}", 30),
+        ("X{30}", 30),
+    ],
+)
+def test_counts_inside_one_another(body: str, repeats: int) -> None:
+    assert measure_lark(f'start: {body}\na: "a"\nb: "b"\nc: "c"\nA: "x"', "p").repeats == repeats
+
+
+@pytest.mark.parametrize(
+    ("terminals", "repeats"),
+    [
+        ("X: Y{30}\nY: /a{40}/", 1200),
+        ("X: (Y{30} Z){2}\nY: Z{40}\nZ: /a/", 2402),
+        ("X: /(a{20}){30}/{2}", 1200),
+        ("\n".join(f"X{i}: X{i + 1} X{i + 1}" for i in range(30)) + '\nX30: "a"', MAX_REPEATS + 1),
+        ("X: Y{30}\nY: X{30}", MAX_REPEATS + 1),
+    ],
+)
+def test_terminals_are_written_out_where_they_are_named(terminals: str, repeats: int) -> None:
+    assert measure_lark(f'start: "x"\n{terminals}', "p").repeats == repeats
+
+
+def test_counts_in_gbnf_are_counted_as_in_lark() -> None:
+    found = measure_lark(as_lark('root ::= (("a"{100}) "b"){100} [0-9]{3}', "p"), "p")
+    assert found.repeats == 10_000
+
+
+@pytest.mark.parametrize(
+    ("grammar", "fits"),
+    [
+        ("start: list?END\nlist: start\nEND: /x/", True),
+        ("start: END?list\nlist: start\nEND: /x/", False),
+        ("start: END list?END\nlist: list\nEND: /x/", True),
+        ("?start: A|start?B\nA: /x/\nB: /y/", True),
+        ("!?start: _a+_B\n_a: _B | start\n_B: /x/", True),
+        ("start: A*start\nA: /x/", False),
+        ("start: A(start)\nA: /x/", False),
+    ],
+)
+def test_operators_next_to_names(grammar: str, fits: bool) -> None:
+    if fits:
+        measure_lark(grammar, "p")
+    else:
+        with pytest.raises(InvalidRequestError, match="no finite text"):
+            measure_lark(grammar, "p")
+
+
+def test_rules_with_parameters_are_not_taken_for_small() -> None:
+    assert not measure_lark('start: one::0x0\none::_: "a" one::incr(_) | ""', "p").simple
+
+
 def test_a_grammar_of_nothing_but_names_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="more than 200,000"):
         measure_lark("start: " + "a " * 200_001, "p")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from agentspec.backends.torch.model.attention import ATTENTION_NAME
 from agentspec.backends.torch.model.rounding import allowed_difference, largest_noise, relative_difference
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel
+from agentspec.errors import EngineStoppedError, ModelUnavailableError
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -161,3 +163,60 @@ def test_a_model_without_a_small_copy_is_judged_by_its_weights(
 def test_the_check_covers_a_tree() -> None:
     assert len(self_check.CHECK_PARENTS) == self_check.CHECK_TREE
     assert len(set(self_check.CHECK_PARENTS)) < self_check.CHECK_TREE
+
+
+FAULTS = {
+    "no memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    "no memory on a CPU": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    "a failed device": RuntimeError("CUDA error: an illegal memory access was encountered"),
+    "an assertion on the device": torch.AcceleratorError("device-side assert triggered"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_no_verdict_about_the_model(tiny_model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, error = tiny_model("llama"), FAULTS[name]
+    check, structure = SelfCheck.of(module), StructureCheck.of(module)
+    assert structure is not None
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TargetModel, "forward", fail)
+        for passes in (lambda: check.passes(TargetModel(module, rewindable=True)), lambda: structure.passes("eager")):
+            with pytest.raises(type(error)) as caught:
+                passes()
+            assert caught.value is error
+    for place in ("_signal", "_random"):
+        with monkeypatch.context() as patched, pytest.raises(type(error)):
+            patched.setattr(self_check, place, fail)
+            StructureCheck.of(module)
+
+
+def test_memory_that_was_kept_for_later_is_freed_and_the_check_tried_again(tiny_model: Any, monkeypatch: Any) -> None:
+    module, forward, failed = tiny_model("llama"), TargetModel.forward, []
+
+    def fail_once(self: TargetModel, *args: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, *args)
+
+    monkeypatch.setattr(TargetModel, "forward", fail_once)
+    assert SelfCheck.of(module).passes(TargetModel(module, rewindable=True)) and failed
+
+
+@pytest.mark.parametrize(
+    ("name", "raised"),
+    [("no memory", ModelUnavailableError), ("a failed device", EngineStoppedError)],
+)
+def test_a_fault_while_a_model_is_loaded_is_reported_as_one(
+    saved_model: Path, monkeypatch: pytest.MonkeyPatch, name: str, raised: type[Exception]
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise FAULTS[name]
+
+    monkeypatch.setattr(self_check, "_own_logits", fail)
+    with pytest.raises(raised, match="memory of 'cpu'" if name == "no memory" else "restarted"):
+        load(TorchSettings(model=str(saved_model), device="cpu"))

@@ -39,6 +39,7 @@ def test_plain_prompts_and_answers_by_themselves(text: ModelText) -> None:
     assert text.encode([], ANSWER) == ([], answer) and answer[-1] in text.end_ids
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_namespaces_are_the_engines(default_model: Any, text: ModelText) -> None:
     from agentspec.backends.settings import TorchSettings

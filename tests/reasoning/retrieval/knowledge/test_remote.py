@@ -13,6 +13,7 @@ import pytest
 
 from agentspec.backends.http import httpx
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
+from agentspec.proxy import knowledge
 from agentspec.proxy.knowledge import create_service
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, ranked
 from agentspec.reasoning.retrieval.knowledge.dense import DenseMetric
@@ -113,6 +114,16 @@ async def test_a_service_refuses_what_is_no_search(make_index, body):
         answer = await client.post("/search", content=body)
         assert answer.status_code == 400 and "not a search" in answer.json()["error"]["message"]
         assert (await client.post("/search", content=b" " * (9 << 20))).status_code == 413
+
+
+async def test_searches_at_once_are_bounded_in_memory(make_index, monkeypatch):
+    monkeypatch.setattr(knowledge, "MAX_BODY_MEMORY", 1000)
+    service = create_service(IndexKnowledge(Snapshot(make_index("bm25", TEXTS), "7")))
+    search = {"queries": [{"text": "dog"}], "count": 1}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(service), base_url="http://kb.test") as client:
+        refused = await client.post("/search", json={**search, "queries": [{"text": "dog " * 300}]})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert (await client.post("/search", json=search)).status_code == 200
 
 
 async def test_a_batch_is_one_request():

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import ConfigurationError
-from agentspec.recordings.calls import BadLineError, Format, RecordedCall, detect, lines, read
+from agentspec.recordings.calls import BadLineError, RecordedCall, lines
+from agentspec.recordings.formats import Format, detect, read
 from agentspec.types import Labels
 
 USER = {"role": "user", "content": "one"}

@@ -1,0 +1,213 @@
+"""Writes the answers of `/v1/messages`: one message, or the events of a stream."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentspec.errors import UpstreamError
+from agentspec.protocol.anthropic.requests import MessagesRequest
+from agentspec.protocol.requests import AnswerFormat
+from agentspec.protocol.responses import Accumulator
+from agentspec.protocol.usage import speculation_object
+from agentspec.types import Delta, Speculation, Usage
+
+_STOP_REASONS = {
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+    "cancelled": "max_tokens",
+}
+_UNREADABLE = "INVALID_JSON"  # how arguments that are no JSON object are told, since `input` must be one
+
+Event = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _OpenBlock:
+    """The content block that is being written."""
+
+    index: int
+    kind: str
+    call: int | None = None  # which of the tool calls it is
+    digest: Any = None  # of a block of thoughts
+
+
+@dataclass(slots=True)
+class MessagesWriter:
+    """Writes one answer. Blank text before a thought, a call or the end makes no block of its own."""
+
+    model: str
+    request: MessagesRequest
+    include_speculation: bool = True
+    format: AnswerFormat = field(init=False)
+    id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}", init=False)
+    _begun: bool = field(default=False, init=False)
+    _blocks: int = field(default=0, init=False)
+    _calls: int = field(default=0, init=False)
+    _open: _OpenBlock | None = field(default=None, init=False)
+    _blank: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.format = AnswerFormat(stream=self.request.stream)
+
+    def body(self, answer: Accumulator) -> dict[str, Any]:
+        """The whole message."""
+        _, choice = answer.all()[0]
+        calls = choice.extra.get("tool_calls") or ()
+        text, thoughts = "".join(choice.text), _thought(choice.extra)
+        content: list[dict[str, Any]] = []
+        if thoughts and self.request.thoughts:
+            shown = "" if self.request.omitted else thoughts
+            content.append({"type": "thinking", "thinking": shown, "signature": _signature(thoughts)})
+        if text.strip() or (text and not calls and not content):
+            content.append({"type": "text", "text": text})
+        content += [_tool_use(call) for call in calls]
+        ended = _ended(choice.finish_reason, choice.stop_reason, called=bool(calls))
+        return self._message(content, answer.usage) | ended | self._speculation(answer.speculation)
+
+    def chunks(self, delta: Delta) -> Iterator[Event]:
+        """The events of one delta. The first is preceded by `message_start`; the last is followed by `message_stop`."""
+        if not self._begun:
+            self._begun = True
+            counted = Usage(prompt_tokens=len(delta.prompt.token_ids)) if delta.prompt else Usage()
+            yield {"type": "message_start", "message": self._message([], counted)}
+            yield {"type": "ping"}
+        if self.request.thoughts and (thought := _thought(delta.extra)):
+            yield from self._thinking(thought)
+        if delta.text:
+            yield from self._text(delta.text)
+        for position, piece in enumerate(delta.extra.get("tool_calls") or ()):
+            yield from self._tool(piece, position)
+        if delta.finish_reason is not None:
+            yield from self._end(delta)
+
+    def _thinking(self, thought: str) -> Iterator[Event]:
+        if self._open is None or self._open.kind != "thinking":
+            yield from self._begin("thinking", {"thinking": "", "signature": ""})
+        assert self._open is not None
+        self._open.digest.update(thought.encode("utf-8", "replace"))
+        if not self.request.omitted:
+            yield self._delta({"type": "thinking_delta", "thinking": thought})
+
+    def _text(self, text: str) -> Iterator[Event]:
+        if self._open is None or self._open.kind != "text":
+            self._blank += text
+            if not self._blank.strip():
+                return
+            text, self._blank = self._blank, ""
+            yield from self._begin("text", {"text": ""})
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def _tool(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
+        """A piece of a tool call. The calls come one after the other, since a block cannot be opened again."""
+        index, function = piece.get("index", position), piece.get("function") or {}
+        if self._open is None or self._open.call != index:
+            if not isinstance(index, int) or index < self._calls or not isinstance(function.get("name"), str):
+                raise UpstreamError("the upstream sent pieces of several tool calls in turns")
+            self._calls = index + 1
+            head = {"id": str(piece.get("id") or f"toolu_{uuid.uuid4().hex}"), "name": function["name"], "input": {}}
+            yield from self._begin("tool_use", head, call=index)
+        if arguments := function.get("arguments"):
+            yield self._delta({"type": "input_json_delta", "partial_json": str(arguments)})
+
+    def _begin(self, kind: str, head: dict[str, Any], call: int | None = None) -> Iterator[Event]:
+        yield from self._close()
+        self._blank = ""
+        self._open = _OpenBlock(self._blocks, kind, call, hashlib.sha256() if kind == "thinking" else None)
+        self._blocks += 1
+        yield {"type": "content_block_start", "index": self._open.index, "content_block": {"type": kind, **head}}
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        assert self._open is not None
+        return {"type": "content_block_delta", "index": self._open.index, "delta": delta}
+
+    def _close(self) -> Iterator[Event]:
+        if self._open is None:
+            return
+        if self._open.digest is not None:
+            yield self._delta({"type": "signature_delta", "signature": self._open.digest.hexdigest()})
+        yield {"type": "content_block_stop", "index": self._open.index}
+        self._open = None
+
+    def _end(self, delta: Delta) -> Iterator[Event]:
+        if self._blank and not self._blocks:
+            blank = self._blank
+            yield from self._begin("text", {"text": ""})
+            yield self._delta({"type": "text_delta", "text": blank})
+        yield from self._close()
+        ended = _ended(delta.finish_reason, delta.stop_reason, called=self._calls > 0)
+        usage, speculation = _usage(delta.usage or Usage()), self._speculation(delta.speculation)
+        yield {"type": "message_delta", "delta": ended, "usage": usage, **speculation}
+        yield {"type": "message_stop"}
+
+    def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(usage),
+        }
+
+    def _speculation(self, speculation: Speculation | None) -> dict[str, Any]:
+        if speculation is None or not self.include_speculation:
+            return {}
+        return {"speculation": speculation_object(speculation)}
+
+
+def _ended(finish: str | None, stop: str | None, *, called: bool) -> dict[str, Any]:
+    """Why the answer ended. For a named tool OpenAI's servers report "stop", for Anthropic's a call is a call."""
+    if called and finish in ("stop", "tool_calls"):
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if finish == "stop" and stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": _STOP_REASONS.get(finish or "", "end_turn"), "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Anthropic counts tokens read from a cache apart from the others of the prompt."""
+    return {
+        "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _thought(extra: Mapping[str, Any]) -> str:
+    """The thoughts of a delta or a message, which have two names."""
+    found = (extra.get(name) for name in ("reasoning_content", "reasoning"))
+    return next((text for text in found if isinstance(text, str)), "")
+
+
+def _signature(thoughts: str) -> str:
+    """A digest of thoughts. Clients send it back with them; nothing is verified by it, since they may edit them."""
+    return hashlib.sha256(thoughts.encode("utf-8", "replace")).hexdigest()
+
+
+def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    id = str(call.get("id") or f"toolu_{uuid.uuid4().hex}")
+    return {
+        "type": "tool_use",
+        "id": id,
+        "name": function.get("name") or "",
+        "input": _input(function.get("arguments")),
+    }
+
+
+def _input(arguments: Any) -> dict[str, Any]:
+    """The arguments of a call, which may have been cut off, as an object."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (TypeError, ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {_UNREADABLE: str(arguments)}

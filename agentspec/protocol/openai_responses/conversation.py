@@ -1,0 +1,114 @@
+"""Turns the items of a conversation into the messages of a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.openai_responses.items import Item
+
+_SYSTEM = ("system", "developer")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages of a chat request; `origins` has for each the position of its first item, -1 for instructions."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    _called: set[str] = field(default_factory=set)
+
+    def add_all(self, items: Iterable[Item], *, first_new: int = 0) -> None:
+        """Add the items in order; those from `first_new` on are the request's own `input`.
+
+        Raises `InvalidRequestError` for the result of a call that nobody made.
+        """
+        for position, item in enumerate(items):
+            kind = item["type"]
+            if kind == "function_call_output":
+                self._add_output(item, position, position - first_new)
+            elif kind != "message" or item["role"] == "assistant":
+                self._add_written(item, position)
+            else:
+                role = "system" if item["role"] in _SYSTEM else "user"
+                self._add({"role": role, "content": _content(item["content"])}, position)
+
+    def instruct(self, text: str) -> None:
+        """Put instructions before everything."""
+        self._add({"role": "system", "content": text}, -1)
+
+    def _add(self, message: dict[str, Any], position: int) -> None:
+        last = self.messages[-1] if self.messages else None
+        both_begin = last is not None and len(self.messages) == 1 and last["role"] == message["role"] == "system"
+        if both_begin and last is not None:  # templates take one system message, at the beginning
+            last["content"] = f"{_joined(last['content'])}\n\n{_joined(message['content'])}"
+            return
+        self.messages.append(message)
+        self.origins.append(position)
+
+    def _add_output(self, item: Item, position: int, index: int) -> None:
+        if item["call_id"] not in self._called:
+            name = f"input[{index}].call_id"
+            raise InvalidRequestError(f"{name} names no function call of this conversation", param=name)
+        self._add({"role": "tool", "tool_call_id": item["call_id"], "content": _joined(item["output"])}, position)
+
+    def _add_written(self, item: Item, position: int) -> None:
+        """Add a thought, a message or a call of the model: one message of a chat has all that belong together."""
+        if item["type"] == "reasoning" and not _thoughts(item):
+            return  # some clients send back that there were thoughts, but not which
+        turn = self.messages[-1] if self.messages else {}
+        if turn.get("role") != "assistant" or _begins_anew(item["type"], turn):
+            turn = {"role": "assistant", "content": None}
+            self._add(turn, position)
+        if item["type"] == "message":
+            turn["content"] = _joined(item["content"])
+        elif item["type"] == "reasoning":
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item)
+        else:
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
+            self._called.add(item["call_id"])
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The messages. A turn of thoughts alone has empty text."""
+        for message in self.messages:
+            if message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message:
+                message["content"] = ""
+        return self.messages
+
+
+def _begins_anew(kind: str, turn: dict[str, Any]) -> bool:
+    """Whether an item of this kind cannot belong to the turn: a turn is thoughts, then text, then calls."""
+    if kind == "function_call":
+        return False
+    return turn["content"] is not None or "tool_calls" in turn
+
+
+def _thoughts(item: Item) -> str:
+    return "".join(one["text"] for one in item["content"] or item["summary"])
+
+
+def _content(parts: Sequence[Item]) -> Any:
+    """The content of a user's message: plain text as a string, with media as the parts that chats have."""
+    if all(part["type"] in ("input_text", "refusal") for part in parts):
+        return _joined(parts)
+    return [_chat_part(part) for part in parts]
+
+
+def _chat_part(part: Item) -> dict[str, Any]:
+    if part["type"] == "input_image":
+        return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part["detail"]}}
+    if part["type"] == "input_file":
+        return {"type": "file", "file": {key: part[key] for key in ("file_data", "filename") if key in part}}
+    return {"type": "text", "text": _text(part)}
+
+
+def _joined(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(_text(part) for part in content)
+
+
+def _text(part: Item) -> str:
+    return str(part["refusal"] if part["type"] == "refusal" else part.get("text", ""))

@@ -1,0 +1,176 @@
+"""Writes an answer as the typed events of the Responses API; the whole answer is the response in the last of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentspec.protocol.openai_responses.counts import responses_usage
+from agentspec.protocol.openai_responses.items import Item, new_id
+from agentspec.protocol.openai_responses.output_items import (
+    CallItem,
+    Event,
+    MessageItem,
+    OutputItem,
+    ThoughtItem,
+)
+from agentspec.protocol.openai_responses.request import ResponsesRequest
+from agentspec.protocol.usage import speculation_object
+from agentspec.types import Delta, Speculation, TokenLogprob, Usage
+
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
+
+@dataclass(slots=True)
+class EventWriter:
+    """Writes one answer: `begin`, `write` for each delta, `close` after the last, then `last` or `fail`.
+
+    Items are written one after the other. Calls stay open until the end, since pieces of several may come in any order.
+    """
+
+    request: ResponsesRequest
+    stored: bool = False
+    include_speculation: bool = True
+    id: str = field(default_factory=lambda: new_id("resp"))
+    created: int = field(default_factory=lambda: int(time.time()))
+    _items: list[OutputItem] = field(default_factory=list)
+    _places: dict[str, int] = field(default_factory=dict)  # item id -> its place in the output
+    _ended: dict[str, str] = field(default_factory=dict)  # item id -> its final status
+    _text: MessageItem | ThoughtItem | None = None  # the item that further text continues
+    _calls: dict[int, CallItem] = field(default_factory=dict)
+    _finish: str | None = None
+    _usage: Usage | None = None
+    _speculation: Speculation | None = None
+    _number: int = 0
+    _completed: int | None = None
+
+    def begin(self) -> Iterator[Event]:
+        yield self._event({"type": "response.created", "response": self._response("in_progress")})
+        yield self._event({"type": "response.in_progress", "response": self._response("in_progress")})
+
+    def write(self, delta: Delta) -> Iterator[Event]:
+        """The events of one delta; those of other choices than the first are none."""
+        self._usage = delta.usage or self._usage
+        self._speculation = delta.speculation or self._speculation
+        self._finish = delta.finish_reason or self._finish
+        thought = delta.extra.get("reasoning") or delta.extra.get("reasoning_content")
+        if isinstance(thought, str) and thought:
+            yield from self._write_thought(thought)
+        if delta.text or delta.logprobs:
+            yield from self._write_text(delta.text, delta.logprobs)
+        for position, piece in enumerate(delta.extra.get("tool_calls") or ()):
+            yield from self._write_call(piece, position)
+
+    def close(self) -> Iterator[Event]:
+        """The events that end the items. An answer without any has one empty message."""
+        if not self._items:
+            yield from self._open(message := MessageItem(self.request.logprobs))
+            self._text = message
+        status = self.status
+        self._completed = int(time.time()) if status == "completed" else None
+        last = self._items[-1]
+        for item in self._items:
+            yield from self._end(item, status if item is last else "completed")
+
+    def last(self) -> Event:
+        """The event that ends the answer."""
+        status = self.status
+        return self._event({"type": f"response.{status}", "response": self._response(status)})
+
+    def fail(self, code: str, message: str) -> Event:
+        """The event that ends an answer that an error broke off."""
+        response = self._response("failed") | {"error": {"code": code, "message": message}}
+        return self._event({"type": "response.failed", "response": response})
+
+    @property
+    def status(self) -> str:
+        return "incomplete" if self._finish in _INCOMPLETE else "completed"
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The whole answer."""
+        return self._response(self.status)
+
+    def _write_thought(self, text: str) -> Iterator[Event]:
+        if not isinstance(self._text, ThoughtItem):
+            yield from self._next(ThoughtItem())
+        assert isinstance(self._text, ThoughtItem)
+        yield from self._place(self._text, self._text.add(text))
+
+    def _write_text(self, text: str, tokens: Sequence[TokenLogprob]) -> Iterator[Event]:
+        if not isinstance(self._text, MessageItem):
+            if not text.strip() and self._calls:
+                return  # blanks between calls are no message
+            yield from self._next(MessageItem(self.request.logprobs))
+        assert isinstance(self._text, MessageItem)
+        yield from self._place(self._text, self._text.add(text, tokens if self.request.logprobs else ()))
+
+    def _write_call(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
+        index, function = piece.get("index", position), piece.get("function") or {}
+        call = self._calls.get(index)
+        if call is None:
+            yield from self._end_text()
+            call = CallItem(str(piece.get("id") or new_id("call")), str(function.get("name") or ""))
+            self._calls[index] = call
+            yield from self._open(call)
+        if arguments := function.get("arguments"):
+            yield from self._place(call, call.add(str(arguments)))
+
+    def _next(self, item: MessageItem | ThoughtItem) -> Iterator[Event]:
+        yield from self._end_text()
+        yield from self._open(item)
+        self._text = item
+
+    def _open(self, item: OutputItem) -> Iterator[Event]:
+        self._places[item.id] = len(self._items)
+        self._items.append(item)
+        yield from self._place(item, item.begin())
+
+    def _end_text(self) -> Iterator[Event]:
+        if self._text is not None:
+            yield from self._end(self._text, "completed")
+            self._text = None
+
+    def _end(self, item: OutputItem, status: str) -> Iterator[Event]:
+        if item.id in self._ended:
+            return
+        yield from self._place(item, item.end(status))
+        self._ended[item.id] = status
+        yield from self._place(item, iter([{"type": "response.output_item.done", "item": item.item(status)}]))
+
+    def _place(self, item: OutputItem, events: Iterator[Event]) -> Iterator[Event]:
+        """The events with the place of their item."""
+        place: Event = {"output_index": self._places[item.id]}
+        for event in events:
+            named = {} if "item" in event else {"item_id": item.id}
+            yield self._event({**event, **place, **named})
+
+    def _event(self, event: Event) -> Event:
+        self._number += 1
+        return {**event, "sequence_number": self._number - 1}
+
+    def _output(self) -> list[Item]:
+        return [item.item(self._ended.get(item.id, "incomplete")) for item in self._items]
+
+    def _response(self, status: str) -> dict[str, Any]:
+        ended = status != "in_progress"
+        reason = _INCOMPLETE.get(self._finish or "") if status == "incomplete" else None
+        done = self._speculation if ended and self.include_speculation else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "completed_at": self._completed if status == "completed" else None,
+            "error": None,
+            "incomplete_details": {"reason": reason} if reason else None,
+            **self.request.fields,
+            "output": self._output() if ended else [],
+            "service_tier": "default",
+            "store": self.stored,
+            "usage": responses_usage(self._usage) if ended and self._usage else None,
+            **({"speculation": speculation_object(done)} if done else {}),
+        }

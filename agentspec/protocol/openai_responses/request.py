@@ -1,0 +1,287 @@
+"""Parses the bodies of `/v1/responses`, and turns them into the bodies of chat requests.
+
+Every field is acted on, known to be inert, or refused, as in chats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field
+
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.openai_responses.conversation import Conversation
+from agentspec.protocol.openai_responses.items import MAX_ID, Item, parse_input
+from agentspec.protocol.openai_responses.tools import chat_choice, chat_tools
+from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
+from agentspec.protocol.requests import MAX_TOOLS
+from agentspec.protocol.validation import Body, Count, Number, Refused, Text, must, only, shown_name, wrong_type
+
+B = TypeVar("B", bound=Body)
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_STRONGEST = "high"
+_SUMMARIES = ("auto", "concise", "detailed")
+_LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+_INCLUDABLE = (_LOGPROBS, _ENCRYPTED)
+# Of vLLM and of chats: they mean here what they mean there, and are checked there.
+_AS_IN_CHATS = (
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop"
+    " prediction chat_template_kwargs latency_target_ms_per_token parallel_tool_calls user".split()
+)
+_RENAMED = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "include",
+    "messages": "input",
+}
+_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
+_NESTED = re.compile(r"(tools\[\d+\])\.function\b")
+
+
+def _refuse(advice: str) -> Any:
+    return must(lambda _: False, advice)
+
+
+def _one_of(*values: Any) -> Any:
+    listed = ", ".join(map(str, values))
+    return must(lambda value: value in values, f" must be one of {listed}")
+
+
+class _Format(Body):
+    type: Annotated[Text, _one_of("text", "json_object", "json_schema")] = "text"
+    name: Text | None = None
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class _TextConfig(Body):
+    format: dict[str, Any] | None = None
+    verbosity: Annotated[Text, _one_of("low", "medium", "high")] | None = None
+
+
+class _Reasoning(Body):
+    effort: Annotated[Text, _one_of(*_EFFORTS)] | None = None
+    summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
+    generate_summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
+
+
+class _ResponsesStreamOptions(Body):
+    include_obfuscation: bool | None = None
+
+
+def _is_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    if len(metadata) > 16:
+        raise Refused(f" has {len(metadata)} entries; 16 are allowed")
+    if any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+        raise Refused(" may have keys of 64 characters and values of 512")
+    return metadata
+
+
+def _is_includable(names: list[str]) -> list[str]:
+    for index, name in enumerate(names):
+        if name not in _INCLUDABLE:
+            raise Refused(f" must be one of {', '.join(_INCLUDABLE)}", f"[{index}]")
+    return names
+
+
+class _ResponsesBody(Body):
+    """The fields of a request. `input` and `tools` are read by `items.py` and `tools.py`."""
+
+    model: Text = ""
+    input: Any = None
+    instructions: Text | None = None
+    previous_response_id: Annotated[Text, must(lambda text: 0 < len(text) <= MAX_ID, " is no id")] | None = None
+    stream: bool = False
+    store: bool = True
+    max_output_tokens: Annotated[Count, must(lambda count: count > 0, " must be at least 1")] | None = None
+    max_tool_calls: Count | None = None  # of hosted tools, of which there are none
+    metadata: Annotated[dict[Text, Text], AfterValidator(_is_metadata)] | None = None
+    include: Annotated[list[Text], AfterValidator(_is_includable)] | None = None
+    top_logprobs: Count = 0
+    truncation: Annotated[Text, _one_of("auto", "disabled")] = "disabled"
+    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    service_tier: Text | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None  # what Codex tells about itself
+    background: Annotated[Any, only(False)] = None
+    conversation: Annotated[Any, _refuse(" is not kept here; use previous_response_id")] = None
+    prompt: Annotated[Any, _refuse(" templates are not kept here; send instructions and input")] = None
+    context_management: Annotated[Any, only([])] = None
+    top_k: Any = None
+    min_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    seed: Any = None
+    stop: Any = None
+    prediction: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    latency_target_ms_per_token: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A request that was read. `items` is its own input; `fields` are the parts that the answer repeats.
+
+    `store` and `previous` (an id) are what the client wishes; `chat` has the fields of the chat request besides its
+    messages.
+    """
+
+    items: list[Item]
+    fields: Mapping[str, Any]
+    chat: Mapping[str, Any]
+    instructions: str | None
+    previous: str | None
+    stream: bool
+    store: bool
+    truncation: Literal["auto", "disabled"]
+    obfuscation: bool | None
+    logprobs: bool
+
+    def conversation(self, history: Sequence[Item] = ()) -> Conversation:
+        """The messages of instructions, the items of earlier responses, and this request. Raises as `parse_input`."""
+        made = Conversation()
+        if self.instructions:
+            made.instruct(self.instructions)
+        made.add_all([*history, *self.items], first_new=len(history))
+        if not made.finish():
+            raise InvalidRequestError("input must hold at least one item", param="input")
+        return made
+
+
+def parse_responses(body: Mapping[str, Any], *, max_messages: int, local: bool) -> ResponsesRequest:
+    """Parse a request. `local`: for a model that reads text alone and takes the effort as a template's argument.
+
+    Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported.
+    """
+    fields = _ResponsesBody.parse(body)
+    if fields.input is None and fields.previous_response_id is None:
+        raise InvalidRequestError("input is missing", param="input")
+    items = parse_input([] if fields.input is None else fields.input, most=max_messages, media=not local)
+    stream_options = _nested(_ResponsesStreamOptions, fields.stream_options, "stream_options")
+    if fields.stream_options and not fields.stream:
+        raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
+    logprobs = _LOGPROBS in (fields.include or ())
+    if fields.top_logprobs and not logprobs:
+        message = f"top_logprobs needs include = [{_LOGPROBS!r}]"
+        raise InvalidRequestError(message, param="top_logprobs")
+    chat = _chat(fields, local, logprobs)
+    _ResponsesBody.finish(body)
+    return ResponsesRequest(
+        items=items,
+        fields=_repeated(fields),
+        chat=chat,
+        instructions=fields.instructions,
+        previous=fields.previous_response_id,
+        stream=fields.stream,
+        store=fields.store,
+        truncation="auto" if fields.truncation == "auto" else "disabled",
+        obfuscation=stream_options.include_obfuscation,
+        logprobs=logprobs,
+    )
+
+
+def _chat(fields: _ResponsesBody, local: bool, logprobs: bool) -> dict[str, Any]:
+    chat: dict[str, Any] = {"model": fields.model, **fields.given(*_AS_IN_CHATS)}
+    if fields.max_output_tokens is not None:
+        chat["max_tokens"] = fields.max_output_tokens
+    if logprobs:
+        chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
+    tools = chat_tools(fields.tools or [])
+    if fields.tool_choice is not None:
+        chat["tool_choice"], tools = chat_choice(fields.tool_choice, tools)
+    if tools:
+        chat["tools"] = tools
+    elif chat.get("tool_choice") in ("auto", "none"):
+        del chat["tool_choice"]  # without tools it says nothing, and chats refuse it
+    text = _nested(_TextConfig, fields.text, "text")
+    if (form := _response_format(text.format or {})) is not None:
+        chat["response_format"] = form
+    if text.verbosity is not None:
+        chat["verbosity"] = text.verbosity
+    effort = _nested(_Reasoning, fields.reasoning, "reasoning").effort
+    if effort is not None:
+        chat["reasoning_effort"] = _STRONGEST if local and effort not in CHAT_EFFORTS else effort
+    return chat
+
+
+def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    schema = given.get("schema")
+    wanted = _nested(_Format, {key: one for key, one in given.items() if key != "schema"}, "text.format")
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "json_object"}
+    if not isinstance(schema, dict):
+        raise wrong_type("text.format.schema", "an object", schema)
+    described = {"name": wanted.name or "answer", "schema": schema}
+    return {"type": "json_schema", "json_schema": described | wanted.given("description", "strict")}
+
+
+def _nested(kind: type[B], value: Mapping[str, Any] | None, name: str) -> B:
+    """The object in the field `name`; its errors name the field, and members that it does not have are refused."""
+    given = value or {}
+    read = kind.parse(given, name)
+    for key, one in given.items():
+        if key not in kind.model_fields and one is not None:
+            shown = f"{name}.{shown_name(key)}"
+            raise InvalidRequestError(f"{shown} is not supported here", param=shown)
+    return read
+
+
+def _repeated(fields: _ResponsesBody) -> dict[str, Any]:
+    """What the answer says about the request."""
+    reasoning = dict(fields.reasoning or {})
+    text = dict(fields.text or {})
+    return {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
+        "metadata": fields.metadata or {},
+        "model": fields.model,
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": fields.previous_response_id,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "safety_identifier": fields.safety_identifier,
+        "temperature": fields.temperature,
+        "text": {**text, "format": text.get("format") or {"type": "text"}},
+        "tool_choice": "auto" if fields.tool_choice is None else fields.tool_choice,
+        "tools": fields.tools or [],
+        "top_logprobs": fields.top_logprobs,
+        "top_p": fields.top_p,
+        "truncation": fields.truncation,
+        "user": fields.user,
+    }
+
+
+def own_name(param: str | None, origins: Sequence[int], first_new: int) -> str | None:
+    """The name in a Responses request of the field that a chat request calls `param`.
+
+    `origins` and `first_new` tell which item each message came from; messages of earlier responses have no name here.
+    """
+    if param is None:
+        return None
+    if found := _MESSAGE.fullmatch(param):
+        index = int(found[1])
+        origin = origins[index] if index < len(origins) else first_new
+        return "instructions" if origin < 0 else f"input[{origin - first_new}]" if origin >= first_new else "input"
+    param = _NESTED.sub(r"\1", param).replace("response_format.json_schema", "text.format")
+    head, dot, rest = param.partition(".")
+    return _RENAMED.get(head, head) + dot + rest

@@ -1,0 +1,78 @@
+"""Routes that the gateway does not know, and that the operator lists to be passed to the only upstream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from agentspec.backends.base import is_forwarding
+from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
+from agentspec.proxy.admission.limits import until_disconnect
+from agentspec.proxy.body.budget import BodyAccount
+from agentspec.proxy.body.head import check_head
+from agentspec.proxy.body.json_object import parse_object, set_values
+from agentspec.proxy.endpoint import GenerationEndpoint
+from agentspec.proxy.forwarding.inspection import StreamInspector
+from agentspec.proxy.forwarding.passthrough import pass_through
+from agentspec.proxy.request_record import RequestRecord
+from agentspec.settings.load import Settings
+from agentspec.telemetry.metrics import OTHER
+
+
+def sole_upstream(settings: Settings) -> str:
+    """The name of the only upstream. Raises `ConfigurationError` if there is none, or several."""
+    upstreams = [name for name, backend in settings.backends.items() if not backend.local]
+    if len(upstreams) != 1:
+        raise ConfigurationError(
+            f"server.extra_routes needs exactly one upstream to pass them to; there are {len(upstreams)}"
+        )
+    return upstreams[0]
+
+
+@dataclass(slots=True)
+class ExtraRoute(GenerationEndpoint):
+    """`POST` to one route, passed on byte for byte. Places, sizes, deadlines and refused fields are as elsewhere.
+
+    What the server keeps of such requests is its own business, so that several tenants need `shared_upstream`.
+    """
+
+    upstream: str = ""
+
+    async def _admitted(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, account: BodyAccount
+    ) -> None:
+        deadline = self.deadlines.start(self.settings.request_timeout)
+        body = await self._read_body(Headers(scope=scope), receive, deadline)
+        fields = await self.budget.run(record.tenant, len(body), parse_object, body)
+        backend = self._ready().backends()[self.upstream]
+        assert is_forwarding(backend)
+        record.model = OTHER
+        check_head(scope)
+        await self.budget.run(record.tenant, len(body), self._check, fields, backend)
+        if backend.needs_salt:
+            raise UpstreamIsolationError(
+                f"{self.path} cannot be kept apart by tenant: the operator may set shared_upstream"
+            )
+        body = self._named(body, fields)
+        path, above = self.path.removeprefix("/v1"), not self.path.startswith("/v1/")
+        async with until_disconnect(receive) as client:
+            inspector = StreamInspector(0)
+            await pass_through(scope, send, backend, path, body, deadline, inspector, account=account, above=above)
+        if client.cancelled_caught and not record.body_ended:
+            record.outcome = "cancelled"
+
+    def _named(self, body: bytes, fields: Mapping[str, Any]) -> bytes:
+        """`body` with the upstream's name of the model that it names, if it names one."""
+        model = fields.get("model")
+        if not isinstance(model, str):
+            return body
+        route = self.runtime.route(model)
+        if route.backend_name != self.upstream:
+            raise InvalidRequestError(
+                f"{self.path} is passed to an upstream that does not serve this model", param="model"
+            )
+        return body if route.upstream_model == model else set_values(body, fields, {"model": route.upstream_model})

@@ -1,0 +1,67 @@
+"""`POST /v1/messages/count_tokens`: how many tokens the prompt of a Messages request has."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from agentspec.backends.base import Forwards, Tokenization, is_forwarding
+from agentspec.errors import UpstreamError
+from agentspec.protocol.anthropic.requests import MessagesRequest
+from agentspec.protocol.requests import parse_chat
+from agentspec.protocol.responses import encode
+from agentspec.proxy.endpoint import Exchange, respond
+from agentspec.proxy.messages.endpoint import MessagesEndpoint
+
+
+@dataclass(slots=True)
+class CountTokensEndpoint(MessagesEndpoint):
+    """Counts by the model's own chat template and tokenizer; a strategy's request by those of its base model."""
+
+    generates: ClassVar[bool] = False
+
+    async def _respond(self, exchange: Exchange) -> None:
+        backend = exchange.route.backend
+        if is_forwarding(backend):
+            await self._forward(exchange, backend)
+            return
+        parsed = await self._run(exchange, lambda: self._local(exchange.fields, backend, exchange.record, count=True))
+        base = self.runtime.backends()[exchange.route.backend_name]
+        if is_forwarding(base):
+            await self._send(exchange, _of_server(base, base.settings.model or exchange.route.upstream_model, parsed))
+            return
+        if not isinstance(base, Tokenization):
+            raise HTTPException(404)
+        await self._send(exchange, _of_model(base, parsed))
+
+    async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
+        async with exchange.deadline.limit():
+            request = await self._chat(exchange, backend, count=True)
+        await self._send(exchange, _of_server(backend, exchange.route.upstream_model, request))
+
+    async def _send(self, exchange: Exchange, counting: Awaitable[int]) -> None:
+        async with exchange.deadline.limit():
+            count = await counting
+        await respond(exchange.send, Response(encode({"input_tokens": count}), media_type="application/json"))
+
+
+async def _of_model(base: Tokenization, parsed: MessagesRequest) -> int:
+    """By a model of this process. Tools that its template cannot take are refused as for an answer."""
+    chat = parsed.chat
+    request, _ = parse_chat(chat, max_messages=len(chat["messages"]))
+    text = await base.render(request.messages or (), request.tools, request.template_arguments)
+    return len(await base.tokenize(text))
+
+
+async def _of_server(backend: Forwards, model: str, parsed: MessagesRequest) -> int:
+    """By the tokenizer endpoints of an upstream, as vLLM has them. Raises 404 for one without."""
+    chat = parsed.chat
+    arguments = (chat["messages"], chat.get("tools") or (), chat.get("chat_template_kwargs") or {})
+    try:
+        return len(await backend.tokenizer_of(model).rendered_ids(*arguments))
+    except UpstreamError:
+        raise HTTPException(404) from None

@@ -1,0 +1,74 @@
+"""Asks an upstream that answers chats only for the answer to a Messages request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from starlette.types import Scope
+
+from agentspec.backends.base import CHAT, Forwards
+from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError
+from agentspec.protocol.anthropic.requests import MessagesRequest
+from agentspec.protocol.responses import encode
+from agentspec.proxy.admission.auth import Caller
+from agentspec.proxy.forwarding.passthrough import request_headers
+from agentspec.proxy.request_record import RequestRecord
+from agentspec.types import Delta
+
+TRANSLATED = {"x-agentspec-translated": "chat.completions"}
+TEMPLATED = ("vllm", "sglang")
+"""Servers that apply a chat template, and take its arguments, earlier thoughts and a message to be continued."""
+_HOSTED = ("api.openai.com", ".openai.azure.com")  # whose newer models refuse `max_tokens`
+
+
+async def chat_body(backend: Forwards, request: MessagesRequest, caller: Caller, model: str) -> bytes:
+    """The body for the upstream's chats, with what the backend tells about the caller.
+
+    Raises `InvalidRequestError` for a message to be continued where the upstream cannot do that.
+    """
+    chat = {**request.chat, "model": model}
+    if request.prefilled and await backend.server_kind() not in TEMPLATED:
+        message = "the last message must not be the assistant's: this upstream continues no message"
+        raise InvalidRequestError(message, param="messages")
+    if "max_tokens" in chat and str(backend.settings.base_url.host).endswith(_HOSTED):
+        chat["max_completion_tokens"] = chat.pop("max_tokens")
+    if request.stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    return encode(chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, chat))
+
+
+def chat_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
+    """The client's headers for a route of OpenAI's, which takes its key as a bearer's."""
+    headers = request_headers(scope, record)
+    key = headers.pop("x-api-key", None)
+    if key is not None:
+        headers.setdefault("authorization", f"Bearer {key}")
+    return {name: value for name, value in headers.items() if not name.startswith("anthropic-")}
+
+
+async def chat_deltas(
+    backend: Forwards, body: bytes, headers: Mapping[str, str], record: RequestRecord
+) -> AsyncGenerator[Delta]:
+    """The upstream's answer to the chat in `body`. Raises `UpstreamError`."""
+    sending = backend.forward("POST", CHAT, headers=headers, body=body, tenant=record.tenant)
+    try:
+        async with sending as response, aclosing(backend.deltas(response)) as deltas:
+            async for delta in deltas:
+                yield _readable(delta)
+    except UpstreamStatusError as error:
+        error.for_client = not (record.has_gateway_key or error.own_key)
+        raise
+
+
+def _readable(delta: Delta) -> Delta:
+    """`delta` with a refusal as text, which Messages has no other place for."""
+    if delta.finish_reason == "cancelled":
+        raise UpstreamError("the upstream cancelled the answer")
+    refusal: Any = delta.extra.get("refusal")
+    if isinstance(refusal, str) and refusal:
+        finish = delta.finish_reason and "content_filter"
+        return replace(delta, text=delta.text + refusal, finish_reason=finish)
+    return delta

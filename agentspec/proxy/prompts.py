@@ -1,0 +1,129 @@
+"""Several prompts in one request for text completions: generated side by side, answered as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import anyio
+
+from agentspec.backends.base import is_forwarding
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.completion_response import CompletionWriter
+from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.types import MAX_CHOICES, Delta, Speculation, Usage
+
+AT_ONCE = 4  # prompts of one request that are generated together: others' requests keep their turns
+HELD = 64  # deltas that wait to be sent
+
+Answer = Callable[[], AsyncGenerator[Delta]]
+
+
+@dataclass(slots=True)
+class CompletionsEndpoint(GenerationEndpoint):
+    """Answers each prompt as a request of its own. Choices come in the order of the prompts, `n` for each."""
+
+    async def _respond(self, exchange: Exchange) -> None:
+        prompts = _several(exchange.fields.get("prompt"))
+        if prompts is None or is_forwarding(exchange.route.backend):
+            await super(CompletionsEndpoint, self)._respond(exchange)  # slots give the class another object
+            return
+        record, backend = exchange.record, exchange.route.backend
+        if len(prompts) > self.settings.max_prompts:
+            message = f"prompt has {len(prompts)} entries; {self.settings.max_prompts} are allowed (server.max_prompts)"
+            raise InvalidRequestError(message, param="prompt")
+        one = partial(self._parse, caller=exchange.caller, backend=backend, record=record)
+        parsed = await self._run(exchange, lambda: [one({**exchange.fields, "prompt": each}) for each in prompts])
+        first, writer = parsed[0]
+        per, count = first.sampling.n, len(prompts) * first.sampling.n
+        most = min(MAX_CHOICES, max(self.settings.max_prompts, self.settings.max_choices))
+        if count > most:
+            message = f"the request asks for {count} answers; {most} are allowed (server.max_prompts)"
+            raise InvalidRequestError(message, param="n")
+        whole = replace(first, sampling=replace(first.sampling, n=count))
+        shown = CompletionWriter(whole, writer.format, self.settings.speculation_object, per)
+        exchange.release()
+        answers = [partial(self.runtime.generate, request) for request, _ in parsed]
+        await self._answer(merged(answers, per), shown, record, exchange.send, exchange.deadline)
+
+
+def _several(prompt: Any) -> list[Any] | None:
+    """The prompts of a request with more than one; token ids are one prompt."""
+    if not isinstance(prompt, list) or len(prompt) < 2 or not any(isinstance(one, (str, list)) for one in prompt):
+        return None
+    texts = all(isinstance(one, str) for one in prompt)
+    if not texts and not all(isinstance(one, list) and not isinstance((one or [0])[0], (str, list)) for one in prompt):
+        message = "prompt must be a text, token ids, or an array of several texts or of several token ids"
+        raise InvalidRequestError(message, param="prompt")
+    return prompt
+
+
+async def merged(answers: Sequence[Answer], per_prompt: int) -> AsyncGenerator[Delta]:
+    """The deltas of all answers as they come, with the indices of their choices in all; the last carries the totals.
+
+    Raises what the first answer that fails raises; the others are then cancelled, as on closing.
+    """
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(HELD)
+    left = iter(enumerate(answers))
+    workers = [asyncio.create_task(_work(left, queue, per_prompt)) for _ in range(min(AT_ONCE, len(answers)))]
+    totals, ended, working = _Totals(), 0, len(workers)
+    try:
+        while working:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                working -= 1
+                continue
+            totals.add(item)
+            ended += item.finish_reason is not None
+            last = item.finish_reason is not None and ended == len(answers) * per_prompt
+            yield replace(item, usage=totals.usage if last else None, speculation=totals.speculation if last else None)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait(workers)
+
+
+async def _work(
+    left: Iterator[tuple[int, Answer]], queue: asyncio.Queue[Delta | Exception | None], per_prompt: int
+) -> None:
+    """Generate one of the answers that are left after the other. None on the queue says that none is."""
+    try:
+        for number, answer in left:
+            async with aclosing(answer()) as deltas:
+                async for delta in deltas:
+                    await queue.put(replace(delta, index=number * per_prompt + delta.index))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What all answers used together."""
+
+    usage: Usage | None = None
+    speculation: Speculation | None = None
+
+    def add(self, delta: Delta) -> None:
+        if (used := delta.usage) is not None:
+            before = self.usage or Usage()
+            self.usage = Usage(
+                before.prompt_tokens + used.prompt_tokens,
+                before.completion_tokens + used.completion_tokens,
+                before.cached_tokens + used.cached_tokens,
+            )
+        if (done := delta.speculation) is not None:
+            so_far = self.speculation or Speculation()
+            self.speculation = Speculation(
+                so_far.drafted + done.drafted,
+                so_far.accepted + done.accepted,
+                so_far.steps + done.steps,
+                so_far.estimated_seconds_saved + done.estimated_seconds_saved,
+            )

@@ -1,0 +1,199 @@
+"""`POST /v1/responses`: answers by local models and strategies, or by upstreams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Backend, Forwards, is_forwarding
+from agentspec.cache.responses import StoredResponse
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.openai_responses.counts import count_reasoning
+from agentspec.protocol.openai_responses.events import EventWriter
+from agentspec.protocol.openai_responses.items import is_id
+from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
+from agentspec.protocol.responses import encode
+from agentspec.proxy.body.head import check_head
+from agentspec.proxy.body.json_object import set_values
+from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
+from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers
+from agentspec.proxy.responses.answering import Keep, send_events, send_whole
+from agentspec.proxy.responses.keeping import History, Keeper, not_found
+from agentspec.proxy.responses.local import LocalAnswer
+from agentspec.proxy.responses.translation import chat_request
+from agentspec.proxy.responses.upstreams import ResponsesInspector, refuse_what_others_keep, telling_id
+from agentspec.proxy.streaming.pacing import paced
+from agentspec.types import Delta
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class ResponsesEndpoint(GenerationEndpoint):
+    """Answers by the rules of chats; see `protocol/openai_responses/` for how requests and answers correspond."""
+
+    keeper: Keeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keeper = Keeper(self.runtime)
+
+    def _follower(self) -> ResponsesInspector:
+        return ResponsesInspector()
+
+    async def _respond(self, exchange: Exchange) -> None:
+        backend = exchange.route.backend
+        if is_forwarding(backend):
+            await self._forward(exchange, backend)
+            return
+        self._check_answers(backend, exchange)
+        await self._run(exchange, self._check_roles, exchange.fields, backend)
+        request = await self._run(exchange, self._read, exchange.fields, True)
+        history = await self._history(exchange, request)
+        answer = LocalAnswer(self.runtime, request, exchange.caller, history.items, self.settings.max_messages)
+        first = await self._run_on(exchange, history, answer.whole)
+        if isinstance(backend, AddsHeaders):
+            exchange.record.response_headers = backend.response_headers(first)
+        exchange.release()
+        await self._send_answer(exchange, request, answer.deltas(first))
+
+    async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
+        check_head(exchange.scope)
+        await self._run(exchange, self._check, exchange.fields, backend)
+        async with exchange.deadline.limit():
+            native = await backend.has_route(RESPONSES, request_headers(exchange.scope, exchange.record))
+        await (self._pass(exchange, backend) if native else self._translate(exchange, backend))
+
+    async def _pass(self, exchange: Exchange, backend: Forwards) -> None:
+        """Pass the bytes of the request to the upstream, and those of its answer back."""
+        fields, caller, model = exchange.fields, exchange.caller, exchange.route.upstream_model
+        async with exchange.deadline.limit():
+            if self.several_tenants:
+                refuse_what_others_keep(fields)
+                await self._check_ownership(exchange)
+            body = await upstream_body(backend, RESPONSES, exchange.body, fields, caller, model)
+        if not caller.store:
+            body = await self._run(exchange, set_values, body, fields, {"store": False})
+        send = exchange.send
+        if caller.store and fields.get("store") is not False:
+            found = self._owning(exchange)
+            send = telling_id(send, found, stream=fields.get("stream") is True)
+        exchange.release()
+        scope, account, inspector = exchange.scope, exchange.account, ResponsesInspector()
+        await pass_through(scope, send, backend, RESPONSES, body, exchange.deadline, inspector, account=account)
+
+    async def _check_ownership(self, exchange: Exchange) -> None:
+        """Raise `ResponseNotFoundError` if the request continues a response that its tenant did not get there."""
+        previous = exchange.fields.get("previous_response_id")
+        if previous is None:
+            return
+        if not is_id(previous):
+            raise not_found(str(previous), "previous_response_id")
+        stored = await self.keeper.get(exchange.record.tenant, previous, "previous_response_id")
+        if stored.backend != exchange.route.backend_name:
+            raise not_found(previous, "previous_response_id")
+
+    def _owning(self, exchange: Exchange) -> Callable[[str], Awaitable[None]]:
+        """Notes whose the response is that the upstream keeps."""
+        tenant, session = exchange.record.tenant, exchange.caller.labels.session
+        backend = exchange.route.backend_name
+
+        async def found(id: str) -> None:
+            if self.keeper.stores:
+                await self.keeper.put(StoredResponse(id, tenant, time.time(), session, backend=backend))
+
+        return found
+
+    async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
+        """Ask the upstream for a chat completion, and answer with what it says."""
+        record = exchange.record
+        request = await self._run(exchange, self._read, exchange.fields, False)
+        if request.truncation == "auto":
+            message = "truncation must be disabled: this upstream answers chats only, and cannot tell what fits"
+            raise InvalidRequestError(message, param="truncation")
+        history = await self._history(exchange, request)
+        async with exchange.deadline.limit():
+            templated = await backend.server_kind() in TEMPLATED
+            chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
+            chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, chat)
+            body = await self._run_on(exchange, history, encode, chat)
+        record.response_headers = TRANSLATED
+        deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record)
+        exchange.release()
+        await self._send_answer(exchange, request, deltas)
+
+    @property
+    def several_tenants(self) -> bool:
+        """Whether somebody else may have stored something at an upstream."""
+        return len(self.settings.tenant_names) > 1
+
+    def _check_answers(self, backend: Backend, exchange: Exchange) -> None:
+        if CHAT not in backend.capabilities.routes:
+            message = f"the model {exchange.record.model!r} does not answer {RESPONSES}"
+            raise InvalidRequestError(message, param="model")
+
+    def _read(self, fields: Any, local: bool) -> ResponsesRequest:
+        return parse_responses(fields, max_messages=self.settings.max_messages, local=local)
+
+    def _chat(self, exchange: Exchange, request: ResponsesRequest, history: History, templated: bool) -> dict[str, Any]:
+        """The request as a chat for an upstream."""
+        chat = chat_request(request, history.items, exchange.route.upstream_model, templated=templated)
+        if len(chat["messages"]) > self.settings.max_messages:
+            message = f"the conversation has more than {self.settings.max_messages} messages (server.max_messages)"
+            raise InvalidRequestError(message, param="input")
+        return chat
+
+    async def _run_on(self, exchange: Exchange, history: History, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of work on the body and on `history`, in a thread if both are large."""
+        size = len(exchange.body) + history.size
+        return await self.budget.run(exchange.record.tenant, size, function, *arguments)
+
+    async def _history(self, exchange: Exchange, request: ResponsesRequest) -> History:
+        """The items of the responses that the request continues."""
+        if request.previous is None:
+            return History([], 0)
+        limits = {"most_items": self.settings.max_messages, "most_bytes": int(self.settings.max_body_bytes)}
+        async with exchange.deadline.limit():
+            history = await self.keeper.history(exchange.record.tenant, request.previous, **limits)
+        exchange.account(history.size)
+        return history
+
+    async def _send_answer(self, exchange: Exchange, request: ResponsesRequest, deltas: AsyncGenerator[Delta]) -> None:
+        """Send the answer that `deltas` are."""
+        record, settings = exchange.record, self.settings
+        record.stream = request.stream
+        stored = request.store and exchange.caller.store and self.keeper.stores
+        writer = EventWriter(request, stored=stored, include_speculation=settings.speculation_object)
+        keep = self._keeping(exchange, request)
+        deltas = count_reasoning(deltas)
+        if not request.stream:
+            await send_whole(exchange.deadline.within(deltas), writer, record, exchange.send, keep)
+            return
+        if settings.stream_pacing:
+            deltas = paced(deltas, settings.stream_pacing, settings.stream_pacing_characters)
+        obfuscate = bool(settings.stream_pacing) if request.obfuscation is None else request.obfuscation
+        deltas = exchange.deadline.within(deltas)
+        await send_events(deltas, writer, record, exchange.send, keep, obfuscate=obfuscate)
+
+    def _keeping(self, exchange: Exchange, request: ResponsesRequest) -> Keep:
+        tenant, session = exchange.record.tenant, exchange.caller.labels.session
+
+        async def keep(writer: EventWriter) -> None:
+            """Store the answer, or have it say that it is not stored."""
+            if writer.stored:
+                response = writer.response
+                writer.stored = await self.keeper.put(
+                    StoredResponse(
+                        id=writer.id,
+                        tenant=tenant,
+                        created_at=time.time(),
+                        session=session,
+                        previous=request.previous,
+                        response=response,
+                        items=request.items,
+                    )
+                )
+
+        return keep

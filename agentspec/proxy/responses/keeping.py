@@ -1,0 +1,144 @@
+"""Stores answers and finds the conversations that requests continue, off the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+
+from agentspec.cache.responses import KeepsResponses, StoredResponse
+from agentspec.errors import CacheError, InvalidRequestError
+from agentspec.protocol.openai_responses.items import Item, is_id
+from agentspec.proxy.logs import logger
+from agentspec.runtime import Runtime
+
+T = TypeVar("T")
+
+THREADS = 8
+PATIENCE = 10.0  # seconds that a client waits for its answer to be stored
+MAX_CHAIN = 512
+"""Answers that one conversation may consist of."""
+
+
+class ResponseNotFoundError(InvalidRequestError):
+    """There is no such stored response, or it is another tenant's, which must look the same."""
+
+    status = 404
+    code = "response_not_found"
+
+
+def not_found(id: str, param: str) -> ResponseNotFoundError:
+    return ResponseNotFoundError(f"no response {id[:80]!r} is stored here", param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The items of the answers that a request continues, and the bytes that they take."""
+
+    items: list[Item]
+    size: int
+
+
+@dataclass(slots=True)
+class Keeper:
+    """The stored answers of a gateway. Its methods wait for the store in one of its own threads."""
+
+    runtime: Runtime
+    _threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(THREADS))
+
+    @property
+    def stores(self) -> bool:
+        """Whether anything may be kept."""
+        return self.runtime.settings.cache.store
+
+    async def put(self, stored: StoredResponse) -> bool:
+        """Store an answer; False, with a warning in the log, if that cannot be done, or not in time."""
+        reason = f"the store took more than {PATIENCE:.0f} seconds"
+        try:
+            with anyio.move_on_after(PATIENCE):
+                return await self._in_thread(lambda: self._store.put(stored))
+        except CacheError as error:
+            reason = error.message
+        logger.warning("a response is not stored", error=reason)
+        return False
+
+    async def get(self, tenant: str, id: str, param: str = "id") -> StoredResponse:
+        """The tenant's answer. Raises `ResponseNotFoundError`."""
+        found = await self._in_thread(lambda: self._store.get(tenant, id)) if self.stores and is_id(id) else None
+        if found is None:
+            raise not_found(id, param)
+        return found
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Raises `ResponseNotFoundError`."""
+        if not (self.stores and await self.discard(tenant, id)):
+            raise not_found(id, "id")
+
+    async def discard(self, tenant: str, id: str) -> bool:
+        """Delete the tenant's answer if it is there; returns whether it was."""
+        return is_id(id) and await self._in_thread(lambda: self._store.delete(tenant, id))
+
+    async def history(self, tenant: str, id: str, *, most_items: int, most_bytes: int) -> History:
+        """The items of the answer `id`, of the ones that it continues, and of their inputs, oldest first.
+
+        Raises `ResponseNotFoundError`, and `InvalidRequestError` for a conversation that is too long.
+        """
+        if not (self.stores and is_id(id)):
+            raise not_found(id, "previous_response_id")
+        read = Chain(lambda one: self._store.get(tenant, one), most_items, most_bytes)
+        return await self._in_thread(lambda: read.items(id))
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads)
+
+    @property
+    def _store(self) -> KeepsResponses:
+        return self.runtime.responses
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Reads a conversation by `get`, answer by answer."""
+
+    get: Callable[[str], StoredResponse | None]
+    most_items: int
+    most_bytes: int
+
+    def items(self, id: str) -> History:
+        links: list[list[Item]] = []
+        count = size = 0
+        wanted: str | None = id
+        while wanted is not None:
+            stored = self.get(wanted)
+            if stored is None or stored.backend is not None:
+                raise self._missing(id, wanted)
+            links.append([*map(dict, stored.items), *stored.response.get("output", ())])
+            count, size = count + len(links[-1]), size + _size(links[-1])
+            if len(links) > MAX_CHAIN or count > self.most_items or size > self.most_bytes:
+                message = "the conversation that previous_response_id continues is too long to be read again"
+                raise InvalidRequestError(message, param="previous_response_id")
+            wanted = stored.previous
+        return History([item for link in reversed(links) for item in link], size)
+
+    def _missing(self, id: str, wanted: str) -> ResponseNotFoundError:
+        if wanted == id:
+            return not_found(id, "previous_response_id")
+        message = f"the response {id!r} continues {wanted!r}, which is not stored any more"
+        return ResponseNotFoundError(message, param="previous_response_id")
+
+
+def _size(value: Any) -> int:
+    """About the bytes that a JSON value takes as text."""
+    size, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, Mapping):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list):
+            waiting += one
+        size += 4
+    return size

@@ -1,0 +1,186 @@
+"""What the gateway must know of responses that upstreams write and keep: their ids, their counts, whose they are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from starlette.types import Message, Send
+
+from agentspec.errors import InvalidRequestError, UpstreamError
+from agentspec.protocol.json_scan import member_span
+from agentspec.protocol.openai_responses.items import is_id
+from agentspec.protocol.responses import encode
+from agentspec.protocol.sse import MAX_HELD, SseDecoder, named_event
+from agentspec.protocol.upstream_errors import without_account
+from agentspec.protocol.usage import read_speculation, read_usage
+from agentspec.proxy.errors import error_response
+from agentspec.types import Delta
+
+# What ends a stream. Text of an answer is JSON too: its quotes are escaped and match nothing.
+_TELLING = re.compile(rb'"(?:response\.(?:completed|incomplete|failed|cancelled)|error)"')
+_ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
+_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
+_FIRST_EVENTS = 1 << 20  # bytes in which the id of a response must come
+# Names of what an account keeps at an upstream: several tenants use the same account.
+_KEPT = ("file_id", "file_ids", "vector_store_ids", "vector_store_id")
+
+
+class ResponsesInspector:
+    """Follows a stream of the Responses API."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: Any = None
+        self._response: Mapping[str, Any] = {}
+        self._number = -1
+
+    @property
+    def finished(self) -> bool:
+        return self.done or self.error is not None
+
+    @property
+    def counts(self) -> Delta:
+        usage, done = self._response.get("usage"), self._response.get("speculation")
+        with suppress(AttributeError, TypeError, ValueError, OverflowError):
+            return Delta(
+                usage=read_usage(usage) if usage else None, speculation=read_speculation(done) if done else None
+            )
+        return Delta()
+
+    def read(self, events: bytes) -> None:
+        if numbers := _NUMBER.findall(events):
+            self._number = int(numbers[-1])
+        if _TELLING.search(events) is None:
+            return
+        with suppress(UpstreamError):
+            for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
+                with suppress(ValueError, RecursionError):
+                    self._read_event(json.loads(data))
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """The API's `error` event, with the number that comes next."""
+        body = json.loads(without_account(error_response(error, request_id).body))["error"]
+        told = {"type": "error", "code": body.get("code"), "message": body["message"], "param": body.get("param")}
+        return named_event("error", encode({**told, "sequence_number": self._number + 1}))
+
+    def _read_event(self, event: Any) -> None:
+        if not isinstance(event, dict):
+            return
+        kind, response = event.get("type"), event.get("response")
+        if kind == "error":
+            self.error = self.error or event
+        if kind in _ENDS:
+            self.done = True
+            self._response = response if isinstance(response, dict) else {}
+            self.error = self.error or self._response.get("error")
+
+
+Found = Callable[[str], Awaitable[None]]
+
+
+def telling_id(send: Send, found: Found, *, stream: bool) -> Send:
+    """Wrap `send` to call `found` with the id of the response that is sent, before anything with that id is sent."""
+    finder: IdFinder | None = IdFinder(stream=stream)
+
+    async def watched(message: Message) -> None:
+        nonlocal finder
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            finder = None
+        if finder is not None and message["type"] == "http.response.body":
+            id = finder.feed(message.get("body", b""))
+            if id is not None:
+                await found(id)
+            if id is not None or finder.ended:
+                finder = None
+        await send(message)
+
+    return watched
+
+
+class IdFinder:
+    """Finds the id of a response in its JSON, or in the first events of its stream.
+
+    Looks at the object's own member alone: what a client wrote comes back in others.
+    """
+
+    def __init__(self, *, stream: bool) -> None:
+        self._decoder = SseDecoder(max_event_bytes=_FIRST_EVENTS) if stream else None
+        self._seen = 0
+        self.ended = False
+
+    def feed(self, data: bytes) -> str | None:
+        """The id, if it is in what was fed so far."""
+        self._seen += len(data)
+        if self._decoder is None:
+            self.ended = True
+            return _id_in(data)
+        self.ended = self._seen > _FIRST_EVENTS
+        with suppress(UpstreamError):
+            return next(self._ids(self._decoder.feed(data)), None)
+        self.ended = True
+        return None
+
+    def _ids(self, events: Iterator[str]) -> Iterator[str]:
+        for data in events:
+            with suppress(ValueError, RecursionError):
+                event = json.loads(data)
+                response = event.get("response") if isinstance(event, dict) else None
+                id = response.get("id") if isinstance(response, dict) else None
+                if is_id(id):
+                    yield id
+
+
+def _id_in(body: bytes) -> str | None:
+    with suppress(KeyError, ValueError, RecursionError):
+        id: object = json.loads(body[slice(*member_span(body, "id"))])
+        return id if is_id(id) else None
+    return None
+
+
+def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequestError` for a name of something that another tenant may have made at the upstream.
+
+    The names of responses are not among them: whose they are is known.
+    """
+    for name in ("conversation", "prompt"):
+        if fields.get(name) is not None:
+            raise _shared(name)
+    for index, item in enumerate(_listed(fields.get("input"))):
+        bare = "type" not in item and not {"role", "content"} & item.keys()
+        if item.get("type") == "item_reference" or (bare and "id" in item):
+            raise _shared(f"input[{index}].id")
+    for name in ("input", "tools"):
+        for index, one in enumerate(_listed(fields.get(name))):
+            if (key := _kept_name(one)) is not None:
+                raise _shared(f"{name}[{index}].{key}")
+
+
+def _listed(value: Any) -> list[dict[str, Any]]:
+    """The objects of an array, each in its place."""
+    return [one if isinstance(one, dict) else {} for one in value] if isinstance(value, list) else []
+
+
+def _kept_name(value: dict[str, Any]) -> str | None:
+    """A name in `value`, at any depth, of a file, a store or a container at the upstream."""
+    waiting: list[Any] = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            for key, given in one.items():
+                if given and (key in _KEPT or (key in ("container", "container_id") and isinstance(given, str))):
+                    return str(key)
+            waiting.extend(given for key, given in one.items() if key not in ("parameters", "schema"))
+        elif isinstance(one, list):
+            waiting.extend(one)
+    return None
+
+
+def _shared(param: str) -> InvalidRequestError:
+    message = (
+        f"{param} names what is kept at the upstream, which several tenants of this gateway share; send the content"
+    )
+    return InvalidRequestError(message, param=param)

@@ -1,0 +1,108 @@
+"""`POST /tokenize` and `/detokenize`, as vLLM has them: passed to upstreams, answered for models of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+
+from agentspec.backends.base import TOKENIZE, Backend, Tokenization, is_forwarding
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.requests import parse_chat
+from agentspec.protocol.responses import encode
+from agentspec.protocol.validation import Body, Text, TokenIds
+from agentspec.proxy.body.amounts import check_amounts
+from agentspec.proxy.body.head import check_head
+from agentspec.proxy.endpoint import Exchange, GenerationEndpoint, respond
+from agentspec.proxy.forwarding.inspection import StreamInspector
+from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
+
+# Fields of a chat that shape its prompt.
+_OF_CHAT = (
+    "model messages tools chat_template_kwargs add_generation_prompt continue_final_message reasoning_effort".split()
+)
+
+
+MAX_STRINGS = 8192
+
+
+class _TokenizeBody(Body):
+    model: Text = ""
+    prompt: Text | None = None
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    reasoning_effort: Any = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class _DetokenizeBody(Body):
+    model: Text = ""
+    tokens: TokenIds | None = None
+
+
+@dataclass(slots=True)
+class TokenizationEndpoint(GenerationEndpoint):
+    """Tokens of a prompt, or of a chat's prompt; or the text of tokens. A strategy's are those of its base model."""
+
+    async def _respond(self, exchange: Exchange) -> None:
+        base = exchange.route.backend
+        if not is_forwarding(base):
+            base = self.runtime.backends()[exchange.route.backend_name]
+        if is_forwarding(base):
+            check_head(exchange.scope)
+            await self._run(exchange, self._check, exchange.fields, base)
+            model = base.settings.model or exchange.route.upstream_model
+            async with exchange.deadline.limit():
+                body = await upstream_body(base, self.path, exchange.body, exchange.fields, exchange.caller, model)
+            exchange.release()
+            scope, send, at, account = exchange.scope, exchange.send, exchange.deadline, exchange.account
+            await pass_through(scope, send, base, self.path, body, at, StreamInspector(0), account=account, above=True)
+            return
+        if not isinstance(base, Tokenization):
+            raise InvalidRequestError(f"the model {exchange.record.model!r} shows no tokenizer", param="model")
+        check_amounts(exchange.fields, self.path, self.settings)
+        answering: Callable[[Backend, Tokenization, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+        answering = self._tokenize if self.path == TOKENIZE else self._detokenize
+        async with exchange.deadline.limit():
+            answer = await answering(base, base, exchange.fields)
+        await respond(exchange.send, Response(encode(answer), media_type="application/json"))
+
+    async def _tokenize(self, backend: Backend, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
+        body = _TokenizeBody.parse(fields)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("send either prompt or messages", param="prompt")
+        _TokenizeBody.finish(fields)
+        if body.prompt is not None:
+            tokens = await side.tokenize(body.prompt, begins=body.add_special_tokens is not False)
+        else:
+            chat = {name: fields[name] for name in _OF_CHAT if fields.get(name) is not None}
+            request, _ = parse_chat(chat, max_messages=self.settings.max_messages)
+            if request.continue_final or not request.start_answer:
+                param = "continue_final_message" if request.continue_final else "add_generation_prompt"
+                raise InvalidRequestError(
+                    f"{param} is not supported here: prompts end ready for an answer", param=param
+                )
+            text = await side.render(request.messages or (), request.tools, request.template_arguments)
+            tokens = await side.tokenize(text, begins=bool(body.add_special_tokens))
+        if body.return_token_strs and len(tokens) > MAX_STRINGS:
+            message = f"return_token_strs is for at most {MAX_STRINGS} tokens; these are {len(tokens)}"
+            raise InvalidRequestError(message, param="return_token_strs")
+        strings = [await side.detokenize([token]) for token in tokens] if body.return_token_strs else None
+        length = backend.capabilities.context_length
+        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": strings}
+
+    async def _detokenize(self, backend: Backend, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
+        body = _DetokenizeBody.parse(fields)
+        if body.tokens is None:
+            raise InvalidRequestError("tokens is missing", param="tokens")
+        _DetokenizeBody.finish(fields)
+        try:
+            return {"prompt": await side.detokenize(list(body.tokens))}
+        except (IndexError, OverflowError, TypeError):  # a tokenizer that looks ids up
+            raise InvalidRequestError("tokens holds an id that the model has not", param="tokens") from None

@@ -1,0 +1,334 @@
+"""The parent of the gateway's processes: it listens, gives out places, and starts, watches, reloads and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import signal
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+from uvicorn.loops.auto import auto_loop_factory
+
+from agentspec import errors
+from agentspec.errors import AgentSpecError
+from agentspec.proxy import logs
+from agentspec.proxy.admission.auth import Authenticator
+from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.app import VERSION
+from agentspec.proxy.hosts import is_unprotected
+from agentspec.proxy.serving.connections import Connections
+from agentspec.proxy.serving.listener import Listener, connection_capacity, listen
+from agentspec.proxy.serving.reload import Reloader
+from agentspec.proxy.serving.server import END_SECONDS
+from agentspec.proxy.serving.tls import tls_context
+from agentspec.proxy.workers.channel import Message
+from agentspec.proxy.workers.child import ENGINE, WORKER, Child, Life
+from agentspec.proxy.workers.handover import Handover
+from agentspec.proxy.workers.places import WorkerPlaces
+from agentspec.proxy.workers.process import packed
+from agentspec.proxy.workers.scrapes import Scrapes
+from agentspec.reasoning.settings import StrategySettings
+from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
+
+TICK_SECONDS = 0.05
+SWEEP_TICKS = 20
+CLOSING_SECONDS = 20.0  # beyond the drain, for what closing the engine and the cache takes
+
+
+class ProcessFailedError(AgentSpecError):
+    """One of the gateway's processes cannot be started."""
+
+
+def serve(settings: Settings, *, log_level: str = "INFO", reload: Callable[[], Settings] | None = None) -> None:
+    """Run the gateway in `server.workers` processes until SIGTERM or SIGINT, and drain as `serving.server.serve` does.
+
+    SIGHUP takes over keys and limits in all of them. Raises what building the backends raises, `ConfigurationError` if
+    the address or the certificate cannot be used, and `ProcessFailedError` if a process ends again and again at its
+    start. Only for the main thread, which gets the signals.
+    """
+    logs.configure(log_level, background=True)
+    if is_unprotected(settings.server):
+        logs.logger.warning(
+            "everybody who reaches this address is served: set server.api_keys", host=settings.server.host
+        )
+    folder = Path(tempfile.mkdtemp(prefix="agentspec-"))  # which only this user can enter
+    try:
+        supervisor = Supervisor(settings, folder, log_level, reload)
+        with asyncio.Runner(loop_factory=auto_loop_factory(use_subprocess=True)) as runner:
+            runner.run(supervisor.run())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Supervisor:
+    """Runs the gateway's processes, with files in `folder`. Raises `ConfigurationError` for what cannot be used."""
+
+    def __init__(
+        self, settings: Settings, folder: Path, log_level: str, reload: Callable[[], Settings] | None = None
+    ) -> None:
+        server = settings.server
+        Authenticator(server.api_keys)
+        self.tls: ssl.SSLContext | None = tls_context(server)
+        self._secret = SecretStr(_secret(server))
+        self._sockets = listen(server.host, server.port)
+        self._limiter = ConcurrencyLimiter(server)
+        capacity = connection_capacity(server)
+        self._handover = Handover(Connections(server, capacity), secure=self.tls is not None)
+        self._reloader = Reloader(self, self, settings, reload)
+        self._workers = [Child(str(number), WORKER) for number in range(1, server.workers + 1)]
+        self._engine = Child("engine", ENGINE) if needs_engine(settings) else None
+        self._scrapes = Scrapes(VERSION, self._limiter, self._handover.connections)
+        self._told = {
+            "log_level": log_level,
+            "engine": folder / "engine" if self._engine else None,
+            "capacity": capacity,
+            "since": int(time.time()),
+        }
+        self._draining_since: float | None = None
+        self._ends = False
+        self._announced = self._said_ready = False
+        self._failure: AgentSpecError | None = None
+
+    async def run(self) -> None:
+        """Run everything until a drain is over. Raises the error of a process that cannot be started."""
+        loop = asyncio.get_running_loop()
+        for sent in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sent, self._asked_to_end)
+        listener = Listener(self._sockets, self._handover.accepted)
+        with self._reloader.on_signal():
+            try:
+                await listener.start_serving()
+                tick = 0
+                while not await self._tick(loop.time(), tick):
+                    tick += 1
+                    await asyncio.sleep(TICK_SECONDS)
+            finally:
+                listener.close()
+                await listener.wait_closed()
+                self._handover.close()
+                for child in self._children():
+                    if child.life is not None:
+                        child.life.process.kill()
+                        child.life.process.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    # What the reloader calls.
+
+    async def check(self, settings: ServerSettings) -> None:
+        """Raises `ConfigurationError` for keys that cannot be used with the upstreams that there are."""
+        upstreams = Runtime(self._reloader.settings, local=False)
+        try:
+            await asyncio.to_thread(upstreams.start)
+            await upstreams.check_tenants(settings.tenant_names)
+        finally:
+            await upstreams.aclose()
+
+    def apply(self, settings: ServerSettings, authenticator: Authenticator) -> None:
+        """Apply limits that hold for all processes together."""
+        self._limiter.update(settings)
+
+    def limit(self, settings: ServerSettings) -> None:
+        self._handover.connections.settings = settings
+
+    # The processes.
+
+    def _children(self) -> Iterator[Child]:
+        yield from self._workers
+        if self._engine is not None:
+            yield self._engine
+
+    def _settings(self) -> Settings:
+        """The settings for another process: the secret is the same in all."""
+        settings = self._reloader.settings
+        secret = {"secret": self._secret, "secret_file": None}
+        return settings.model_copy(update={"server": settings.server.model_copy(update=secret)})
+
+    async def _tick(self, now: float, tick: int) -> bool:
+        """Look after everything; returns whether all is over."""
+        for child in self._children():
+            life = child.poll(now)
+            if life is not None:
+                self._ended(child, life)
+        if self._draining_since is not None:
+            return self._drained(now)
+        for child in self._children():
+            if child.life is None and now >= child.restart_at and self._failure is None:
+                await self._start(child)
+        before = self._reloader.settings
+        await self._reloader.reload_if_asked()
+        if self._reloader.settings is not before:
+            self._broadcast("reload", packed(self._settings()))
+        if tick % SWEEP_TICKS == 0:
+            self._handover.connections.sweep((), now)  # logs what was refused
+        return False
+
+    async def _start(self, child: Child) -> None:
+        try:
+            await child.start({**self._told, "settings": self._settings()}, self._received, self._places)
+        except OSError as error:
+            child.not_started(asyncio.get_running_loop().time())
+            logs.logger.error("process not started", process=child.name, reason=error.strerror)
+        child.send("engine", self._engine_ready)
+        if self._draining_since is not None:  # a signal came meanwhile
+            child.send("drain")
+
+    def _ended(self, child: Child, life: Life) -> None:
+        """Take back what an ended process had, and give up if starting it again makes no sense."""
+        if life.places is not None:
+            life.places.leave_all()
+        if life.recipient is not None:
+            self._handover.ended(life.recipient)
+        self._scrapes.ended(child)
+        if child is self._engine:
+            self._tell_engine()
+        if self._draining_since is not None:
+            return
+        child.log_end()
+        if child.gives_up:
+            self._failure = _failure(child)
+            self._drain()
+
+    @property
+    def _engine_ready(self) -> bool:
+        return self._engine is not None and self._engine.life is not None and self._engine.life.ready
+
+    def _tell_engine(self) -> None:
+        """Tell the workers whether the engine answers now."""
+        for worker in self._workers:
+            worker.send("engine", self._engine_ready)
+
+    def _places(self, send: Callable[..., None]) -> WorkerPlaces:
+        return WorkerPlaces(self._limiter, send)
+
+    def _received(self, child: Child, message: Message) -> None:
+        """Take a message of a process."""
+        name, *told = message
+        life = child.life
+        if life is None:
+            return
+        if life.places is not None and name == "take":
+            life.places.take(*told)
+        elif life.places is not None and name == "leave":
+            life.places.leave(*told)
+        elif life.recipient is not None and name == "opened":
+            self._handover.opened(life.recipient, told)
+        elif life.recipient is not None and name == "closed connection":
+            self._handover.closed(life.recipient, told)
+        elif name == "metrics":
+            self._scrapes.reported(child, *told)
+        elif name == "scrape":
+            number, dumped = told
+            self._scrapes.reported(child, dumped)
+            self._scrapes.begin(child, number, [one for one in self._children() if one.life and one.life.started])
+        else:
+            self._state(child, life, name, told)
+
+    def _state(self, child: Child, life: Life, name: str, told: list[Any]) -> None:
+        if name == "started":
+            life.started = True
+            if not self._announced:
+                self._announce()
+            if life.recipient is not None and not any(one.life and one.life.ready for one in self._workers):
+                self._handover.join(life.recipient)  # better than that nobody says that everything still loads
+        elif name == "ready":
+            life.ready = True
+            if life.recipient is not None:
+                self._handover.join(life.recipient)
+            if child is self._engine:
+                self._tell_engine()
+            self._say_ready()
+        elif name == "failed":
+            life.failure = (told[0], told[1])
+        elif name in ("draining", "ending"):
+            life.ready = life.ready and child is not self._engine
+            if life.recipient is not None:
+                others = any(one.life and one.life.started for one in self._workers if one is not child)
+                if name == "ending" or (others and self._draining_since is None):
+                    self._handover.leave(life.recipient)
+            if child is self._engine:
+                self._tell_engine()
+
+    # Start and end.
+
+    def _announce(self) -> None:
+        self._announced = True
+        host, port = self._reloader.settings.server.host, self._sockets[0].getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        protocol = "http" if self.tls is None else "https"
+        logs.logger.info(f"running on {protocol}://{shown}:{port} (Press CTRL+C to quit)", workers=len(self._workers))
+
+    def _say_ready(self) -> None:
+        if not self._said_ready and all(child.life and child.life.ready for child in self._children()):
+            self._said_ready = True
+            logs.logger.info("ready", workers=len(self._workers))
+
+    def _asked_to_end(self) -> None:
+        if self._draining_since is None:
+            self._drain()
+        else:
+            self._broadcast("end")
+
+    def _drain(self) -> None:
+        self._draining_since = asyncio.get_running_loop().time()
+        self._limiter.close()
+        for worker in self._workers:
+            worker.send("drain")
+
+    def _drained(self, now: float) -> bool:
+        """Whether every process has ended: first the workers, then the engine, which answers for them."""
+        if not any(worker.life for worker in self._workers) and not self._ends:
+            self._ends = True
+            if self._engine is not None:
+                self._engine.send("drain")
+        assert self._draining_since is not None
+        patience = self._reloader.settings.server.drain_timeout + END_SECONDS + CLOSING_SECONDS
+        return not any(child.life for child in self._children()) or now - self._draining_since > patience
+
+    def _broadcast(self, *message: Any) -> None:
+        for child in self._children():
+            child.send(*message)
+
+
+def needs_engine(settings: Settings) -> bool:
+    """Whether something must be in a process of its own: a local model, a strategy, or stored responses."""
+    strategies = any(isinstance(model, StrategySettings) for model in settings.models.values())
+    return settings.cache.store or strategies or any(backend.local for backend in settings.backends.values())
+
+
+def _secret(server: ServerSettings) -> str:
+    """The secret of the salts, the same in all processes. Raises `ConfigurationError` for one that cannot be used."""
+    if server.secret is None and server.secret_file is None:
+        return secrets.token_hex(32)
+    return server.read_secret().decode()
+
+
+def _failure(child: Child) -> AgentSpecError:
+    """The error that a process reported, or else that it ended."""
+    if child.failure is not None:
+        name, message = child.failure
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, AgentSpecError):
+            return _made(kind, message)
+        return ProcessFailedError(f"{child.name} cannot be started: {name}; the log says more")
+    shown = "the engine's process" if child.name == "engine" else f"worker {child.name}"
+    return ProcessFailedError(
+        f"{shown} ended {child.failed_starts} times at its start, the last time with status {child.status};"
+        " the log says more"
+    )
+
+
+def _made(kind: type[AgentSpecError], message: str) -> AgentSpecError:
+    try:
+        return kind(message)
+    except TypeError:  # it wants more than a message
+        return ProcessFailedError(message)

@@ -1,0 +1,88 @@
+"""Reads conversations made of items, as OpenAI's Responses API has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentspec.recordings.agents.turns import Turn, answer, text_of, tool_call, tool_result
+from agentspec.recordings.calls import RecordedCall
+from agentspec.types import Labels, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An item with its place and its time. `said` is false if it was not written there, but repeated."""
+
+    value: Mapping[str, Any]
+    place: str
+    at: float | None = None
+    said: bool = True
+
+
+@dataclass(slots=True)
+class _ModelItems:
+    """What one response of the model consists of, so far."""
+
+    place: str
+    at: float | None
+    said: bool
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Message] = field(default_factory=list)
+
+    def add(self, item: Mapping[str, Any]) -> None:
+        kind = item.get("type", "message")
+        if kind == "message":
+            self.texts.append(text_of(item.get("content")))
+        elif kind == "reasoning":  # a summary was not written by the model that answered
+            self.thoughts.append(text_of(item.get("content") or []))
+        else:
+            name = item.get("name") or str(kind).removesuffix("_call")
+            given = next((item[name] for name in ("arguments", "input", "action") if item.get(name) is not None), None)
+            self.calls.append(tool_call(item.get("call_id") or item.get("id"), name, given))
+
+    def turn(self) -> Turn:
+        message = answer("".join(self.texts), "".join(self.thoughts), self.calls)
+        return Turn(message, self.place, self.at, said=self.said)
+
+
+def turns_of(items: Iterable[Item]) -> Iterator[Turn]:
+    """The turns of a conversation; items of the model that follow each other are one answer."""
+    written: _ModelItems | None = None
+    for item in items:
+        kind = str(item.value.get("type", "message"))
+        is_models = _is_models(item.value, kind)
+        if written is not None and not (is_models and item.said is written.said):
+            yield written.turn()
+            written = None
+        if is_models:
+            written = written or _ModelItems(item.place, item.at, item.said)
+            written.add(item.value)
+            continue
+        if kind == "message":
+            role = "system" if (role := str(item.value.get("role"))) == "developer" else role
+            yield Turn({"role": role, "content": text_of(item.value.get("content"))}, item.place, item.at)
+        elif kind.endswith("_output"):
+            yield Turn(tool_result(item.value.get("call_id"), text_of(item.value.get("output"))), item.place, item.at)
+    if written is not None:
+        yield written.turn()
+
+
+def _is_models(item: Mapping[str, Any], kind: str) -> bool:
+    return kind == "reasoning" or kind.endswith("_call") or (kind == "message" and item.get("role") == "assistant")
+
+
+def logged_call(request: Mapping[str, Any], response: Mapping[str, Any], place: str) -> Iterator[RecordedCall]:
+    """A logged request and response of `/v1/responses`; nothing if the response holds no answer."""
+    given = request.get("input") or []
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if request.get("instructions"):
+        items = [{"role": "system", "content": request["instructions"]}, *items]
+    messages = [turn.message for turn in turns_of(Item(item, place) for item in items)]
+    created = response.get("created_at")
+    for turn in turns_of(Item(item, place) for item in response["output"]):
+        finished = response.get("status") != "incomplete"
+        at = float(created) if isinstance(created, int | float) else None
+        yield RecordedCall(place, Labels(), messages, turn.message, finished=finished, created_at=at)

@@ -1,0 +1,142 @@
+"""Recognises the format of a file or folder of recorded model calls, and reads it. docs/cache.md describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agentspec.errors import ConfigurationError
+from agentspec.recordings.agents import aider, claude_code, codex, opencode, pi, swe_agent
+from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, json_object, lines, opened, refuse
+from agentspec.recordings.logs import Traces, parse_chat, parse_log
+
+
+class Format(StrEnum):
+    """The format of a file. This module recognises `checkpoints` and `export` but does not read them."""
+
+    trace = "trace"
+    log = "log"
+    chat = "chat"
+    claude_code = "claude-code"
+    codex = "codex"
+    pi = "pi"
+    opencode = "opencode"
+    aider = "aider"
+    swe_agent = "swe-agent"
+    checkpoints = "checkpoints"
+    export = "export"
+
+
+# In this order: a format is recognised by keys that those below may have beside others.
+_SIGNS = {
+    Format.export: ("agentspec_export",),
+    Format.trace: ("messages_delta",),
+    Format.swe_agent: swe_agent.SIGNS,
+    Format.log: ("request", "response", "body", "choices"),
+    Format.chat: ("messages",),
+    Format.claude_code: ("parentUuid", "isSidechain", "leafUuid", "sessionId"),
+}
+_TYPES = {
+    "session": Format.pi,
+    **dict.fromkeys(("session_meta", "response_item", "event_msg", "turn_context", "compacted"), Format.codex),
+}
+_HEAD = 20  # lines; the first may be about something else
+_LONGEST = 1 << 26  # bytes
+
+
+def detect(path: Path) -> Format:
+    """The format of a file, found by its first lines, or of a folder. Raises `ConfigurationError` if none is known."""
+    if path.is_dir():
+        if opencode.is_storage(path):
+            return Format.opencode
+        raise ConfigurationError(f"{path}: a folder of no format that is known here")
+    with opened(path) as file:
+        try:
+            heads = (line for line in iter(lambda: file.readline(_LONGEST), b"") if line.strip())
+            found = filter(None, (_recognised(path, head) for head in islice(heads, _HEAD)))
+            if format_ := next(found, None):
+                return format_
+        except (OSError, EOFError) as error:
+            raise ConfigurationError(f"{path}: cannot be read: {error}") from None
+    raise ConfigurationError(f"{path}: no format that is known here; name it with --format ({', '.join(Format)})")
+
+
+def _recognised(path: Path, head: bytes) -> Format | None:
+    if head.startswith(b"SQLite format 3\0"):
+        return Format.opencode if opencode.is_database(path) else Format.checkpoints
+    if aider.is_history(head):
+        return Format.aider
+    if head.strip() == b"{" and ".traj" in path.suffixes:
+        return Format.swe_agent
+    try:
+        record = json_object(head, f"{path}:1")
+    except BadLineError:
+        return None
+    for format_, keys in _SIGNS.items():
+        if any(key in record for key in keys):
+            return format_
+    if "id" in record and "instructions" in record:  # Codex before its lines had types
+        return Format.codex
+    return _TYPES.get(str(record.get("type")))
+
+
+def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
+    """`path`, or all files below that folder whose format is known, sorted; links are not followed.
+
+    `unknown` is called for the others.
+    """
+    if not path.is_dir() or opencode.is_storage(path):
+        yield path
+        return
+    for child in sorted(path.iterdir()):
+        if child.is_symlink() or not (child.is_dir() or child.is_file()):
+            continue
+        if child.is_dir():
+            yield from files_of(child, unknown)
+            continue
+        try:
+            detect(child)
+        except ConfigurationError:
+            unknown(child)
+        else:
+            yield child
+
+
+def read(path: Path, format_: Format, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:
+    """The calls of a file of any format but checkpoints and exports, in order."""
+    sessions: dict[Format, Callable[[], Iterator[RecordedCall]]] = {
+        Format.claude_code: lambda: claude_code.read(path, on_bad),
+        Format.codex: lambda: codex.read(path, on_bad),
+        Format.pi: lambda: pi.read(path, on_bad),
+        Format.opencode: lambda: opencode.read(path, on_bad),
+        Format.aider: lambda: aider.read(path),
+        Format.swe_agent: lambda: swe_agent.read(path),
+    }
+    if format_ not in sessions:
+        yield from _lines(path, format_, on_bad)
+        return
+    try:
+        yield from sessions[format_]()
+    except BadLineError as error:
+        on_bad(error)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        on_bad(BadLineError(str(path), f"not of format {format_} ({type(error).__name__}: {error})"))
+
+
+def _lines(path: Path, format_: Format, on_bad: OnBad) -> Iterator[RecordedCall]:
+    parsers: dict[Format, Callable[[dict[str, Any], str], Iterator[RecordedCall]]] = {
+        Format.trace: Traces().parse,
+        Format.log: parse_log,
+        Format.chat: parse_chat,
+    }
+    parse = parsers[format_]
+    for place, line in lines(path):
+        try:
+            yield from list(parse(json_object(line, place), place))
+        except BadLineError as error:
+            on_bad(error)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            on_bad(BadLineError(place, f"not a line of format {format_} ({type(error).__name__}: {error})"))

@@ -1,0 +1,34 @@
+"""Hands the answer that a client predicts to our drafter in a vLLM server, which drafts from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentspec.backends.http import Endpoint
+from agentspec.backends.openai.tokenization import ServerTokenization
+from agentspec.backends.openai.vllm import XARGS
+from agentspec.errors import InvalidRequestError, UpstreamError
+from agentspec.protocol.messages import parse_prediction
+
+FIELD = "agentspec_prediction"
+"""The name in `vllm_xargs` of the prediction's token ids, which `backends/vllm/proposer.py` reads."""
+MAX_TOKENS = 32_768
+TOKENIZE_SECONDS = 2.0
+
+
+async def prediction_fields(endpoint: Endpoint, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`vllm_xargs` of a body with the fields `given`, with the token ids of its `prediction`; empty without one.
+
+    The server itself turns the text into tokens (`/tokenize`). If it cannot, the request goes without: only drafts are
+    lost.
+    """
+    theirs = given.get(XARGS) or {}
+    if given.get("prediction") is None or not isinstance(theirs, Mapping) or FIELD in theirs:
+        return {}
+    try:
+        text = parse_prediction(given["prediction"])
+        tokens = await ServerTokenization(endpoint, model, TOKENIZE_SECONDS).tokenize(text)
+    except (UpstreamError, InvalidRequestError):
+        return {}
+    return {XARGS: {**theirs, FIELD: tokens[:MAX_TOKENS]}} if tokens else {}

@@ -1,0 +1,44 @@
+// What readers see of an index: parts that only grow behind what they see, and are replaced rather than changed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "index/run.hpp"
+#include "index/start_set.hpp"
+#include "index/token_log.hpp"
+
+namespace agentspec {
+
+/// The newest positions, in the order of the log: matched one by one. Appended to behind what readers know of.
+class Tail {
+public:
+    Tail(std::size_t capacity, const std::shared_ptr<Account>& account)
+        : capacity_(capacity),
+          positions_(new Position[capacity]),
+          charge_(account, capacity * sizeof(Position) + sizeof(Tail)) {}
+
+    std::size_t capacity() const { return capacity_; }
+    std::span<const Position> first(std::size_t count) const { return {positions_.get(), count}; }
+    void set(std::size_t place, Position position) { positions_[place] = position; }
+
+private:
+    std::size_t capacity_;
+    std::unique_ptr<Position[]> positions_;
+    Charge charge_;
+};
+
+struct Snapshot {
+    std::shared_ptr<const TokenLog> log;
+    std::shared_ptr<const Runs> runs;
+    std::shared_ptr<const Tail> tail;
+    std::size_t tail_size;
+    std::shared_ptr<const StartSet> starts;
+    std::uint64_t generation;  // of the log: positions of another mean other tokens
+
+    std::span<const Position> newest() const { return tail ? tail->first(tail_size) : std::span<const Position>(); }
+};
+
+}  // namespace agentspec

@@ -1,0 +1,135 @@
+"""A stored answer, how it is written, and what every store of them does."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agentspec.cache.deletion import Selection
+from agentspec.errors import CacheFormatError
+
+ROW = 512  # bytes that an answer takes besides its content
+MOST_UNPACKED = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLimits:
+    """`total` and `tenant` bound the bytes of all answers and of one tenant's, `seconds` their age; None: no limit."""
+
+    total: int = 64 << 20
+    tenant: int | None = None
+    seconds: float | None = 30 * 86400.0
+
+    @property
+    def largest(self) -> int:
+        """The most bytes of one answer: a larger one would push out too many others."""
+        return (self.total if self.tenant is None else min(self.total, self.tenant)) // 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One answer. `previous` is the id of the answer that it continues; `items` are the request's own.
+
+    An answer that an upstream keeps has the name of its `backend` and no content: it tells whose it is.
+    """
+
+    id: str
+    tenant: str
+    created_at: float
+    session: str | None = None
+    previous: str | None = None
+    backend: str | None = None
+    response: Mapping[str, Any] = field(default_factory=dict)
+    items: Sequence[Mapping[str, Any]] = ()
+
+
+class KeepsResponses(Protocol):
+    """Stored answers. Blocking and thread-safe. All methods raise `CacheError` if the store cannot be used."""
+
+    def put(self, stored: StoredResponse) -> bool:
+        """Store an answer; returns on commit. False if it is too large, or another tenant has one of that id."""
+        ...
+
+    def get(self, tenant: str, id: str) -> StoredResponse | None:
+        """The tenant's answer of that id; None if there is none or it is too old."""
+        ...
+
+    def delete(self, tenant: str, id: str) -> bool:
+        """Delete the tenant's answer of that id; returns whether there was one."""
+        ...
+
+
+class ResponseStore(KeepsResponses, Protocol):
+    """Stored answers that age, and that are forgotten with the rest of the cache."""
+
+    def forget(self, selection: Selection) -> int:
+        """Delete the answers that a selection covers; returns how many."""
+        ...
+
+    def maintain(self) -> None:
+        """Called periodically: delete what is too old, and finish erasing what was deleted."""
+        ...
+
+
+def packed(stored: StoredResponse) -> bytes:
+    """The content of an answer, compressed; empty for one that an upstream keeps."""
+    if stored.backend is not None:
+        return b""
+    content = {"response": stored.response, "items": list(stored.items)}
+    return zlib.compress(json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"), 3)
+
+
+def unpacked(body: bytes, id: str) -> dict[str, Any]:
+    """What `packed` wrote. Raises `CacheFormatError` for anything else."""
+    if not body:
+        return {"response": {}, "items": []}
+    try:
+        unpacker = zlib.decompressobj()
+        content = json.loads(unpacker.decompress(body, MOST_UNPACKED))
+        return {"response": dict(content["response"]), "items": list(content["items"])}
+    except (zlib.error, ValueError, LookupError, TypeError, RecursionError):
+        raise CacheFormatError(f"the stored response {id} is damaged") from None
+
+
+def covers(selection: Selection, tenant: str, session: str | None, created_at: float, content: bytes) -> bool:
+    """Whether a deletion takes an answer with it.
+
+    A search is made in the texts of the answer and of its input. Answers have no tokenizer, so that one named by the
+    selection excludes none; token ids are looked for by the text that they decode to.
+    """
+    if selection.tenant is not None and tenant != selection.tenant:
+        return False
+    if not selection.scope.covers(session, created_at):
+        return False
+    return not selection.searched or _holds(selection, content)
+
+
+def _holds(selection: Selection, content: bytes) -> bool:
+    wanted = [selection.text] if selection.text is not None else []
+    if selection.tokens is not None:
+        if selection.decode is None:
+            return False
+        wanted.append(selection.decode(selection.tokens.tolist()))
+    try:
+        texts = list(_texts(unpacked(content, "")))
+    except CacheFormatError:
+        return True  # it cannot be searched, and is of no use
+    return all(any(text in one for one in texts) for text in wanted)
+
+
+def _texts(value: Any) -> list[str]:
+    """All strings of a JSON value, and the neighbouring ones of an array joined: a text may be in several parts."""
+    found, waiting = [], [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, dict):
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+            found.append("".join(str(part.get("text", "")) for part in one if isinstance(part, dict)))
+    return found

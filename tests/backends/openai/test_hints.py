@@ -1,0 +1,74 @@
+"""What upstreams are told of sessions and priorities; the sign of a priority is a property of the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentspec.backends.openai.hints import priority_fields, session_fields, session_headers
+from agentspec.backends.settings import OpenAISettings
+from agentspec.errors import InvalidRequestError
+
+
+def settings(**given: Any) -> OpenAISettings:
+    return OpenAISettings(base_url="http://x/v1", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "sent"),
+    [
+        ("vllm", {"priority": "auto"}, {"priority": 3}),
+        ("sglang", {"priority": "auto"}, {"priority": -3}),
+        ("sglang", {"priority": "lowest_first"}, {"priority": 3}),
+        ("other", {"priority": "highest_first"}, {"priority": -3}),
+        ("other", {"priority": "auto", "dynamo": True}, {"priority": None, "nvext": {"agent_hints": {"priority": -3}}}),
+        ("vllm", {"priority": "off"}, {}),
+    ],
+)
+def test_a_priority_goes_on_the_servers_scale(kind: Any, given: dict[str, Any], sent: dict[str, Any]) -> None:
+    assert priority_fields(settings(**given), kind, {"priority": 3}) == sent
+    assert priority_fields(settings(**given), kind, {}) == {}
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1", 2**31])
+def test_no_request_may_push_ahead(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="priority"):
+        priority_fields(settings(priority="auto"), "vllm", {"priority": value})
+
+
+def test_an_unknown_scale_is_not_guessed() -> None:
+    for kind in ("other", None):
+        with pytest.raises(InvalidRequestError):
+            priority_fields(settings(priority="auto"), kind, {"priority": 1})  # type: ignore[arg-type]
+
+
+def test_hints_of_the_clients_own_stay() -> None:
+    own = {"nvext": {"use_raw_prompt": True, "agent_hints": {"osl": 5}}, "priority": 2}
+    told = priority_fields(settings(priority="auto", dynamo=True), "other", own)
+    assert told["nvext"] == {"use_raw_prompt": True, "agent_hints": {"priority": -2, "osl": 5}}
+
+
+def test_servers_that_know_sessions_get_their_names() -> None:
+    assert session_fields("vllm", "s", {}) == session_fields("sglang", "s", {}) == {"session_id": "s"}
+    assert session_fields("other", "s", {}) == session_fields(None, "s", {}) == session_fields("vllm", None, {}) == {}
+
+
+def test_headers_of_routers() -> None:
+    plain, both = settings(), settings(session_headers=("x-user-id",), dynamo=True)
+    assert session_headers(plain, "vllm", "s", None, "") == session_headers(plain, "other", "s", None, "") == {}
+    assert session_headers(plain, "sglang", "s é", None, "") == {"x-smg-routing-key": "s %C3%A9"}
+    assert session_headers(both, "other", "s", "p", "true") == {
+        "x-user-id": "s",
+        "x-dynamo-session-id": "s",
+        "x-dynamo-parent-session-id": "p",
+        "x-dynamo-session-final": "true",
+    }
+    assert session_headers(both, "other", None, "p", "true") == {}
+    assert session_headers(settings(dynamo=True, session_names=False), "other", "s", None, "") == {}
+
+
+def test_a_header_for_sessions_is_none_that_means_something_else() -> None:
+    for wrong in ("authorization", "host", "X-Session", "x-a b"):
+        with pytest.raises(ValueError):
+            settings(session_headers=(wrong,))

@@ -1,0 +1,182 @@
+"""Namespaces come into memory when they are used, and leave it when they are not; on disk nothing changes."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache, namespaces
+from agentspec.cache.storage.segment_folder import LocalFiles
+from agentspec.cache.storage.sequence_store import SequenceStore
+from agentspec.cache.storage.sqlite import DATABASE
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import CacheUnavailableError, ConfigurationError
+from agentspec.types import Namespace
+
+MANY = 40
+
+
+def text(seed: int, length: int) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 5000, length).astype(np.int32)
+
+
+def name(number: int) -> Namespace:
+    return Namespace(f"tenant-{number}", "m")
+
+
+def record(cache: SuffixCache, output: Tokens, namespace: Namespace, session: str | None = None) -> None:
+    with cache.request([1, 2], namespace=namespace, session=session) as request:
+        request.extend(output)
+
+
+def knows(cache: SuffixCache, output: Tokens, namespace: Namespace) -> bool:
+    with cache.request(output[:4], namespace=namespace, session="probe", store=False) as request:
+        return bool(request.draft(1).tokens.tolist() == [output[4]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("many")
+    with SuffixCache.open(path) as cache:
+        for number in range(MANY):
+            record(cache, text(number, 60), name(number), session=f"s{number % 2}")
+        cache.compact()
+        for number in range(0, MANY, 2):
+            record(cache, text(100 + number, 60), name(number))  # in no segment
+    return path
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How often the folder was listed, segments were opened, and namespaces read from the database."""
+    counts = {"names": 0, "open": 0, "load": 0}
+    for owner, method in ((LocalFiles, "names"), (LocalFiles, "open"), (SequenceStore, "load")):
+        original = getattr(owner, method)
+
+        def counted(*args: object, method: str = method, original: object = original) -> object:
+            counts[method] += 1
+            return original(*args)  # type: ignore[operator]
+
+        monkeypatch.setattr(owner, method, counted)
+    return counts
+
+
+def test_only_what_is_used_is_loaded(folder: Path, calls: dict[str, int]) -> None:
+    with SuffixCache.open(folder, mode="follower") as cache:
+        assert cache.stats().namespaces == namespaces._AT_ONCE == 16
+        assert calls["names"] <= 2 and calls["open"] == calls["load"] == 16
+        assert all(knows(cache, text(number, 60), name(number)) for number in range(MANY))
+        assert all(knows(cache, text(100 + number, 60), name(number)) for number in range(0, MANY, 2))
+        assert not knows(cache, text(1, 60), name(2))
+        assert (calls["open"], calls["load"]) == (MANY, MANY)  # each once
+        assert cache.stats().namespaces == MANY and cache.stats().sequences == MANY * 3 // 2
+
+
+def test_what_is_not_loaded_is_forgotten_too(tmp_path: Path, folder: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.forget(session="s1") == MANY // 2
+        assert cache.forget(tenant=name(0).tenant) == 2
+        known = [number for number in range(MANY) if knows(cache, text(number, 60), name(number))]
+        assert known == list(range(2, MANY, 2))
+        assert cache.forget(older_than=0) == MANY - 2
+        assert not any(knows(cache, text(number, 60), name(number)) for number in range(MANY))
+    assert list(tmp_path.glob("*.segment")) == []
+
+
+def test_what_others_write_is_there_once_it_is_used(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with SuffixCache.open(tmp_path) as writer, SuffixCache.open(tmp_path) as follower:
+        unloaded = [one for one in map(name, range(MANY)) if not follower._pool.namespaces.loaded(one)]
+        for turn in (1000, 1001):
+            record(writer, text(turn, 60), unloaded[0])
+            writer.flush()
+            assert follower._sync is not None
+            follower._sync.follow()
+            assert (follower._pool.namespaces.loaded(unloaded[0]) is not None) == (turn == 1001)
+            assert knows(follower, text(turn, 60), unloaded[0])
+
+
+def test_idle_namespaces_leave_memory_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "_IDLE_SECONDS", 0.0)
+    models = [Namespace("t", f"m{number}") for number in range(6)]
+    with SuffixCache.open(tmp_path, tenant_memory_bytes=700 << 10) as cache:
+        held = cache.request([1, 2], namespace=models[0], session="held")
+        for turn in range(30):
+            for number, model in enumerate(models):
+                record(cache, text(100 * number + turn, 500), model, session="s")
+            cache.flush()
+            assert cache.tenant_bytes()["t"] <= 700 << 10
+        stats = cache.stats()
+        assert stats.unloaded > 0
+        assert cache._pool.namespaces.loaded(models[0])  # a request is open
+        held.close()
+        learned = [cache.request([1], namespace=model, store=False).drafter.state() for model in models]
+        assert not np.array_equal(learned[0], learned[1])
+        assert [knows(cache, text(100 * number + 29, 500), model) for number, model in enumerate(models)] == [True] * 6
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        assert connection.execute("SELECT count(*) FROM sequences").fetchone() == (180,)  # nothing left the disk
+        assert connection.execute("SELECT count(*) FROM learned").fetchone() == (6,)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tenant_has_no_more_namespaces_in_memory_than_it_may(tmp_path: Path, stored: bool) -> None:
+    with SuffixCache.open(tmp_path if stored else None, tenant_namespaces=5) as cache:
+        record(cache, text(1, 60), Namespace("other"))
+        held = [cache.request([1], namespace=Namespace("t", f"held{number}")) for number in range(3)]
+        for number in range(20):
+            record(cache, text(number, 60), Namespace("t", f"m{number}"))
+            if stored:
+                cache.flush()
+        assert cache.stats().namespaces == 5 + 1
+        assert knows(cache, text(1, 60), Namespace("other"))
+        assert knows(cache, text(19, 60), Namespace("t", "m19"))
+        assert knows(cache, text(0, 60), Namespace("t", "m0")) == stored
+        for request in held:
+            request.close()
+    with pytest.raises(ConfigurationError, match="tenant_namespaces"):
+        SuffixCache.open(tenant_namespaces=0)
+
+
+def test_only_namespaces_that_changed_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[set[str]] = []
+    original = SequenceStore.put_usage
+
+    def put_usage(store: SequenceStore, hits: list[tuple[int, int]], learned: dict[str, bytes]) -> None:
+        written.append(set(learned))
+        original(store, hits, learned)
+
+    with SuffixCache.open(tmp_path) as cache:
+        for number in range(5):
+            record(cache, text(number, 60), name(number))
+        cache.flush()
+        monkeypatch.setattr(SequenceStore, "put_usage", put_usage)
+        cache.flush()
+        record(cache, text(9, 60), name(3))
+        cache.flush()
+        cache.flush()
+    assert written == [set(), {name(3).key}, set(), set()]
+
+
+def test_a_database_that_does_not_answer_costs_the_past_until_it_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unavailable(*_: object) -> None:
+        raise CacheUnavailableError("away")
+
+    with SuffixCache.open(folder, mode="follower") as cache:
+        unloaded = next(number for number in range(MANY) if not cache._pool.namespaces.loaded(name(number)))
+        with monkeypatch.context() as broken:
+            broken.setattr(SequenceStore, "learned_of", unavailable)
+            assert not knows(cache, text(unloaded, 60), name(unloaded))
+            assert "cannot be loaded: away" in caplog.text
+        assert cache._sync is not None
+        cache._sync._load_at = 0.0
+        assert knows(cache, text(unloaded, 60), name(unloaded))

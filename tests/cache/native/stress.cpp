@@ -1,0 +1,271 @@
+// Random work on suffix indexes, checked against a naive model and run by several threads. Built with a sanitizer by
+// tests/cache/native/test_stress.py, or by CMake with -DAGENTSPEC_STRESS=ON. Arguments: a seed, the number of operations
+// of one thread on small indexes, and the number of outputs that threads write beside readers.
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "drafting/draft_batch.hpp"
+#include "drafting/drafter.hpp"
+#include "index/suffix_index.hpp"
+#include "storage/checksum.hpp"
+
+using namespace agentspec;
+using Tokens = std::vector<Token>;
+using Random = std::mt19937_64;
+
+namespace {
+
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "stress: %s\n", what);
+    std::abort();
+}
+
+/// Sequences as they are, searched token by token.
+struct Model {
+    struct Text {
+        Tokens before, tokens;
+        bool closed = false;
+    };
+    std::map<SequenceId, Text> texts;
+
+    std::int64_t count(const Tokens& context) const {
+        std::int64_t total = 0;
+        for (const auto& [id, text] : texts) {
+            Tokens all(text.before);
+            all.insert(all.end(), text.tokens.begin(), text.tokens.end());
+            for (std::size_t at = text.before.size(); at < all.size(); ++at) {
+                total += at >= context.size() && std::equal(context.begin(), context.end(), all.begin() + at - context.size());
+            }
+        }
+        return total;
+    }
+};
+
+Tokens random_text(Random& random, std::size_t most, int vocabulary) {
+    Tokens out(random() % (most + 1));
+    const int used = 1 + static_cast<int>(random() % vocabulary);
+    for (Token& token : out) token = static_cast<Token>(random() % used) + (random() % 50 == 0 ? kMostToken - vocabulary : 0);
+    return out;
+}
+
+std::unique_ptr<SuffixIndex> reloaded(const SuffixIndex& index, const std::vector<SequenceId>& kept, bool deferred) {
+    const Frozen frozen = index.freeze(kept);
+    std::FILE* file = std::tmpfile();
+    require(file != nullptr, "no temporary file");
+    FrozenLayout layout{0, {frozen.sequences.size(), frozen.pieces.size(), frozen.run.size(), frozen.log->size()}, {}};
+    int part = 0;
+    const auto write = [&](const auto* items, std::size_t count) {
+        const auto bytes = std::as_bytes(std::span(items, count));
+        layout.checksums[part++] = checksum(bytes);
+        require(std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size(), "nothing written");
+    };
+    write(frozen.sequences.data(), frozen.sequences.size());
+    write(frozen.pieces.data(), frozen.pieces.size());
+    write(frozen.run.data(), frozen.run.size());
+    write(frozen.log->data(), frozen.log->size());
+    std::fflush(file);
+    auto loaded = SuffixIndex::load(fileno(file), layout, deferred);
+    std::fclose(file);
+    return loaded;
+}
+
+/// One thread: every answer is that of the model, whatever was done before and merged or not.
+void compare(std::uint64_t seed, int operations) {
+    Random random(seed);
+    const bool deferred = random() % 2 == 0;
+    auto index = std::make_unique<SuffixIndex>(1 + random() % 20, 1 + random() % 4, deferred);
+    Model model;
+    Drafter drafter(64);
+    SequenceId next = 0;
+    const auto any = [&] {
+        auto found = model.texts.begin();
+        std::advance(found, random() % model.texts.size());
+        return found;
+    };
+    for (int i = 0; i < operations; ++i) {
+        const auto kind = random() % 100;
+        if (kind < 30 || model.texts.empty()) {
+            const Tokens before = random_text(random, 70, 5), tokens = random_text(random, 300, 5);
+            index->append(next, tokens, before);
+            model.texts[next++] = {{before.end() - std::min<std::ptrdiff_t>(before.size(), kDepth), before.end()}, tokens};
+        } else if (kind < 50) {
+            const auto text = any();
+            if (text->second.closed) continue;
+            const Tokens tokens = random_text(random, 40, 5);
+            index->append(text->first, tokens);
+            text->second.tokens.insert(text->second.tokens.end(), tokens.begin(), tokens.end());
+        } else if (kind < 60) {
+            const auto text = any();
+            if (text->second.closed) continue;
+            const std::size_t length = random() % (text->second.tokens.size() + 1);
+            index->truncate(text->first, length);
+            text->second.tokens.resize(length);
+        } else if (kind < 72) {
+            std::vector<SequenceId> gone;
+            for (std::size_t n = random() % 4 + (random() % 20 == 0 ? model.texts.size() / 2 : 0); n > 0; --n) gone.push_back(any()->first);
+            index->remove(gone);
+            for (const SequenceId id : gone) model.texts.erase(id);
+        } else if (kind < 75) {
+            const auto text = any();
+            index->close(text->first);
+            text->second.closed = true;
+        } else if (kind < 85) {
+            for (auto steps = random() % 3; steps > 0 && index->merge_step(); --steps) {
+            }
+        } else if (kind < 87) {
+            std::vector<SequenceId> kept;
+            for (auto text = model.texts.begin(); text != model.texts.end();) {
+                if (random() % 5 > 0) {
+                    kept.push_back(text++->first);
+                } else {
+                    text = model.texts.erase(text);
+                }
+            }
+            index = reloaded(*index, kept, deferred);
+        }
+        if (random() % 8 == 0) index->check_integrity();
+        Tokens context = random_text(random, 6, 5);
+        if (!model.texts.empty() && random() % 2 == 0) {
+            const auto& tokens = any()->second.tokens;
+            const std::size_t end = tokens.empty() ? 0 : random() % tokens.size();
+            context.assign(tokens.begin() + end - std::min<std::size_t>(end, random() % 70), tokens.begin() + end);
+        }
+        if (context.empty()) continue;
+        const Tokens matched(context.end() - std::min<std::ptrdiff_t>(context.size(), kDepth), context.end());
+        require(index->count(context) == model.count(matched), "another count than the model's");
+        const std::array<SourcedIndex, 1> indexes{{{index.get(), 0}}};
+        const DraftTree tree = drafter.draft(indexes, context, 8, 0.0);
+        for (std::size_t node = 0; node < tree.tokens.size(); ++node) {
+            if (tree.parents[node] >= 0) continue;
+            bool known = false;
+            const Tokens one{context.back(), tree.tokens[node]};
+            for (const auto& [id, text] : model.texts) {
+                Tokens all(text.before);
+                all.insert(all.end(), text.tokens.begin(), text.tokens.end());
+                known = known || std::search(all.begin(), all.end(), one.begin(), one.end()) != all.end();
+            }
+            require(known, "a draft of what no text holds");
+        }
+        if (random() % 3 == 0) drafter.observe(indexes, context, random_text(random, 5, 5));
+    }
+    while (index->merge_step()) {
+    }
+    index->check_integrity();
+}
+
+constexpr Token kLength = 200;  // of an output of the threads; its tokens count up, and no other output has them
+
+/// Threads that write, remove, merge, save and read one index: what is removed is never drafted, what is written is.
+void race(std::uint64_t seed, int outputs) {
+    SuffixIndex index(32, 2, true);
+    Drafter drafter(64);
+    std::vector<std::atomic<int>> state(outputs);  // 1: written; 2: removed
+    std::atomic<bool> done{false};
+    std::atomic<int> written{0};
+    const auto write = [&] {
+        for (int number; (number = written.fetch_add(1)) < outputs;) {
+            Tokens text(kLength);
+            for (Token i = 0; i < kLength; ++i) text[i] = number * kLength + i;
+            index.append(number, std::span(text).first(kLength / 2), Tokens{kMostToken, kMostToken - 1});
+            index.append(number, std::span(text).last(kLength / 2));
+            index.close(number);
+            state[number].store(1);
+        }
+    };
+    const auto remove = [&] {
+        Random random(seed);
+        while (!done) {
+            const int number = static_cast<int>(random() % outputs);
+            if (state[number] != 1) continue;
+            if (random() % 3 > 0) {
+                index.remove(std::vector<SequenceId>{number});
+                state[number].store(2);
+            } else {
+                for (const SequenceId id : index.oldest(kLength)) {
+                    if (state[id] != 1) continue;
+                    index.remove(std::vector<SequenceId>{id});
+                    state[id].store(2);
+                }
+            }
+            if (random() % 16 == 0) std::this_thread::yield();
+        }
+    };
+    const auto merge = [&] {
+        while (!done) {
+            if (!index.merge_step()) std::this_thread::yield();
+        }
+    };
+    const auto read = [&](std::uint64_t reader) {
+        Random random(seed + reader);
+        std::array<SourcedIndex, 1> indexes{{{&index, 1}}};
+        for (bool last = false; !last; last = done) {
+            const int number = static_cast<int>(random() % outputs), before = state[number];
+            const Token at = static_cast<Token>(random() % (kLength - 1)), token = number * kLength + at;
+            const DraftTree tree = drafter.draft(indexes, Tokens{token}, 4, 0.0);
+            for (std::size_t i = 0; i < tree.tokens.size(); ++i) {
+                require(tree.tokens[i] == token + 1 + static_cast<Token>(i), "a torn text");
+            }
+            const int after = state[number];
+            require(before != 2 || tree.tokens.empty(), "a removed text was drafted");
+            if (before == 1 && after == 1 && tree.tokens.empty()) {
+                require(state[number] != 1 || index.count(Tokens{token}) == 1 || state[number] != 1, "a written text is lost");
+            }
+            if (random() % 4 == 0) drafter.observe(indexes, Tokens{token}, Tokens{token + 1});
+            if (random() % 64 == 0) drafter.observe_end(token);
+            if (random() % 256 == 0) drafter.restore(drafter.state());
+        }
+    };
+    const auto look = [&] {
+        while (!done) {
+            const Usage usage = index.usage();
+            const Frozen frozen = index.freeze(usage.sequences);
+            require(index.memory_bytes() > 0 && frozen.log->size() >= frozen.run.size(), "sizes");
+            if (!usage.sequences.empty()) {
+                try {
+                    index.tokens(usage.sequences[0]);
+                } catch (const std::out_of_range&) {  // removed meanwhile
+                }
+            }
+            index.check_integrity();
+        }
+    };
+    std::vector<std::thread> writers, others;
+    for (int i = 0; i < 2; ++i) writers.emplace_back(write);
+    others.emplace_back(remove);
+    others.emplace_back(merge);
+    others.emplace_back(look);
+    for (std::uint64_t i = 1; i <= 3; ++i) others.emplace_back(read, i);
+    for (std::thread& writer : writers) writer.join();
+    done = true;
+    for (std::thread& other : others) other.join();
+    while (index.merge_step()) {
+    }
+    index.check_integrity();
+    for (int number = 0; number < outputs; ++number) {
+        require(index.count(Tokens{number * kLength}) == (state[number] == 1 ? 1 : 0), "a text is lost, or there again");
+    }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    require(count == 4, "usage: stress SEED OPERATIONS OUTPUTS");
+    const auto seed = std::strtoull(arguments[1], nullptr, 10);
+    const int operations = std::atoi(arguments[2]), outputs = std::atoi(arguments[3]);
+    for (std::uint64_t part = 0; part < 10; ++part) compare(10 * seed + part, operations / 10);
+    race(seed, outputs);
+    std::printf("as the model says\n");
+}

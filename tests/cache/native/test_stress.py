@@ -1,0 +1,56 @@
+"""Random work on native indexes, by one thread against a naive model and by many, under the compiler's sanitizers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict[str, Path]:
+    """The programs built so far, by sanitizer; each takes a minute or two to build."""
+    return {"folder": tmp_path_factory.mktemp("stress"), "repository": repository}
+
+
+def program(built: dict[str, Path], sanitizer: str) -> Path:
+    if sanitizer not in built:
+        compiler = shutil.which("c++")
+        if compiler is None:
+            pytest.skip("missed: no C++ compiler")
+        native, path = built["repository"] / "cache" / "native", built["folder"] / sanitizer
+        sources = [*(native.glob(f"{part}/*.cpp") for part in ("drafting", "index", "storage"))]
+        command = [compiler, "-std=c++20", "-O1", "-g", f"-fsanitize={SANITIZERS[sanitizer]}", "-pthread"]
+        command += [
+            "-DAGENTSPEC_MERGE_PIECE=300",
+            "-fno-sanitize-recover=all",
+            "-fno-omit-frame-pointer",
+            f"-I{native}",
+        ]
+        command += [str(Path(__file__).with_name("stress.cpp")), "-o", str(path)]
+        command += [str(source) for part in sources for source in part]
+        subprocess.run(command, check=True)
+        built[sanitizer] = path
+    return built[sanitizer]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize(
+    ("seeds", "operations", "outputs"),
+    [
+        pytest.param(1, 1000, 300, marks=pytest.mark.slow),
+        pytest.param(20, 20_000, 10_000, marks=pytest.mark.long),
+    ],
+)
+def test_random_work_agrees_with_a_model(
+    built: dict[str, Path], sanitizer: str, seeds: int, operations: int, outputs: int
+) -> None:
+    for seed in range(seeds):
+        command = [str(program(built, sanitizer)), str(seed), str(operations), str(outputs)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (run.returncode, run.stdout) == (0, "as the model says\n"), f"seed {seed}: {run.stderr[-4000:]}"

@@ -1,0 +1,156 @@
+"""Both stores of responses: what they keep, their bounds, and what a deletion leaves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.deletion import select
+from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore, StoredResponse
+from agentspec.cache.responses.table import DatabaseResponses
+from agentspec.cache.storage.migration import prepare
+from agentspec.cache.storage.sqlite import SqliteDatabase
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture(params=["memory", "sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Open a store with these limits."""
+    if request.param == "memory":
+        yield lambda **limits: MemoryResponses(ResponseLimits(**limits))
+        return
+    if request.param == "postgres":
+        from agentspec.cache.storage.postgres import PostgresDatabase
+
+        database: Any = PostgresDatabase(request.getfixturevalue("postgres"))
+    else:
+        database = SqliteDatabase(tmp_path)
+        database.connect()
+    prepare(database)
+    yield lambda **limits: DatabaseResponses(database, ResponseLimits(**limits))
+    database.close()
+
+
+def make(id: str, text: str = "hello", tenant: str = "a", **fields: Any) -> StoredResponse:
+    item = {"id": f"msg_{id}", "type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+    given = {"created_at": time.time(), "response": {"id": id, "output": []}, "items": [item], **fields}
+    return StoredResponse(id, tenant, **given)
+
+
+def kept(store: ResponseStore, ids: Any, tenant: str = "a") -> list[str]:
+    return [id for id in ids if store.get(tenant, id) is not None]
+
+
+def test_what_is_put_comes_back(store: Open) -> None:
+    opened = store()
+    first, second = make("r1", "wörld\0"), make("r2", session="s", previous="r1")
+    assert opened.get("a", "r1") is None and not opened.delete("a", "r1") and opened.total_bytes() == 0
+    assert opened.put(first) and opened.put(second) and opened.put(second)
+    assert opened.get("a", "r1") == first and opened.get("a", "r2") == second
+    assert opened.get("b", "r1") is None and not opened.delete("b", "r1")
+    assert opened.delete("a", "r1") and not opened.delete("a", "r1") and kept(opened, ["r1", "r2"]) == ["r2"]
+
+
+def test_an_upstreams_response_has_no_content(store: Open) -> None:
+    opened = store()
+    opened.put(make("u", backend="up"))
+    found = opened.get("a", "u")
+    assert (found.backend, found.response, list(found.items)) == ("up", {}, [])
+
+
+def test_the_oldest_of_the_largest_tenant_go(store: Open) -> None:
+    opened = store(total=200_000)
+    opened.put(make("b0", tenant="b"))
+    noise = "".join(chr(0x4E00 + (number * 7919) % 20000) for number in range(1500))  # which compresses little
+    for number in range(100):
+        opened.put(make(f"a{number}", noise[number:] + noise[:number], created_at=time.time() + number / 1000))
+    assert opened.total_bytes() <= 200_000
+    found = kept(opened, (f"a{number}" for number in range(100)))
+    assert 10 < len(found) < 100 and found == [f"a{number}" for number in range(100 - len(found), 100)]
+    assert kept(opened, ["b0"], "b") == ["b0"]
+    assert not opened.put(make("large", os.urandom(50_000).hex())), "one of an eighth of the bound is not stored"
+
+
+def test_a_tenants_bound_takes_only_its_own(store: Open) -> None:
+    opened = store(total=1 << 20, tenant=20_000)
+    opened.put(make("b0", tenant="b"))
+    for number in range(60):
+        opened.put(make(f"a{number}", created_at=time.time() + number / 1000))
+    assert kept(opened, ["b0"], "b") == ["b0"] and opened.total_bytes() <= 21_000
+    assert kept(opened, ["a59"]) == ["a59"] and kept(opened, ["a0"]) == []
+
+
+def test_what_is_too_old_goes(store: Open) -> None:
+    opened = store(seconds=100.0)
+    opened.put(make("old", created_at=time.time() - 99.9))
+    opened.put(make("new"))
+    opened.put(make("older", created_at=time.time() - 200))
+    assert kept(opened, ["older"]) == []
+    opened.maintain()
+    assert kept(opened, ["new"]) == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "left"),
+    [
+        ({"tenant": "a"}, ["b1"]),
+        ({"session": "s"}, ["a2", "b1"]),
+        ({"older_than": 50}, ["a2", "b1"]),
+        ({"session": "s", "tenant": "b"}, ["a1", "a2", "b1"]),
+        ({"text": "secret", "decode": str}, ["a1", "b1"]),
+        ({"text": "cut in two", "decode": str}, ["a1", "a2"]),
+        ({"tokens": [1, 2], "decode": lambda ids: "secret"}, ["a1", "b1"]),
+    ],
+)
+def test_forgetting(store: Open, conditions: Any, left: list[str]) -> None:
+    opened = store()
+    opened.put(make("a1", session="s", created_at=time.time() - 100))
+    opened.put(make("a2", "my secret"))
+    parts = [{"type": "input_text", "text": text} for text in ("cut in", " two")]
+    opened.put(make("b1", tenant="b", items=[{"id": "x", "type": "message", "content": parts}]))
+    opened.forget(select(**conditions))
+    found = [*kept(opened, ["a1", "a2"]), *kept(opened, ["b1"], "b")]
+    assert found == left
+
+
+def test_a_cache_forgets_and_bounds_its_responses(tmp_path: Path) -> None:
+    secret = "zq" * 40
+    with SuffixCache.open(tmp_path, responses_bytes=1 << 20, disk_bytes=8 << 20) as cache:
+        assert cache.responses.put(make("r1", response={"id": "r1", "output": [], "x": secret}))
+        assert cache.responses.put(make("r2", tenant="b"))
+        cache.forget(tenant="a")
+        assert kept(cache.responses, ["r1"]) == [] and kept(cache.responses, ["r2"], "b") == ["r2"]
+    with SuffixCache.open(tmp_path, retention=0.001) as cache:
+        time.sleep(0.01)
+        assert kept(cache.responses, ["r2"], "b") == []
+
+
+def test_nothing_of_what_was_deleted_is_left_on_disk(tmp_path: Path) -> None:
+    marker = "resp_thisidcanbefound"
+    with SuffixCache.open(tmp_path) as cache:
+        cache.responses.put(make(marker, session="s"))
+        cache.responses.put(make("other"))
+        assert any(marker.encode() in file.read_bytes() for file in tmp_path.iterdir())
+        cache.forget(session="s")
+        assert not any(marker.encode() in file.read_bytes() for file in tmp_path.iterdir())
+        cache.responses.put(make(marker))
+        cache.responses.delete("a", marker)
+        cache.responses.maintain()
+        assert not any(marker.encode() in file.read_bytes() for file in tmp_path.iterdir())
+        assert kept(cache.responses, ["other"]) == ["other"]
+
+
+def test_a_quarter_of_the_disk_is_the_most(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path, disk_bytes=1 << 20, responses_bytes=1 << 30) as cache:
+        assert isinstance(cache.responses, DatabaseResponses)
+        for number in range(60):
+            text = "".join(chr(0x4E00 + (number * 31 + place * 7919) % 20000) for place in range(6000))
+            cache.responses.put(make(f"r{number}", text))
+        assert cache.responses.total_bytes() <= 1 << 18

@@ -1,0 +1,125 @@
+"""The events of an answer: valid by the client's own types, complete, and true to the answer however it came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from agentspec.protocol.openai_responses.counts import ReasoningCounter
+from agentspec.protocol.openai_responses.events import EventWriter
+from agentspec.protocol.openai_responses.request import parse_responses
+from agentspec.types import Delta, FinishReason, TokenLogprob, Usage
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5)
+
+
+def writer(**fields: Any) -> EventWriter:
+    body = {"model": "m", "input": "hi", **fields}
+    return EventWriter(parse_responses(body, max_messages=9, local=True))
+
+
+def events(deltas: list[Delta], **fields: Any) -> list[dict[str, Any]]:
+    one = writer(**fields)
+    found = [*one.begin(), *(event for delta in deltas for event in one.write(delta)), *one.close(), one.last()]
+    for number, event in enumerate(found):
+        assert event["sequence_number"] == number and EVENT.validate_python(event).type == event["type"]
+    Response.model_validate(found[-1]["response"])
+    return found
+
+
+def thought(text: str) -> Delta:
+    return Delta(extra={"reasoning": text, "reasoning_content": text})
+
+
+def call(index: int, arguments: str, **head: str) -> Delta:
+    name = {"name": head["name"]} if "name" in head else {}
+    piece = {"index": index, **({"id": head["id"]} if "id" in head else {})}
+    return Delta(extra={"tool_calls": [{**piece, "function": {**name, "arguments": arguments}}]})
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[Delta]:
+    """Thoughts, text and calls as they come, also in turn; pieces of several calls mixed."""
+    found: list[Delta] = []
+    for kind in draw(st.lists(st.sampled_from(["thought", "text"]), max_size=4)):
+        pieces = draw(st.lists(texts, min_size=1, max_size=4))
+        found += [thought(piece) if kind == "thought" else Delta(text=piece) for piece in pieces]
+    count = draw(st.integers(0, 3))
+    found += [call(index, "", id=f"c{index}", name=f"f{index}") for index in range(count)]
+    if count:
+        found += [call(draw(st.integers(0, count - 1)), draw(texts)) for _ in range(draw(st.integers(0, 6)))]
+    finish: FinishReason = draw(st.sampled_from(["stop", "length", "tool_calls", "content_filter"]))
+    return [*found, Delta(finish_reason=finish, usage=Usage(2, 3))]
+
+
+@given(answers())
+def test_every_event_is_valid_and_tells_the_whole(deltas: list[Delta]) -> None:
+    found = events(deltas)
+    whole = found[-1]["response"]
+    output = whole["output"]
+    added = [event for event in found if event["type"] == "response.output_item.added"]
+    done = [event for event in found if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in added] == list(range(len(output)))
+    assert {event["output_index"]: event["item"] for event in done} == dict(enumerate(output))
+    for index, item in enumerate(output):
+        pieces = "".join(e["delta"] for e in found if e["type"].endswith(".delta") and e["output_index"] == index)
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert pieces == text and {e.get("item_id", item["id"]) for e in found if e.get("output_index") == index} == {
+            item["id"]
+        }
+    said = "".join(delta.text for delta in deltas)
+    assert "".join(item["content"][0]["text"] for item in output if item["type"] == "message") == said
+    assert whole["status"] == (
+        "incomplete" if deltas[-1].finish_reason in ("length", "content_filter") else "completed"
+    )
+    assert whole["status"] in found[-1]["type"] and output
+
+
+def test_an_answer_of_nothing_is_an_empty_message() -> None:
+    found = events([Delta(finish_reason="stop")])
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == ""
+
+
+def test_blanks_between_calls_are_no_message() -> None:
+    deltas = [call(0, "{}", id="a", name="f"), Delta(text="\n"), call(1, "{}", id="b", name="f")]
+    kinds = [item["type"] for item in events([*deltas, Delta(finish_reason="tool_calls")])[-1]["response"]["output"]]
+    assert kinds == ["function_call", "function_call"]
+
+
+def test_log_probabilities_are_in_parts_and_events() -> None:
+    token = TokenLogprob(1, "a", -0.5, (TokenLogprob(2, "b", float("-inf")),))
+    wanted = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    found = events([Delta(text="a", logprobs=(token,)), Delta(finish_reason="stop")], **wanted)
+    [delta] = [event for event in found if event["type"] == "response.output_text.delta"]
+    assert delta["logprobs"] == [{"token": "a", "logprob": -0.5, "top_logprobs": [{"token": "b", "logprob": -9999.0}]}]
+    part = found[-1]["response"]["output"][0]["content"][0]
+    assert part["logprobs"][0]["bytes"] == [97] and part["logprobs"][0]["top_logprobs"][0]["bytes"] == [98]
+
+
+def test_a_failed_answer_has_what_was_written() -> None:
+    one = writer()
+    found = [*one.begin(), *one.write(Delta(text="half"))]
+    last = one.fail("server_error", "it broke")
+    assert EVENT.validate_python(last).response.error.message == "it broke"
+    assert last["response"]["output"][0]["content"][0]["text"] == "half" and last["sequence_number"] == len(found)
+
+
+@pytest.mark.parametrize(
+    ("deltas", "tokens"),
+    [
+        ([Delta(text="a", token_ids=(1,))], 0),
+        ([Delta(token_ids=(1,)), Delta(token_ids=(2, 3), extra={"reasoning": "x"}), Delta(token_ids=(4,)),
+          Delta(text="y", token_ids=(5,))], 3),
+    ],
+)  # fmt: skip
+def test_tokens_of_thoughts_are_counted(deltas: list[Delta], tokens: int) -> None:
+    counter = ReasoningCounter()
+    for delta in deltas:
+        counter.add(delta)
+    assert counter.tokens == tokens

@@ -1,0 +1,304 @@
+"""Messages for upstreams: bytes where they speak the API, chats where they do not, and every failure in its words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
+
+PATH = "/v1/messages"
+BODY = {"model": "up", "max_tokens": 20, "messages": [{"role": "user", "content": "hi"}]}
+NATIVE = [
+    f"event: {name}\ndata: {data}\n\n".encode()
+    for name, data in (
+        ("message_start", '{"type":"message_start","message":{"id":"m1","usage":{"input_tokens":3}}, "odd":1.10}'),
+        ("ping", '{"type": "ping"}'),
+        ("content_block_delta", '{"type":"content_block_delta","delta":{"type":"text_delta","text":"\\"error\\""}}'),
+        ("message_delta", '{"type":"message_delta","usage":{"output_tokens":4,"cache_read_input_tokens":2}}'),
+        ("message_stop", '{"type":"message_stop"}'),
+    )
+]
+DELTAS: list[dict[str, Any]] = [
+    {"role": "assistant", "content": ""},
+    {"reasoning_content": "Hm."},
+    {"content": "\n\n"},
+    {"content": "Hi"},
+    {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": ""}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+    {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "g", "arguments": "{}"}}]},
+]
+USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
+CHUNKS = [
+    *({"choices": [{"index": 0, "delta": delta}]} for delta in DELTAS),
+    {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
+    {"choices": [], "usage": USAGE},
+]
+
+
+def through(url: str, **backend: Any) -> Settings:
+    server = backend.pop("server", {})
+    up = OpenAISettings(base_url=url, **backend)  # type: ignore[arg-type]
+    return Settings(server=ServerSettings(**server), backends={"up": up}, models={"up": ModelSettings(backend="up")})
+
+
+def post(running: Any, body: Any = BODY, path: str = PATH, **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(
+        f"{running.url}{path}", content=content, headers={"content-type": "application/json", **headers}, timeout=60
+    )
+
+
+def native(answer: Any) -> Any:
+    """A server that has the route: it refuses the empty request by which it is asked."""
+
+    def script(request: Any) -> None:
+        if request.method == "GET":
+            request.answer(b'{"data":[]}')
+        elif request.body == b"{}":
+            request.answer(b'{"type":"error","error":{"type":"invalid_request_error","message":"no model"}}', 400)
+        else:
+            answer(request)
+
+    return script
+
+
+def chats(answer: Any, owner: str = "somebody") -> Any:
+    """A server that answers chats only."""
+
+    def script(request: Any) -> None:
+        if request.method == "GET":
+            request.answer(json.dumps({"data": [{"id": "x", "owned_by": owner}]}).encode())
+        elif request.target.startswith("/v1/chat/completions"):
+            answer(request)
+        else:
+            request.answer(b'{"detail":"Not Found"}', 404)
+
+    return script
+
+
+def answered(server: Any) -> list[Any]:
+    return [request for request in server.requests if request.method == "POST" and request.body != b"{}"]
+
+
+def stream(request: Any, events: list[bytes]) -> None:
+    request.head()
+    request.send(b"".join(events))
+
+
+def test_an_upstream_that_speaks_it_gets_and_gives_the_bytes(gateway: Any, upstream: Any) -> None:
+    answer = b' {"id":"m","usage":{"input_tokens":3,"output_tokens":2}, "odd":1.10}'
+    server = upstream(native(lambda request: request.answer(answer)))
+    running = gateway({}, through(server.url))
+    sent = b' {"model":"up","max_tokens":20, "unheard":1.10,"messages":[{"role":"user","content":"https://x.y"}]}'
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "mine"}
+    for _ in range(2):
+        response = post(running, sent, f"{PATH}?beta=true", **headers)
+        assert response.content == answer and "x-agentspec-translated" not in response.headers
+    first, _ = answered(server)
+    assert first.body == sent and first.target == f"{PATH}?beta=true"
+    assert {name: first.headers[name] for name in headers} == headers
+    assert sum(request.body == b"{}" for request in server.requests) == 1  # it is asked once
+    assert running.metric("agentspec_completion_tokens_total", model="up") == 4
+
+
+def test_a_native_stream_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
+    server = upstream(native(lambda request: stream(request, NATIVE)))
+    running = gateway({}, through(server.url))
+    assert post(running, {**BODY, "stream": True}).content == b"".join(NATIVE)
+    assert running.metric("agentspec_completion_tokens_total", model="up") == 4
+    assert running.metric("agentspec_prompt_tokens_total", model="up") == 5
+
+
+def test_a_native_stream_that_breaks_off_ends_with_an_error(gateway: Any, upstream: Any) -> None:
+    server = upstream(native(lambda request: stream(request, NATIVE[:3])))
+    content = post(gateway({}, through(server.url)), {**BODY, "stream": True}).content
+    assert content.startswith(b"".join(NATIVE[:3]))
+    last = content.removeprefix(b"".join(NATIVE[:3]))
+    assert last.startswith(b"event: error\ndata: ")
+    told = json.loads(last.partition(b"data: ")[2])
+    assert told["type"] == "error" and told["error"]["type"] == "api_error"
+
+
+def test_the_operators_key_goes_where_the_route_looks_for_it(gateway: Any, upstream: Any) -> None:
+    server = upstream(native(lambda request: request.answer(b"{}")))
+    running = gateway({}, through(server.url, api_key="operators"))
+    post(running, **{"x-api-key": "clients"})
+    [request] = answered(server)
+    assert request.headers["x-api-key"] == "operators" and request.headers["authorization"] == "Bearer operators"
+
+
+def test_what_may_not_reach_an_upstream_is_refused_on_this_route_too(gateway: Any, upstream: Any) -> None:
+    server = upstream(native(lambda request: request.answer(b"{}")))
+    running = gateway({}, through(server.url, messages="on"))
+    image = {"type": "image", "source": {"type": "url", "url": "http://10.0.0.1/"}}
+    for wrong, param in (
+        ({"api_base": "http://10.0.0.1"}, "api_base"),
+        ({"mcp_servers": [{"type": "url", "url": "http://10.0.0.1"}]}, "mcp_servers[0].url"),
+        ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0].source.url"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"stop_sequences": ["x"] * 100}, "stop_sequences"),
+    ):
+        response = post(running, {**BODY, **wrong})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not answered(server)
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {"url": "http://10.0.0.1", "api_base": "x"}}
+    assert post(running, {**BODY, "messages": [{"role": "assistant", "content": [call]}]}).status_code == 200
+    assert post(running, {**BODY, "system": [{"type": "text", "text": "http://10.0.0.1"}]}).status_code == 200
+
+
+def test_a_chat_is_asked_for_and_answered_as_a_message(gateway: Any, upstream: Any) -> None:
+    said = {"role": "assistant", "content": "Hi"}
+    answer = {
+        "choices": [{"index": 0, "message": said, "finish_reason": "stop", "stop_reason": "END"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+    }
+    server = upstream(chats(lambda request: request.answer(json.dumps(answer).encode())))
+    running = gateway({}, through(server.url))
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    content = [{"type": "text", "text": "What is this?"}, image]
+    headers = {"x-api-key": "mine", "anthropic-version": "2023-06-01", "traceparent": "00-1-2-03"}
+    asked = {
+        **BODY,
+        "messages": [{"role": "user", "content": content}],
+        "stop_sequences": ["END"],
+        "system": "Be brief.",
+    }
+    response = post(running, {**asked, "thinking": {"type": "adaptive"}}, f"{PATH}?beta=true", **headers)
+    assert response.headers["x-agentspec-translated"] == "chat.completions"
+    message = anthropic.types.Message.model_validate(response.json())
+    assert message.content[0].text == "Hi" and (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
+    [request] = answered(server)
+    assert request.target == "/v1/chat/completions" and request.headers["authorization"] == "Bearer mine"
+    assert "anthropic-version" not in request.headers and "x-api-key" not in request.headers
+    assert request.headers["traceparent"] == "00-1-2-03"
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    assert request.json == {
+        "model": "up",
+        "max_tokens": 20,
+        "stop": ["END"],
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [content[0], url]}],
+    }
+
+
+def test_the_events_of_a_translated_stream(gateway: Any, upstream: Any) -> None:
+    events = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in CHUNKS]
+    server = upstream(chats(lambda request: stream(request, [*events, b"data: [DONE]\n\n"])))
+    running = gateway({}, through(server.url))
+    client = anthropic.Anthropic(base_url=running.url, api_key="k", max_retries=0)
+    with client.messages.stream(model="up", max_tokens=20, messages=BODY["messages"]) as streamed:  # type: ignore[arg-type]
+        message = streamed.get_final_message()
+    thought, text, first, second = message.content
+    assert (thought.thinking, text.text) == ("Hm.", "\n\nHi") and message.stop_reason == "tool_use"  # type: ignore[union-attr]
+    assert (first.id, first.input, second.name, second.input) == ("c1", {"a": 1}, "g", {})  # type: ignore[union-attr]
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens, message.usage.output_tokens) == (3, 4, 5)
+    [request] = answered(server)
+    assert request.json["stream"] is True and request.json["stream_options"] == {"include_usage": True}
+
+
+def test_a_translated_stream_that_breaks_off(gateway: Any, upstream: Any) -> None:
+    events = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in CHUNKS[:4]]
+    running = gateway({}, through(upstream(chats(lambda request: stream(request, events))).url))
+    content = post(running, {**BODY, "stream": True}).content
+    assert b"event: error\n" in content and b"message_stop" not in content and b"[DONE]" not in content
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, "invalid_request_error"), (429, "rate_limit_error"), (503, "overloaded_error")]
+)
+def test_an_upstreams_error_is_told_in_anthropics_shape(gateway: Any, upstream: Any, status: int, kind: str) -> None:
+    error = b'{"error":{"message":"no such thing","type":"x","param":"top_k","code":"y"}}'
+    server = upstream(chats(lambda request: request.answer(error, status, retry_after="7")))
+    response = post(gateway({}, through(server.url)))
+    assert response.status_code == status and response.headers["retry-after"] == "7"
+    assert response.json()["error"] == {"type": kind, "message": "no such thing", "param": "top_k", "code": "y"}
+
+
+def test_a_server_that_applies_a_template_is_told_more(gateway: Any, upstream: Any) -> None:
+    server = upstream(chats(lambda request: request.answer(b'{"choices":[{"finish_reason":"stop"}]}'), "vllm"))
+    running = gateway({}, through(server.url))
+    said = {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "So"}],
+    }
+    post(running, {**BODY, "messages": [*BODY["messages"], said], "thinking": {"type": "disabled"}})  # type: ignore[misc]
+    [request] = answered(server)
+    assert request.json["messages"][1] == {"role": "assistant", "content": "So", "reasoning_content": "Hm."}
+    assert request.json["continue_final_message"] is True and request.json["add_generation_prompt"] is False
+    assert request.json["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_a_hosted_model_continues_no_message(gateway: Any, upstream: Any) -> None:
+    server = upstream(chats(lambda request: request.answer(b"{}")))
+    said = {"role": "assistant", "content": "So"}
+    response = post(gateway({}, through(server.url)), {**BODY, "messages": [*BODY["messages"], said]})  # type: ignore[misc]
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages") and not answered(server)
+
+
+def keys(monkeypatch: pytest.MonkeyPatch) -> tuple[ApiKey, ...]:
+    monkeypatch.setenv("KEY_A", "aaa")
+    monkeypatch.setenv("KEY_B", "bbb")
+    return ApiKey(tenant="a", key_env="KEY_A"), ApiKey(tenant="b", key_env="KEY_B")
+
+
+def test_tenants_are_kept_apart_by_salts_even_if_the_upstream_has_the_route(
+    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def both(request: Any) -> None:
+        answer = b'{"choices":[{"finish_reason":"stop"}]}' if "chat" in request.target else b'{"error":{}}'
+        request.answer(b'{"data":[{"id":"x","owned_by":"vllm"}]}' if request.method == "GET" else answer, 200)
+
+    server = upstream(both)
+    running = gateway({}, through(server.url, messages="on", server={"api_keys": keys(monkeypatch)}))
+    for key in ("aaa", "bbb"):
+        assert post(running, **{"x-api-key": key}).headers["x-agentspec-translated"] == "chat.completions"
+    salts = [request.json["cache_salt"] for request in answered(server)]
+    assert len(set(salts)) == 2 and all(len(salt) == 64 for salt in salts)
+    assert all("x-api-key" not in request.headers for request in server.requests)
+
+
+def test_keys_are_taken_as_anthropics_clients_send_them(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentspec.testing import FakeBackend
+
+    running = gateway({"up": FakeBackend("ok")}, api_keys=keys(monkeypatch))
+    for given in (
+        {"x-api-key": "aaa"},
+        {"authorization": "Bearer bbb"},
+        {"authorization": "Bearer aaa", "x-api-key": "no"},
+    ):
+        assert post(running, **given).status_code == 200
+    for wrong in ({}, {"x-api-key": "no"}, {"authorization": "Bearer no", "x-api-key": "aaa"}):
+        refused = post(running, **wrong)
+        assert refused.status_code == 401 and refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "authentication_error" and refused.headers["request-id"]
+    assert (
+        post(running, path="/v1/messages/nothing", **{"x-api-key": "aaa"}).json()["error"]["type"] == "not_found_error"
+    )
+    assert "type" not in post(running, path="/v1/nothing", **{"x-api-key": "aaa"}).json()
+
+
+def test_tokens_are_counted_where_the_upstream_can(gateway: Any, upstream: Any) -> None:
+    def vllm(request: Any) -> None:
+        if request.target == "/tokenize":
+            request.answer(b'{"tokens":[1,2,3,4]}')
+        else:
+            chats(lambda one: one.answer(b"{}"), "vllm")(request)
+
+    path = f"{PATH}/count_tokens"
+    server = upstream(vllm)
+    asked = {"model": "up", "messages": BODY["messages"], "system": "Be brief."}
+    counted = post(gateway({}, through(server.url)), asked, path)
+    assert counted.json() == {"input_tokens": 4}
+    assert server.requests[-1].json["messages"][0] == {"role": "system", "content": "Be brief."}
+    without = post(gateway({}, through(upstream(chats(lambda request: None)).url)), asked, path)
+    assert without.status_code == 404 and without.json()["error"]["type"] == "not_found_error"
+    native_one = upstream(native(lambda request: request.answer(b'{"input_tokens": 9}')))
+    assert post(gateway({}, through(native_one.url)), asked, path).content == b'{"input_tokens": 9}'

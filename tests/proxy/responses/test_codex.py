@@ -1,0 +1,115 @@
+"""Codex by its wire format: what its HTTP client sends for two turns of work with a tool, and what it reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import GenerateRequest
+
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+SHELL = {
+    "type": "function",
+    "name": "shell",
+    "description": "Runs a shell command and returns its output.",
+    "strict": False,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}},
+            "workdir": {"type": "string"},
+            "timeout_ms": {"type": "number"},
+        },
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+}
+HEADERS = {
+    "accept": "text/event-stream",
+    "originator": "codex_cli_rs",
+    "user-agent": "codex_cli_rs/0.99.0 (Linux; x86_64)",
+    "session-id": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+    "thread-id": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+    "authorization": "Bearer key",
+}
+BODY: dict[str, Any] = {
+    "model": "fake",
+    "instructions": "You are a coding agent running in a terminal.",
+    "tools": [SHELL],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+    "text": {"verbosity": "medium"},
+    "client_metadata": {"x-codex-installation-id": "1"},
+}
+FIRST: list[dict[str, Any]] = [
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context>"}]},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "list the files"}]},
+]
+
+
+def script(request: GenerateRequest) -> Any:
+    if any(message["role"] == "tool" for message in request.messages or ()):
+        return "There is one file."
+    function = {"name": "shell", "arguments": '{"command":["ls"]}'}
+    calls = [{"index": 0, "id": "call_1", "type": "function", "function": function}]
+    return Answer("", extra={"reasoning_content": "look first", "tool_calls": calls}, finish_reason="tool_calls")
+
+
+@pytest.fixture(scope="module")
+def backend() -> FakeBackend:
+    return FakeBackend(script)
+
+
+@pytest.fixture(scope="module")
+def running(shared_gateway: Any, backend: FakeBackend) -> Any:
+    return shared_gateway({"fake": backend})
+
+
+def turn(running: Any, items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The items that are done, which Codex keeps, and the response that ends the turn."""
+    answer = HTTP.post(f"{running.url}/v1/responses", json={**BODY, "input": items}, headers=HEADERS, timeout=60)
+    assert answer.status_code == 200, answer.text
+    events = [json.loads(block.split("data: ")[1]) for block in answer.text.strip().split("\n\n")]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert events[-1]["type"] == "response.completed"
+    return done, events[-1]["response"]
+
+
+def sent_back(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as Codex sends it back: without its id, and thoughts without their text."""
+    kept = {key: value for key, value in item.items() if key not in ("id", "status")}
+    return {"type": "reasoning", "summary": [], "encrypted_content": None} if item["type"] == "reasoning" else kept
+
+
+def test_two_turns(running: Any, backend: FakeBackend) -> None:
+    done, response = turn(running, FIRST)
+    assert [item["type"] for item in done] == ["reasoning", "function_call"]
+    usage = response["usage"]
+    assert {"input_tokens", "output_tokens", "total_tokens"} <= usage.keys() and response["id"]
+    assert "cached_tokens" in usage["input_tokens_details"] and "reasoning_tokens" in usage["output_tokens_details"]
+    result = {"type": "function_call_output", "call_id": done[1]["call_id"], "output": '{"output":"a.py\\n"}'}
+    done, _ = turn(running, [*FIRST, *map(sent_back, done), result])
+    assert done[0]["content"][0]["text"] == "There is one file."
+    messages = list(backend.requests[-1].messages or ())
+    assert [message["role"] for message in messages] == ["system", "user", "user", "assistant", "tool"]
+    assert messages[0]["content"].endswith("in a terminal.\n\n<permissions>")
+    assert messages[3]["tool_calls"][0]["function"]["arguments"] == '{"command":["ls"]}'
+
+
+@pytest.mark.parametrize("tool", [{"type": "web_search", "external_web_access": False}, {"type": "local_shell"}])
+def test_hosted_tools_are_refused_by_name(running: Any, tool: Any) -> None:
+    body = {**BODY, "input": FIRST, "tools": [SHELL, tool]}
+    refused = HTTP.post(f"{running.url}/v1/responses", json=body, headers=HEADERS)
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "tools[1].type" and tool["type"] in error["message"]

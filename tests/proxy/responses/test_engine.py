@@ -1,0 +1,86 @@
+"""`/v1/responses` in front of the local engine, with a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from agentspec.backends.settings import TorchSettings
+from agentspec.settings.load import ModelSettings, Settings
+
+MODEL = "tiny"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def client(shared_gateway: Any, tiny_model: Path) -> Iterator[openai.OpenAI]:
+    pytest.importorskip("torch")
+    settings = Settings(
+        backends={"local": TorchSettings(model=str(tiny_model), device="cpu")},
+        models={MODEL: ModelSettings(backend="local")},
+    )
+    running = shared_gateway({}, settings)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    given = {"input": "hello", "max_output_tokens": 24, "extra_body": {"seed": 1}, **fields}
+    return client.responses.create(model=MODEL, **given)
+
+
+def test_streamed_or_not_the_answer_is_that_of_the_chat(client: openai.OpenAI) -> None:
+    whole = ask(client)
+    events = list(ask(client, stream=True))
+    streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, seed=1)
+    assert whole.output_text == streamed == chat.choices[0].message.content
+    assert whole.usage.output_tokens == chat.usage.completion_tokens == events[-1].response.usage.output_tokens  # type: ignore[union-attr]
+    assert whole.to_dict()["speculation"]["steps"] > 0
+
+
+def test_a_continued_conversation_has_its_prompt_cached(client: openai.OpenAI) -> None:
+    first = ask(client, temperature=0)
+    second = ask(client, input="and?", previous_response_id=first.id, temperature=0)
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert second.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_a_required_form(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"yes": {"type": "boolean"}},
+        "required": ["yes"],
+        "additionalProperties": False,
+    }
+    form = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
+    said = json.loads(ask(client, text=form, max_output_tokens=200).output_text)
+    assert isinstance(said["yes"], bool)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
+def test_a_forced_call(client: openai.OpenAI, choice: Any) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"at": {"enum": ["here", "there"]}},
+        "required": ["at"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "name": "look", "parameters": parameters, "strict": True}
+    answer = ask(client, tools=[tool], tool_choice=choice, max_output_tokens=200, parallel_tool_calls=False)
+    [call] = [item for item in answer.output if item.type == "function_call"]
+    assert call.name == "look" and json.loads(call.arguments)["at"] in ("here", "there")
+
+
+def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:
+    items = [{"role": "user", "content": "x" * 400} for _ in range(8)]
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, input=items)
+    assert refused.value.code == "context_length_exceeded" and refused.value.param == "input"
+    assert ask(client, input=items, truncation="auto").usage.input_tokens < 2048

@@ -1,0 +1,221 @@
+"""Stored responses over HTTP: conversations that go on by id, listing, deletion, tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import ResponseItemList
+
+from agentspec.cache.settings import CacheSettings
+from agentspec.errors import CacheUnavailableError
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.load import Settings
+from agentspec.settings.server import ServerSettings
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import GenerateRequest
+
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+MODEL = "fake"
+TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+
+
+def script(request: GenerateRequest) -> Any:
+    asked = str((request.messages or [{}])[-1].get("content"))
+    if asked == "call":
+        call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        return Answer("", extra={"reasoning_content": "hm", "tool_calls": [call]}, finish_reason="tool_calls")
+    return f"answer to {asked}"
+
+
+@pytest.fixture(scope="module")
+def backend() -> FakeBackend:
+    return FakeBackend(script)
+
+
+@pytest.fixture(scope="module")
+def running(shared_gateway: Any, backend: FakeBackend, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("stored")
+    return shared_gateway({MODEL: backend}, two_tenants(folder, path=folder / "cache"))
+
+
+def two_tenants(folder: Path, **cache: Any) -> Settings:
+    for tenant in ("alice", "bob"):
+        (folder / tenant).write_text(f"key-of-{tenant}")
+    keys = tuple(ApiKey(tenant=tenant, key_file=folder / tenant) for tenant in ("alice", "bob"))
+    return Settings(server=ServerSettings(api_keys=keys), cache=CacheSettings(**cache), backends={})
+
+
+@pytest.fixture(scope="module")
+def alice(running: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="key-of-alice", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def bob(running: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="key-of-bob", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, input: Any = "hi", **fields: Any) -> Any:
+    return client.responses.create(model=MODEL, input=input, **fields)
+
+
+def messages(backend: FakeBackend) -> list[tuple[Any, Any]]:
+    return [(one["role"], one["content"]) for one in backend.requests[-1].messages or ()]
+
+
+def test_a_conversation_goes_on_by_id(alice: openai.OpenAI, backend: FakeBackend) -> None:
+    first = ask(alice, "one", instructions="be brief")
+    second = ask(alice, "two", previous_response_id=first.id)
+    with alice.responses.stream(model=MODEL, input="three", previous_response_id=second.id) as stream:
+        third = stream.until_done().get_final_response()
+    assert third.previous_response_id == second.id
+    # Instructions are those of the request alone.
+    assert messages(backend) == [
+        ("user", "one"), ("assistant", "answer to one"), ("user", "two"), ("assistant", "answer to two"),
+        ("user", "three"),
+    ]  # fmt: skip
+    again = alice.responses.retrieve(third.id)
+    assert again.output_text == "answer to three" and again.usage == third.usage
+    assert {**again.to_dict(), "output": 0} == {**third.to_dict(), "output": 0}
+
+
+def test_calls_and_thoughts_go_on_by_id(alice: openai.OpenAI, backend: FakeBackend) -> None:
+    first = ask(alice, "call", tools=[TOOL])
+    ask(alice, [{"type": "function_call_output", "call_id": "c1", "output": "42"}], previous_response_id=first.id)
+    _, turn, result = backend.requests[-1].messages or ()
+    assert turn["reasoning_content"] == "hm" and turn["tool_calls"][0]["function"]["name"] == "look"
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "42"}
+
+
+def test_the_items_of_an_input_are_listed(alice: openai.OpenAI, running: Any) -> None:
+    first = ask(alice, [{"role": "user", "content": f"item {number}"} for number in range(5)])
+    second = ask(alice, "last", previous_response_id=first.id)
+    listed = list(alice.responses.input_items.list(second.id, limit=2, order="asc"))
+    texts = [one.content[0].text for one in listed]  # type: ignore[union-attr,index]
+    assert texts == [*(f"item {number}" for number in range(5)), "answer to item 4", "last"]
+    newest = alice.responses.input_items.list(second.id, limit=1)
+    assert newest.data[0].id == listed[-1].id and newest.has_more
+    page = alice.responses.input_items.list(second.id, limit=2, order="asc", after=listed[0].id)
+    assert [one.id for one in page.data] == [one.id for one in listed[1:3]]
+    raw = HTTP.get(
+        f"{running.url}/v1/responses/{second.id}/input_items", headers={"authorization": "Bearer key-of-alice"}
+    )
+    ResponseItemList.model_validate(raw.json())
+    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "nothing"}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            alice.responses.input_items.list(second.id, **wrong)  # type: ignore[arg-type]
+        assert refused.value.param == next(iter(wrong))
+
+
+def test_a_deleted_response_is_gone(alice: openai.OpenAI) -> None:
+    first = ask(alice)
+    second = ask(alice, previous_response_id=first.id)
+    alice.responses.delete(first.id)
+    for use in (alice.responses.retrieve, alice.responses.delete, alice.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            use(first.id)  # type: ignore[operator]
+    with pytest.raises(openai.NotFoundError) as refused:
+        ask(alice, previous_response_id=second.id)
+    assert refused.value.param == "previous_response_id" and first.id in refused.value.message
+
+
+def test_another_tenants_ids_are_unknown(alice: openai.OpenAI, bob: openai.OpenAI) -> None:
+    theirs = ask(alice)
+    for use in (bob.responses.retrieve, bob.responses.delete, bob.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError) as refused:
+            use(theirs.id)  # type: ignore[operator]
+        nobodys = "resp_" + "0" * 32
+        with pytest.raises(openai.NotFoundError) as unknown:
+            use(nobodys)  # type: ignore[operator]
+        assert refused.value.message.replace(theirs.id, "ID") == unknown.value.message.replace(nobodys, "ID")
+    with pytest.raises(openai.NotFoundError):
+        ask(bob, previous_response_id=theirs.id)
+    assert alice.responses.retrieve(theirs.id).id == theirs.id
+
+
+@pytest.mark.parametrize("wish", [{"store": False}, {"extra_headers": {"x-agentspec-store": "off"}}])
+def test_what_shall_not_be_stored_is_not(alice: openai.OpenAI, wish: Any) -> None:
+    answer = ask(alice, **wish)
+    assert answer.to_dict()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        alice.responses.retrieve(answer.id)
+
+
+def test_forgetting_covers_responses(alice: openai.OpenAI, running: Any) -> None:
+    kept = ask(alice, extra_headers={"x-agentspec-session": "kept"})
+    gone = ask(alice, extra_headers={"x-agentspec-session": "gone"})
+    running.runtime.cache.forget(session="gone")
+    assert alice.responses.retrieve(kept.id)
+    with pytest.raises(openai.NotFoundError):
+        alice.responses.retrieve(gone.id)
+
+
+def test_two_gateways_share_a_database(gateway: Any, tmp_path: Path) -> None:
+    settings = two_tenants(tmp_path, path=tmp_path / "cache")
+    urls = [gateway({MODEL: FakeBackend(script)}, settings).url for _ in range(2)]
+    one, other = (openai.OpenAI(base_url=f"{url}/v1", api_key="key-of-alice", max_retries=0) for url in urls)
+    first = ask(one)
+    second = ask(other, "more", previous_response_id=first.id)
+    assert one.responses.retrieve(second.id).previous_response_id == first.id
+    other.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        one.responses.retrieve(first.id)
+
+
+def test_without_a_database_responses_are_kept_in_memory(gateway: Any) -> None:
+    with openai.OpenAI(base_url=f"{gateway({MODEL: FakeBackend(script)}).url}/v1", api_key="x") as client:
+        first = ask(client)
+        assert client.responses.retrieve(first.id).id == first.id
+        assert ask(client, previous_response_id=first.id).status == "completed"
+
+
+@pytest.mark.parametrize("id", ["%00", "x" * 200, "%FF", "a%20b", "%F0%9F%99%82", "..%2F..", "resp_1"])
+def test_ids_that_nobody_was_given(running: Any, id: str) -> None:
+    headers = {"authorization": "Bearer key-of-alice"}
+    for method in ("GET", "DELETE"):
+        assert HTTP.request(method, f"{running.url}/v1/responses/{id}", headers=headers).status_code == 404
+    body = {"model": MODEL, "input": "hi", "previous_response_id": id.replace("%00", "\0")}
+    assert HTTP.post(f"{running.url}/v1/responses", json=body, headers=headers).status_code in (400, 404)
+
+
+def test_a_gateway_that_stores_nothing(gateway: Any, tmp_path: Path) -> None:
+    running = gateway({MODEL: FakeBackend(script)}, two_tenants(tmp_path, store=False))
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="key-of-alice", max_retries=0) as client:
+        answer = ask(client)
+        assert answer.to_dict()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(answer.id)
+
+
+def test_conversations_are_bounded(gateway: Any) -> None:
+    running = gateway({MODEL: FakeBackend(script)}, max_messages=5)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
+        last = ask(client)
+        last = ask(client, previous_response_id=last.id)
+        last = ask(client, previous_response_id=last.id)
+        with pytest.raises(openai.BadRequestError, match="too long"):
+            ask(client, previous_response_id=last.id)
+
+
+class BrokenStore:
+    """A store whose database is gone."""
+
+    def put(self, stored: Any) -> bool:
+        raise CacheUnavailableError("the disk is full")
+
+
+def test_an_answer_that_cannot_be_stored_says_so(gateway: Any) -> None:
+    running = gateway({MODEL: FakeBackend(script)})
+    running.runtime.cache.responses = BrokenStore()
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
+        assert ask(client).to_dict()["store"] is False
+        last = list(ask(client, stream=True))[-1]
+        assert last.type == "response.completed" and last.response.to_dict()["store"] is False

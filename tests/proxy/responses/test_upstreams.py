@@ -1,0 +1,336 @@
+"""`/v1/responses` of upstreams: bytes where they have the route, a translation where they have not; tenants apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from agentspec.backends.settings import OpenAISettings
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.server import ServerSettings
+
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+ROUTE = "/v1/responses"
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+RESPONSE = (
+    b'{"metadata": {"id": "resp_other"}, "id" : "resp_1", "object":"response", "odd": {"x": 1.10},'
+    b' "output": [], "usage": {"input_tokens": 4, "output_tokens": 2, "total_tokens": 6} }'
+)
+EVENTS = [
+    b'event: response.created\ndata: {"type":"response.created","sequence_number":0,"response":{"id":"resp_1"}}\n\n',
+    b'data: {"type":"response.output_text.delta","sequence_number":1,"delta":"\\"response.completed\\"",'
+    b'"odd":1.10}\r\n\r\n',
+    b'event: response.completed\ndata: {"type":"response.completed","sequence_number":2,"response":{"id":"resp_1",'
+    b'"usage":{"input_tokens":4,"output_tokens":2}}}\n\n',
+]
+WIRE = b"".join(EVENTS)
+CHAT = {
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}},
+}
+CHUNKS = [
+    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+    {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]},
+    {"choices": [{"index": 0, "delta": {"content": "hel"}}]},
+    {"choices": [{"index": 0, "delta": {"content": "lo"}}]},
+    {"choices": [{"index": 0, "delta": {"tool_calls": [
+        {"index": 0, "id": "c1", "function": {"name": "look", "arguments": "{"}}]}}]},
+    {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}}]},
+    {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
+    {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}},
+]  # fmt: skip
+Script = Callable[[Any], None]
+
+
+def models(owner: str) -> bytes:
+    return json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()
+
+
+def native(owner: str = "somebody", answer: Script = lambda request: request.answer(RESPONSE)) -> Script:
+    """An upstream with the route."""
+
+    def script(request: Any) -> None:
+        if request.target == "/v1/models":
+            request.answer(models(owner))
+        elif request.body == b"{}":
+            request.answer(b'{"error":{"message":"model is missing"}}', 400)
+        else:
+            answer(request)
+
+    return script
+
+
+def chats_only(owner: str = "somebody") -> Script:
+    """An upstream without the route."""
+
+    def script(request: Any) -> None:
+        if request.target == "/v1/models":
+            request.answer(models(owner))
+        elif not request.target.startswith("/v1/chat/"):
+            request.answer(b'{"detail":"Not Found"}', 404)
+        elif request.json.get("stream"):
+            request.head()
+            for chunk in CHUNKS:
+                request.send(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            request.send(b"data: [DONE]\n\n")
+        else:
+            request.answer(json.dumps(CHAT).encode())
+
+    return script
+
+
+def settings(url: str, folder: Path | None = None, **backend: Any) -> Settings:
+    """A gateway of two tenants if `folder` is given, else without keys."""
+    keys: tuple[ApiKey, ...] = ()
+    if folder is not None:
+        for tenant in ("alice", "bob"):
+            (folder / tenant).write_text(f"key-of-{tenant}")
+        keys = tuple(ApiKey(tenant=tenant, key_file=folder / tenant) for tenant in ("alice", "bob"))
+    up = OpenAISettings(base_url=url, **backend)  # type: ignore[arg-type]
+    return Settings(
+        server=ServerSettings(api_keys=keys), backends={"up": up}, models={"m": ModelSettings(backend="up")}
+    )
+
+
+def post(running: Any, body: Any, tenant: str = "", headers: Any = None, **query: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps({"model": "m", "input": "hi", **body}).encode()
+    given = {"content-type": "application/json", **(headers or {})}
+    given |= {"authorization": f"Bearer key-of-{tenant}"} if tenant else {}
+    return HTTP.post(f"{running.url}{ROUTE}", content=content, headers=given, timeout=60, **query)
+
+
+def posted(server: Any, path: str = ROUTE) -> list[Any]:
+    """The requests that came, without the empty one that asks for the route."""
+    return [one for one in server.requests if one.method == "POST" and one.target == path and one.body != b"{}"]
+
+
+def test_bytes_pass_both_ways(gateway: Any, upstream: Any) -> None:
+    server = upstream(native())
+    running = gateway({}, settings(server.url))
+    sent = b' {"model":"m", "input" : [{"type":"mystery","x":1.10}], "unheard_of":null, "background":false }'
+    for _ in range(2):
+        answer = post(running, sent)
+        assert answer.content == RESPONSE and "x-agentspec-translated" not in answer.headers
+    assert [one.body for one in posted(server)] == [sent, sent]
+    assert len([one for one in server.requests if one.body == b"{}"]) == 1, "the route is looked for once"
+    assert running.metric("agentspec_completion_tokens_total", model="m") == 4
+
+
+@pytest.mark.parametrize("step", [len(WIRE), 1, 50])
+def test_a_stream_passes_byte_for_byte(gateway: Any, upstream: Any, step: int) -> None:
+    def answer(request: Any) -> None:
+        request.head(200, transfer_encoding="chunked")
+        for start in range(0, len(WIRE), step):
+            request.chunk(WIRE[start : start + step])
+        request.chunk(b"")
+
+    running = gateway({}, settings(upstream(native(answer=answer)).url))
+    assert post(running, {"stream": True}).content == WIRE
+    assert running.metric("agentspec_completion_tokens_total", model="m") == 2
+    assert running.runtime.cache.responses.get("default", "resp_1").backend == "up"
+
+
+def test_a_stream_that_breaks_off_ends_with_the_apis_error_event(gateway: Any, upstream: Any) -> None:
+    def answer(request: Any) -> None:
+        request.head()
+        request.send(b"".join(EVENTS[:2]))
+
+    running = gateway({}, settings(upstream(native(answer=answer)).url))
+    wire = post(running, {"stream": True}).content
+    assert wire.startswith(b"".join(EVENTS[:2]))
+    last = json.loads(wire.removeprefix(b"".join(EVENTS[:2])).split(b"data: ")[1])
+    assert last["type"] == "error" and last["sequence_number"] == 2 and EVENT.validate_python(last)
+
+
+def test_the_store_header_reaches_the_upstream(gateway: Any, upstream: Any) -> None:
+    server = upstream(native())
+    running = gateway({}, settings(server.url))
+    for body in (b'{"model":"m","input":"hi"}', b'{"model":"m","store": true,"input":"hi"}'):
+        post(running, body, headers={"x-agentspec-store": "off"})
+    assert [one.json["store"] for one in posted(server)] == [False, False]
+    assert running.runtime.cache.responses.get("default", "resp_1") is None
+
+
+def test_a_stored_response_is_asked_of_its_upstream(gateway: Any, upstream: Any) -> None:
+    server = upstream(native())
+    running = gateway({}, settings(server.url))
+    post(running, {})
+    for method, path in (("GET", f"{ROUTE}/resp_1"), ("GET", f"{ROUTE}/resp_1/input_items?limit=2")):
+        assert HTTP.request(method, running.url + path).content == RESPONSE
+        assert (server.requests[-1].method, server.requests[-1].target) == (method, path)
+    HTTP.delete(f"{running.url}{ROUTE}/resp_1")
+    assert (server.requests[-1].method, server.requests[-1].target) == ("DELETE", f"{ROUTE}/resp_1")
+    assert running.runtime.cache.responses.get("default", "resp_1") is None
+    HTTP.get(f"{running.url}{ROUTE}/resp_9")
+    assert server.requests[-1].target == f"{ROUTE}/resp_9", "a sole tenant's ids may be older than this gateway"
+
+
+def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(native("vllm"))
+    running = gateway({}, settings(server.url, tmp_path))
+    assert post(running, {}, "alice").status_code == 200
+    assert post(running, {"previous_response_id": "resp_1"}, "alice").status_code == 200
+    count = len(server.requests)
+    for previous in ("resp_1", "resp_other", "resp_unknown"):
+        refused = post(running, {"previous_response_id": previous}, "bob")
+        assert refused.status_code == 404 and refused.json()["error"]["param"] == "previous_response_id"
+    headers = {"authorization": "Bearer key-of-bob"}
+    for method in ("GET", "DELETE"):
+        assert HTTP.request(method, f"{running.url}{ROUTE}/resp_1", headers=headers).status_code == 404
+    assert len(server.requests) == count, "nothing of it reached the upstream"
+    assert post(running, {}, "bob").status_code == 200, "an upstream that gives an id twice"
+    refused = post(running, {"previous_response_id": "resp_1"}, "bob")
+    assert refused.status_code == 404
+    salts = [one.json["cache_salt"] for one in posted(server)]
+    assert salts[0] == salts[1] != salts[2] and len(salts[0]) == 64
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+    ({"input": [{"id": "msg_1"}]}, "input[0].id"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].file_id"),
+    ({"tools": [{"type": "file_search", "vector_store_ids": ["vs_1"]}]}, "tools[0].vector_store_ids"),
+    ({"tools": [{"type": "code_interpreter", "container": "cntr_1"}]}, "tools[0].container"),
+    ({"Previous_Response_Id": "resp_1"}, "Previous_Response_Id"),
+    ({"tools": [{"type": "mcp", "server_url": "http://x"}]}, "tools[0].server_url"),
+    ({"max_output_tokens": 10**9}, "max_output_tokens"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y"}]}]},
+     "input[0].content[0].image_url"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED)
+def test_what_several_tenants_may_not_send(of_two: Any, fields: Any, param: str) -> None:
+    refused = post(of_two, fields, "alice")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+
+
+@pytest.fixture(scope="module")
+def of_two(shared_gateway: Any, shared_upstream: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return shared_gateway({}, settings(shared_upstream(native("vllm")).url, tmp_path_factory.mktemp("keys")))
+
+
+def test_texts_and_schemas_may_hold_addresses(gateway: Any, upstream: Any) -> None:
+    server = upstream(native())
+    running = gateway({}, settings(server.url))
+    body = {
+        "input": [
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"u": "http://x"}'},
+            {"type": "function_call_output", "call_id": "c", "output": "http://example.com says"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "http://x", "annotations": [
+                {"type": "url_citation", "url": "http://x"}]}]},
+        ],
+        "instructions": "http://x",
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"$schema": "http://json-schema.org/"}}},
+        "tools": [{"type": "function", "name": "f", "parameters": {"$id": "http://x"}}],
+    }  # fmt: skip
+    assert post(running, body).status_code == 200
+
+
+def test_a_chat_is_asked_of_an_upstream_without_the_route(gateway: Any, upstream: Any) -> None:
+    server = upstream(chats_only())
+    running = gateway({}, settings(server.url))
+    image = "data:image/png;base64,AAAA"
+    body = {
+        "instructions": "be brief",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "look"},
+                                         {"type": "input_image", "image_url": image}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "42"}]},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": True}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "json_object"}, "verbosity": "low"},
+        "reasoning": {"effort": "low"},
+        "max_output_tokens": 9,
+    }  # fmt: skip
+    answer = post(running, body)
+    assert answer.headers["x-agentspec-translated"] == "chat.completions"
+    said = answer.json()
+    assert said["output"][0]["content"][0]["text"] == "hello" and said["status"] == "completed"
+    assert said["usage"]["output_tokens_details"]["reasoning_tokens"] == 1
+    [request] = posted(server, "/v1/chat/completions")
+    assert request.json == {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "look"},
+                                         {"type": "image_url", "image_url": {"url": image, "detail": "auto"}}]},
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c", "content": "42"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "response_format": {"type": "json_object"},
+        "verbosity": "low",
+        "reasoning_effort": "low",
+        "max_tokens": 9,
+    }  # fmt: skip
+
+
+def test_a_translated_stream_has_the_same_events(gateway: Any, upstream: Any) -> None:
+    running = gateway({}, settings(upstream(chats_only()).url))
+    answer = post(running, {"stream": True})
+    assert answer.headers["x-agentspec-translated"] == "chat.completions"
+    events = [json.loads(block.split("data: ")[1]) for block in answer.text.strip().split("\n\n")]
+    for number, event in enumerate(events):
+        assert EVENT.validate_python(event) and event["sequence_number"] == number
+    whole = events[-1]["response"]
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
+    assert whole["output"][2]["arguments"] == "{}" and whole["usage"]["output_tokens"] == 4
+    assert running.metric("agentspec_completion_tokens_total", model="m") == 4
+
+
+def test_translated_conversations_go_on_by_id(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(chats_only("vllm"))
+    running = gateway({}, settings(server.url, tmp_path))
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="key-of-alice", max_retries=0) as client:
+        first = client.responses.create(model="m", input="one")
+        client.responses.create(model="m", input="two", previous_response_id=first.id)
+        assert client.responses.retrieve(first.id).output_text == "hello"
+    sent = posted(server, "/v1/chat/completions")
+    assert [one["content"] for one in sent[-1].json["messages"]] == ["one", "hello", "two"]
+    assert len(sent[-1].json["cache_salt"]) == 64
+    assert post(running, {"previous_response_id": first.id}, "bob").status_code == 404
+
+
+def test_errors_of_a_translated_upstream(gateway: Any, upstream: Any) -> None:
+    def script(request: Any) -> None:
+        if "chat" not in request.target:
+            request.answer(b"", 404)
+        elif request.json["messages"][0]["content"] == "cut":
+            request.head()
+            request.send(b'data: {"choices":[{"index":0,"delta":{"content":"one"}}]}\n\n')
+        else:
+            request.answer(b'{"error":{"message":"too hot","param":"temperature"}}', 400)
+
+    running = gateway({}, settings(upstream(script).url))
+    refused = post(running, {"stream": True})
+    assert refused.status_code == 400 and refused.json()["error"]["message"] == "too hot"
+    wire = post(running, {"stream": True, "input": "cut"}).text
+    last = json.loads(wire.strip().split("\n\n")[-1].split("data: ")[1])
+    assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
+    assert post(running, {"truncation": "auto"}).json()["error"]["param"] == "truncation"
+
+
+@pytest.mark.parametrize(("declared", "asked"), [("on", ROUTE), ("off", "/v1/chat/completions")])
+def test_the_operator_may_say_which(gateway: Any, upstream: Any, declared: Any, asked: str) -> None:
+    server = upstream(lambda request: request.answer(json.dumps(CHAT).encode()))
+    running = gateway({}, settings(server.url, responses=declared))
+    assert post(running, {}).status_code == 200
+    assert [one.target for one in server.requests if one.method == "POST"] == [asked]

@@ -1,0 +1,196 @@
+"""Places that a parent gives to workers: messages, turns, and what a worker that is gone leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+
+from agentspec.errors import OverloadedError, ShuttingDownError
+from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
+from agentspec.proxy.workers.places import SharedLimiter, WorkerPlaces
+from agentspec.settings.server import ServerSettings
+
+
+class Parent:
+    """A limiter and its workers, whose messages arrive in the next turn of the loop."""
+
+    def __init__(self, workers: int = 2, **limits: Any) -> None:
+        self.limiter = ConcurrencyLimiter(ServerSettings(**limits))
+        self.messages: list[tuple[Any, ...]] = []
+        self.workers = [SharedLimiter() for _ in range(workers)]
+        self.places = [WorkerPlaces(self.limiter, self._to(worker.answered)) for worker in self.workers]
+        for worker, places in zip(self.workers, self.places, strict=True):
+            worker.send = self._from(places)
+
+    def _to(self, receive: Callable[..., None]) -> Callable[..., None]:
+        def send(*message: Any) -> None:
+            self.messages.append(message)
+            asyncio.get_running_loop().call_soon(receive, *message)
+
+        return send
+
+    def _from(self, places: WorkerPlaces) -> Callable[..., None]:
+        def send(name: str, *told: Any) -> None:
+            self.messages.append((name, *told))
+            asyncio.get_running_loop().call_soon(getattr(places, name), *told)
+
+        return send
+
+
+async def silent() -> Any:
+    await asyncio.Event().wait()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, 60))
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def hold(worker: SharedLimiter, over: asyncio.Event, tenant: str = "a", receive: Any = silent) -> None:
+    async with worker.enter(tenant, receive):
+        await over.wait()
+
+
+def test_a_request_costs_three_messages() -> None:
+    async def main() -> None:
+        parent = Parent(max_concurrent=2)
+        for worker in parent.workers:
+            async with worker.enter("a", silent):
+                assert parent.limiter.running == 1 == worker.running
+        await turns()
+        assert [name for name, *_ in parent.messages] == ["take", "go", "leave"] * 2
+        assert parent.limiter.running == 0
+
+    run(main())
+
+
+def test_limits_are_those_of_all_workers() -> None:
+    async def main() -> None:
+        parent = Parent(max_concurrent=3, queue_timeout=60)
+        over = [asyncio.Event() for _ in range(8)]
+        tasks = [asyncio.create_task(hold(parent.workers[n % 2], over[n])) for n in range(8)]
+        await turns()
+        assert parent.limiter.running == 3 == sum(worker.running for worker in parent.workers)
+        for number in range(8):
+            over[number].set()
+            await turns()
+            assert parent.limiter.running == min(3, 7 - number)
+        await asyncio.gather(*tasks)
+
+    run(main())
+
+
+def test_a_worker_that_is_gone_gives_everything_back() -> None:
+    async def main() -> None:
+        parent = Parent(max_concurrent=2, queue_timeout=60)
+        over = asyncio.Event()
+        gone = [asyncio.create_task(hold(parent.workers[0], over)) for _ in range(4)]  # two of them wait
+        await turns()
+        kept = asyncio.create_task(hold(parent.workers[1], over))
+        await turns()
+        assert parent.workers[1].running == 0 and parent.limiter.waiting == 3
+        parent.places[0].leave_all()
+        await turns()
+        assert parent.workers[1].running == 1 == parent.limiter.running and not parent.limiter.waiting
+        for task in gone:
+            task.cancel()
+        await turns()
+        over.set()
+        await kept
+        await turns()
+        assert parent.limiter.running == 0
+
+    run(main())
+
+
+def test_refusals_come_from_the_parent() -> None:
+    async def main() -> None:
+        parent = Parent(max_concurrent=1, queue_timeout=0.05, max_queued=1)
+        over = asyncio.Event()
+        first = asyncio.create_task(hold(parent.workers[0], over))
+        await turns()
+        waiting = asyncio.create_task(hold(parent.workers[1], over))
+        await turns()
+        with pytest.raises(OverloadedError, match="max_queued"):
+            await hold(parent.workers[0], over)
+        with pytest.raises(OverloadedError, match="queue_timeout") as refused:
+            await waiting
+        assert refused.value.retry_after >= 1
+        assert [(one.running, one.waiting, one.refused) for one in parent.limiter.samples()] == [(1, 0, 2)]
+        assert not parent.workers[0].samples()
+        over.set()
+        await first
+
+    run(main())
+
+
+def test_a_client_that_leaves_leaves_the_line() -> None:
+    async def main() -> None:
+        parent = Parent(max_concurrent=1, queue_timeout=60)
+        over = asyncio.Event()
+        first = asyncio.create_task(hold(parent.workers[0], over))
+        await turns()
+        left = asyncio.Event()
+
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        waiting = asyncio.create_task(hold(parent.workers[1], over, receive=receive))
+        await turns()
+        assert parent.limiter.waiting == 1
+        left.set()
+        with pytest.raises(ClientDisconnect):
+            await waiting
+        await turns()
+        assert parent.limiter.waiting == 0 and parent.limiter.running == 1
+        over.set()
+        await first
+
+    run(main())
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_cancelled_request_leaves_no_place_behind(moment: int) -> None:
+    async def main() -> None:
+        parent = Parent(max_concurrent=1)
+        task = asyncio.create_task(hold(parent.workers[0], asyncio.Event()))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        task.cancel()
+        await turns()
+        assert task.cancelled() and parent.limiter.running == 0 == parent.workers[0].running
+
+    run(main())
+
+
+@pytest.mark.parametrize("by_parent", [True, False])
+def test_a_drain_refuses_what_waits(by_parent: bool) -> None:
+    async def main() -> None:
+        parent = Parent(max_concurrent=1, queue_timeout=60)
+        over = asyncio.Event()
+        first = asyncio.create_task(hold(parent.workers[0], over))
+        await turns()
+        waiting = asyncio.create_task(hold(parent.workers[1], over))
+        await turns()
+        if by_parent:
+            parent.limiter.close()
+        else:
+            parent.workers[1].close()
+        for request in (waiting, hold(parent.workers[1], over)):
+            with pytest.raises(ShuttingDownError):
+                await request
+        await turns()
+        assert parent.limiter.running == 1 and not parent.limiter.waiting
+        over.set()
+        await first
+
+    run(main())

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.errors import ConfigurationError
+from agentspec.recordings.calls import BadLineError
+from agentspec.recordings.formats import Format, detect, files_of, read
+from agentspec.recordings.redaction import Redaction
+from tests.recordings.agents.conftest import (
+    ARGUMENTS,
+    FIRST,
+    LAST,
+    RESULT,
+    SECRETS,
+    TASK,
+    THOUGHT,
+    claude_code,
+    codex,
+    jsonl,
+    opencode_storage,
+    pi,
+)
+
+
+def text_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def test_a_session_is_recognised_and_its_answers_are_found(recorded: tuple[str, Path]) -> None:
+    name, path = recorded
+    unknown: list[Path] = []
+    assert detect(path) == name and list(files_of(path, unknown.append)) == [path] and not unknown
+    first, last = read(path, Format(name))
+    assert first.messages[-1] == {"role": "user", "content": TASK} and first.answer["content"] == FIRST
+    assert last.answer["content"].startswith(LAST) and len(last.messages) > len(first.messages)
+    assert first.finished and last.finished
+    assert first.labels == last.labels if "llm" not in path.name else first.labels != last.labels
+
+
+def test_calls_of_tools_and_their_results(with_tools: Path) -> None:
+    first, last = read(with_tools, detect(with_tools))
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in first.answer["tool_calls"]
+    ]
+    assert calls == [("Read", ARGUMENTS), ("Glob", {"pattern": "*"})]
+    assert first.answer["reasoning_content"] == THOUGHT
+    results = [{"role": "tool", "tool_call_id": "t1", "content": RESULT}]
+    results.append({"role": "tool", "tool_call_id": "t2", "content": "settings.py"})
+    assert list(last.messages[-3:]) == [first.answer, *results]
+
+
+def test_no_secret_survives(recorded: tuple[str, Path]) -> None:
+    name, path = recorded
+    calls = list(read(path, Format(name)))
+    told = text_of([[list(call.messages), call.answer] for call in calls])
+    assert SECRETS["asked"] in told and SECRETS["written"] in told
+    safe = [Redaction().call(call) for call in calls]
+    told = text_of([[list(call.messages), call.answer, repr(call.labels)] for call in safe])
+    assert not [secret for secret in SECRETS.values() if secret in told or secret[8:] in told]
+    assert "settings.py" in told or "aider" in name
+
+
+def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
+    path = claude_code(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:-20])
+    assert len(list(read(path, Format.claude_code))) == 1
+    path.write_text("".join(lines[:-1]) + lines[-1].rstrip("\n"))
+    assert len(list(read(path, Format.claude_code))) == 2
+    path.write_text("".join([*lines[:-1], "{no json}\n", lines[-1]]))
+    with pytest.raises(BadLineError, match=rf"{path}:{len(lines)}"):
+        list(read(path, Format.claude_code))
+
+
+def test_a_branch_knows_nothing_of_the_other(tmp_path: Path) -> None:
+    """In Claude Code's and Pi's sessions one may go back and ask something else."""
+    path = claude_code(tmp_path)
+    asked = json.loads(path.read_text().splitlines()[2])
+    other = asked | {"uuid": "v1", "parentUuid": None, "message": {"role": "user", "content": "Else?"}}
+    said = {"id": "m3", "role": "assistant", "content": [{"type": "text", "text": "No."}], "stop_reason": "max_tokens"}
+    reply = other | {"type": "assistant", "uuid": "v2", "parentUuid": "v1", "message": said}
+    error = reply | {"uuid": "v3", "isApiErrorMessage": True, "message": said | {"id": "m4"}}
+    with path.open("a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in (other, reply, error))
+    *_, last = calls = list(read(path, Format.claude_code))
+    assert (len(calls), list(last.messages)) == (3, [{"role": "user", "content": "Else?"}])
+    assert last.answer["content"] == "No." and not last.finished
+
+    path = pi(tmp_path)
+    message = {"role": "assistant", "content": [{"type": "text", "text": "Other."}], "stopReason": "length"}
+    with path.open("a") as file:
+        file.write(json.dumps({"type": "message", "id": "g", "parentId": "a", "message": message}) + "\n")
+    *_, last = calls = list(read(path, Format.pi))
+    assert (len(calls), len(last.messages), last.finished) == (3, 1, False)
+
+
+def test_after_a_compaction_the_history_is_the_summary(tmp_path: Path) -> None:
+    path = pi(tmp_path)
+    compaction = {"type": "compaction", "id": "g", "parentId": "f", "summary": "All was read.", "firstKeptEntryId": "f"}
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Next."}], "stopReason": "stop"}
+    with path.open("a") as file:
+        file.write(json.dumps(compaction) + "\n")
+        file.write(json.dumps({"type": "message", "id": "h", "parentId": "g", "message": said}) + "\n")
+    *_, last = calls = list(read(path, Format.pi))
+    assert [message["content"] for message in last.messages] == ["All was read.", LAST] and len(calls) == 3
+
+    path = codex(tmp_path / "x")
+    kept = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "All was read."}]}
+    said = kept | {"content": [{"type": "output_text", "text": "Next."}]}
+    with path.open("a") as file:
+        for kind, payload in (("compacted", {"message": "", "replacement_history": [kept]}), ("response_item", said)):
+            file.write(json.dumps({"timestamp": "2026-01-20T11:57:17Z", "type": kind, "payload": payload}) + "\n")
+    *_, last = calls = list(read(path, Format.codex))
+    assert [message["content"] for message in last.messages] == ["All was read."] and len(calls) == 3
+
+    storage = opencode_storage(tmp_path)
+    times = {"time": {"created": 1768910237716}}
+    jsonl(storage / "message" / "s1" / "msg_2.json", {"role": "assistant", "summary": True, **times})
+    jsonl(storage / "part" / "msg_2" / "prt_0.json", {"type": "text", "text": "All was read."})
+    jsonl(storage / "message" / "s1" / "msg_3.json", {"role": "assistant", "error": {"name": "Aborted"}, **times})
+    jsonl(storage / "part" / "msg_3" / "prt_0.json", {"type": "text", "text": "Next"})
+    *_, last = calls = list(read(storage, Format.opencode))
+    assert [message["content"] for message in last.messages] == ["All was read."]
+    assert (len(calls), last.finished) == (4, False)
+
+
+def test_codex_wrote_items_by_themselves_once(tmp_path: Path) -> None:
+    items = [
+        json.loads(line)["payload"] for line in codex(tmp_path).read_text().splitlines() if "response_item" in line
+    ]
+    path = jsonl(
+        tmp_path / "old.jsonl", {"id": "s1", "timestamp": "2025-05-01T00:00:00Z", "instructions": "Be brief."}, *items
+    )
+    assert detect(path) is Format.codex
+    first, last = read(path, Format.codex)
+    assert first.messages[0] == {"role": "system", "content": "Be brief."}
+    assert first.labels.session == "s1" and last.answer["content"] == LAST
+
+
+def test_a_folder_is_read_as_it_lies_there(tmp_path: Path) -> None:
+    path = claude_code(tmp_path / "projects")
+    (path.parent / "notes.txt").write_text("no session\n")
+    (path.parent / "linked.jsonl").symlink_to(path)
+    unknown: list[Path] = []
+    assert list(files_of(tmp_path, unknown.append)) == [path]
+    assert unknown == [path.parent / "notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", '{"history": 5}', '{"messages": [5]}', '{"history": [{"role": "assistant", "tool_calls": [1]}]}']
+)
+def test_what_is_no_trajectory_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "x.traj"
+    path.write_text(content)
+    bad: list[BadLineError] = []
+    assert list(read(path, Format.swe_agent, bad.append)) == []
+    assert content == '{"history": 5}' or str(path) in str(bad[0])
+
+
+def test_a_pattern_of_redaction_has_to_be_one() -> None:
+    with pytest.raises(ConfigurationError, match="regular expressions"):
+        Redaction(["("])
