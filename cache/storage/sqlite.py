@@ -242,7 +242,7 @@ def _close_to_others(folder: Path) -> None:
     if mine and status.st_uid == os.geteuid():
         folder.chmod(0o700)
     else:
-        _log.warning("%s is open to other users, and holds other things than the cache or is another's", folder)
+        _log.info("%s is open to other users, and holds other things than the cache or is another's", folder)
 
 
 def _text(data: bytes) -> str:
