@@ -160,9 +160,10 @@ class StoreSync:
     def maintain(self) -> None:
         """Called periodically: enforce the disk budgets, whichever process wrote, and save segments that lack much."""
         self._store.enforce_budget()
+        saved = self._saved_keys()
         for partition in self._pool.namespaces.partitions():
             paused = time.monotonic() - self._tried.get(partition.namespace.key, -_PAUSE) >= _PAUSE
-            if paused and self._lacks(partition, _GROWN, _GROWN_SHARE):
+            if paused and self._lacks(partition, saved, _GROWN, _GROWN_SHARE):
                 self._try_to_save(partition)
 
     def compact(self) -> int:
@@ -184,7 +185,8 @@ class StoreSync:
 
     def close(self) -> None:
         """Save the segments that lack so many tokens that the next start would be slow."""
-        lacking = [one for one in self._pool.namespaces.partitions() if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
+        saved, partitions = self._saved_keys(), self._pool.namespaces.partitions()
+        lacking = [one for one in partitions if self._lacks(one, saved, _CLOSING, _CLOSING_SHARE)]
         if not self._started or not lacking:
             return
         with contextlib.suppress(CacheError):  # sequences not in the database are left out of the segments
@@ -192,13 +194,18 @@ class StoreSync:
         for partition in lacking:
             self._try_to_save(partition)
 
-    def _lacks(self, partition: Partition, least: int, share: float) -> bool:
-        """Whether at least `least` tokens, and at least `share` of all, are in no segment."""
+    def _saved_keys(self) -> set[str]:
+        """The namespaces that have a segment; empty in a process that writes none."""
+        writes = self._store.mode == "writer" and self._segments.kept
+        return set(self._segments.namespaces()) if writes else set()
+
+    def _lacks(self, partition: Partition, saved: set[str], least: int, share: float) -> bool:
+        """Whether at least `least` tokens, and at least `share` of all, are in no segment of those `saved`."""
         if self._store.mode != "writer" or not self._segments.kept:
             return False
         tokens, key = partition.shared.token_count, partition.namespace.key
         lacking = min(tokens, partition.added - self._saved.get(key, 0))
-        if lacking < tokens and key not in self._segments.namespaces():  # a deletion removed the segment
+        if lacking < tokens and key not in saved:  # a deletion removed the segment
             lacking = tokens
         return lacking >= max(least, share * tokens)
 
@@ -225,5 +232,7 @@ class StoreSync:
 
     def _fits(self, segment: Segment) -> bool:
         limit = self._store.disk_limit
+        if limit is None:
+            return True
         others = self._segments.total_bytes() - self._segments.size(segment.namespace.key)
-        return limit is None or self._store.disk_bytes() + others + segment.index_bytes <= limit
+        return self._store.disk_bytes() + others + segment.index_bytes <= limit

@@ -268,12 +268,12 @@ async def _rendered(metrics: Metrics) -> bytes:
     return await anyio.to_thread.run_sync(metrics.render)
 
 
-def index_size(runtime: Runtime) -> tuple[int, int] | None:
-    """Bytes and sequences of the token index; None if no local engine of this process keeps one."""
+def index_size(runtime: Runtime) -> tuple[int, int, int] | None:
+    """Bytes and sequences of the token index, unreadable rows of its database; None if this process has no index."""
     if not runtime.keeps_index:
         return None
     stats = runtime.cache.stats()
-    return stats.memory_bytes, stats.sequences
+    return stats.memory_bytes, stats.sequences, stats.damaged
 
 
 async def backend_samples(runtime: Runtime) -> list[BackendSample]:

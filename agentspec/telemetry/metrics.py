@@ -27,8 +27,8 @@ class Metrics:
     """Counters and histograms of one gateway, in their own registry.
 
     `models` are the names that may become a label value; other names are counted as "other". Each scrape calls
-    `index_size`, which returns (bytes, sequences) or None, `backends`, which returns the backends' own counts, and
-    `tenants`, which returns the counts of each tenant's requests.
+    `index_size`, which returns (bytes, sequences, rows that cannot be read) or None, `backends`, which returns the
+    backends' own counts, and `tenants`, which returns the counts of each tenant's requests.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Metrics:
         *,
         version: str,
         models: Collection[str] = (),
-        index_size: Callable[[], tuple[int, int] | None] = lambda: None,
+        index_size: Callable[[], tuple[int, int, int] | None] = lambda: None,
         backends: Callable[[], Iterable[BackendSample]] = lambda: (),
         tenants: Callable[[], Iterable[TenantSample]] = lambda: (),
     ) -> None:
@@ -141,10 +141,12 @@ class _OnScrape(Collector):
         return []
 
 
-def _index(size: tuple[int, int] | None) -> Iterator[Metric]:
+def _index(size: tuple[int, int, int] | None) -> Iterator[Metric]:
     if size is not None:
         yield GaugeMetricFamily("agentspec_index_bytes", "Memory of the token index", value=size[0])
         yield GaugeMetricFamily("agentspec_index_sequences", "Sequences in the token index", value=size[1])
+        damaged = "Rows of the cache's database that cannot be read, and are left out"
+        yield GaugeMetricFamily("agentspec_cache_damaged_rows", damaged, value=size[2])
 
 
 def _connections(count: int, ended: Mapping[str, int]) -> Iterator[Metric]:

@@ -20,9 +20,14 @@ _CIRCUMSTANCES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ED
 
 def open_database(target: str | Path) -> Database:
     """The database at an address, or in a folder, which is created if missing. Raises as `SequenceStore.open`."""
+    if not isinstance(target, str | Path) or not str(target).strip() or "\0" in str(target):
+        message = (
+            f"path must be a folder, or the address of a database such as postgresql://user@host/name, not {target!r}"
+        )
+        raise ConfigurationError(message, param="path")
     try:
         return PostgresDatabase(target) if _is_address(target) else SqliteDatabase(Path(target))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the second: the home folder of an unknown user
         raise_unusable(str(target), error, transient=False)
 
 

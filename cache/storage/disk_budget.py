@@ -26,8 +26,11 @@ class DiskBudget:
         self._tenant_limit = tenant_limit
         self._measured_until = 0.0
 
-    def enforce(self) -> None:
-        """If this process is the writer, delete sequences until the budgets hold. Raises `DBAPIError`."""
+    def enforce(self, *, thorough: bool = True) -> None:
+        """If this process is the writer, delete sequences until the budgets hold. Raises `DBAPIError`.
+
+        Unless `thorough`, segments that other processes wrote or deleted meanwhile may be left out of account.
+        """
         if not self._database.is_writer:
             return
         if self._tenant_limit is not None and time.monotonic() >= self._measured_until:
@@ -35,7 +38,11 @@ class DiskBudget:
             self._enforce_shares(self._tenant_limit)
             now = time.monotonic()
             self._measured_until = now + _SHARE * (now - begun)
-        if self.limit is not None and self._database.disk_bytes() + self._segments.total_bytes() > self.limit:
+        if self.limit is None:
+            return
+        if not thorough and self._database.disk_bytes() + self._segments.known_bytes() <= self.limit:
+            return
+        if self._database.disk_bytes() + self._segments.total_bytes() > self.limit:
             self._segments.clear()  # segments go first: the database can restore them
             if self._database.disk_bytes() > self.limit:
                 self._enforce_limit(self.limit)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +39,13 @@ class LocalFiles:
         return (self._path / name).stat().st_size
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading."""
-        return (self._path / name).open("rb", buffering=0)
+        """Open a file for reading. A symbolic link is not followed, and a pipe is not waited for."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(self._path / name, flags)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise OSError(errno.EINVAL, "it is no file")
+        return os.fdopen(file, "rb", buffering=0)
 
     def create(self, name: str) -> BinaryIO:
         """Open an empty file for writing; truncates an existing file. Only the owner may read it."""
@@ -83,6 +90,7 @@ class SegmentFolder:
 
     def __init__(self, folder: Path, files: LocalFiles | None = None) -> None:
         self.error: str | None = None
+        self._known: int | None = None  # what `total_bytes` said last; None: it changed since
         self._folder = folder
         self._files = files or LocalFiles(folder)
 
@@ -125,7 +133,13 @@ class SegmentFolder:
         with contextlib.suppress(OSError):  # other processes may delete files meanwhile
             for name in self._named(_SUFFIX, _NEW, _CORRUPT):
                 total += self._files.size(name)
+        self._known = total
         return total
+
+    def known_bytes(self) -> int:
+        """Size of all files when they were last looked at or changed by this process: without a look at each."""
+        known = self._known
+        return self.total_bytes() if known is None else known
 
     def size(self, key: str) -> int:
         """Bytes of a namespace's segment; 0 if there is none."""
@@ -166,10 +180,13 @@ class SegmentFolder:
             with contextlib.suppress(OSError):
                 self._files.unlink(key + _NEW)
             raise
+        finally:
+            self._known = None
         self.error = None
 
     def delete(self, key: str) -> None:
         """Delete a namespace's segment. A failure is only recorded."""
+        self._known = None
         try:
             self._files.unlink(key + _SUFFIX)
         except OSError as error:
@@ -177,6 +194,7 @@ class SegmentFolder:
 
     def clear(self) -> None:
         """Delete all segments, to make room."""
+        self._known = None
         try:
             for name in self._named(_SUFFIX, _CORRUPT):
                 self._files.unlink(name)
@@ -194,6 +212,7 @@ class SegmentFolder:
 
         Raises `CacheError` if a file cannot be deleted; deleted sequences may still be in it then.
         """
+        self._known = None
         try:
             for name in self._named(_SUFFIX, _NEW, _CORRUPT):
                 if self._may_hold(name, scope):

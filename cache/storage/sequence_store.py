@@ -343,7 +343,7 @@ class SequenceStore(SequenceReader):
                 if isinstance(job, _UsageUpdate):
                     self._save_usage(connection, job)
         try:
-            self._budget.enforce()
+            self._budget.enforce(thorough=False)
         except (exc.DBAPIError, OSError) as error:
             _log.warning("the database cannot be kept within its budget: %s", reason(error))
 

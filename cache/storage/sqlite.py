@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -20,11 +22,12 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentspec.cache.storage.database import Database, Upsert
 from agentspec.cache.storage.path_lock import PathLock
-from agentspec.errors import CacheFormatError, CacheLockedError, CacheUnavailableError
+from agentspec.errors import CacheFormatError, CacheLockedError, CacheUnavailableError, ConfigurationError
 
 _log = logging.getLogger(__name__)
 
 DATABASE = "sequences.sqlite3"
+_FILES = (DATABASE, "writer.lock", "writer.pid", "segments.lock")
 _TIMEOUT = 30  # seconds to wait for another process's lock
 _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwhile
 _PRIMARY = 0xFF  # the bits of SQLite's error codes that hold the primary code
@@ -70,6 +73,7 @@ class SqliteDatabase(Database):
         self._path = folder.expanduser().absolute() / DATABASE
         self.folder = self._path.parent
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _close_to_others(self.folder)
         self.name = str(self._path)
         self._lock: WriterLock | None = None
         self._is_candidate = False
@@ -103,9 +107,12 @@ class SqliteDatabase(Database):
         return lock is not None and lock.is_held
 
     def connect(self) -> None:
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
-        with self._path.open("rb") as file:
-            head = file.read(16)
+        for suffix in ("-wal", "-shm"):
+            if (beside := self._path.with_name(DATABASE + suffix)).is_symlink():
+                raise ConfigurationError(
+                    f"{beside} is a symbolic link, which is not followed: put the file itself there"
+                )
+        head = _head(self._path)
         if head not in (b"", b"SQLite format 3\0"):
             raise CacheFormatError(f"{self.name} is not a database; move it away to start a new cache")
 
@@ -203,6 +210,39 @@ class WriterLock:
     def release(self) -> None:
         """Idempotent."""
         self._lock.release()
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of the database's file, which is created if missing and closed to others."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            message = f"{path} is a symbolic link, which is not followed: put the file itself there"
+            raise ConfigurationError(message, param="path") from None
+        raise
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigurationError(f"{path} is no file", param="path")
+        if status.st_mode & 0o077 and status.st_uid == os.geteuid():
+            os.fchmod(file, 0o600)
+        return os.read(file, 16)
+    finally:
+        os.close(file)
+
+
+def _close_to_others(folder: Path) -> None:
+    """Take group and others their access to a cache's folder; one that holds other things too stays as it is."""
+    status = folder.stat()
+    if not status.st_mode & 0o077:
+        return
+    mine = all(name.startswith(_FILES) or ".segment" in name for name in os.listdir(folder))
+    if mine and status.st_uid == os.geteuid():
+        folder.chmod(0o700)
+    else:
+        _log.info("%s is open to other users, and holds other things than the cache or is another's", folder)
 
 
 def _text(data: bytes) -> str:

@@ -10,10 +10,10 @@ from agentspec.cache import SuffixCache
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Namespace
 
-ODD = ["\ud800", "a\udfffb", "nul\0nul", "\x1ad800", "", "é" * 3000, "'; DROP TABLE sequences; --"]
+ODD = ["a\udfffb", "nul\0nul", "\x1ad800", "", "é" * 3000, "'; DROP TABLE sequences; --"]
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ["\ud800", *(pytest.param(name, marks=pytest.mark.slow) for name in ODD)])
 def test_any_string_is_a_name(location: str | Path, name: str) -> None:
     namespace = Namespace(name, name, name, name)
     with SuffixCache.open(location, mode="writer") as cache:

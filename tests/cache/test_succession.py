@@ -91,6 +91,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_is_succeeded_and_only_by_one(location: str | Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(location)], stdout=subprocess.PIPE, text=True) as holder:
         try:

@@ -354,6 +354,32 @@ class FullDisk(LocalFiles):
         self.room -= 1
 
 
+class CountingFiles(LocalFiles):
+    """Counts how often the folder is listed."""
+
+    listings = 0
+
+    def names(self) -> list[str]:
+        self.listings += 1
+        return super().names()
+
+
+def test_the_folder_is_listed_once_however_many_namespaces_there_are(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path, disk_bytes=1 << 30) as cache:
+        assert cache._store is not None and cache._sync is not None and cache._maintenance is not None
+        cache._maintenance.close()
+        for number in range(40):
+            record(cache, text(number, 50), f"tenant-{number}")
+        cache.compact()
+        files = cache._store.segments._files = CountingFiles(tmp_path)
+        cache._sync.maintain()
+        assert files.listings <= 2  # the names, and the sizes for the budget
+        for number in range(5):
+            record(cache, text(number, 50), f"tenant-{number}")
+            cache.flush()
+        assert files.listings <= 3
+
+
 @pytest.mark.parametrize("room", range(9))
 def test_a_full_disk(tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture) -> None:
     fill(tmp_path, 10)

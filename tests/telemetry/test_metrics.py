@@ -9,7 +9,7 @@ from agentspec.telemetry.samples import EngineSample, UpstreamSample
 
 
 def test_everything_is_rendered() -> None:
-    metrics = Metrics(version="1.2.3", models=["m"], index_size=lambda: (4096, 3))
+    metrics = Metrics(version="1.2.3", models=["m"], index_size=lambda: (4096, 3, 2))
     metrics.request("/v1/chat/completions", "m", "ok", 0.2)
     metrics.first_token("m", 0.1)
     metrics.tokens("m", prompt=5, completion=4)
@@ -24,6 +24,7 @@ def test_everything_is_rendered() -> None:
     assert (samples["agentspec_draft_tokens_total"], samples["agentspec_accepted_tokens_total"]) == (6, 2)
     assert samples["agentspec_verify_steps_total"] == 3 and samples["agentspec_requests_in_flight"] == 1
     assert (samples["agentspec_index_bytes"], samples["agentspec_index_sequences"]) == (4096, 3)
+    assert samples["agentspec_cache_damaged_rows"] == 2
     assert samples["agentspec_build_info"] == 1
 
 

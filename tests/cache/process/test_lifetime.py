@@ -65,12 +65,13 @@ time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0.1)
 """
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_daemon_threads_that_draft_do_not_abort_the_end(tmp_path: Path, times: int) -> None:
     for turn in range(times):
         run(DRAFTING, "-" if turn % 2 else tmp_path)
 
 
+@pytest.mark.slow
 def test_threads_that_use_an_index_directly_neither(tmp_path: Path) -> None:
     program = """
 from agentspec.cache.index import IndexDrafter, SuffixIndex
@@ -96,7 +97,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", ["end", *(pytest.param(how, marks=pytest.mark.slow) for how in ENDS if how != "end")])
 def test_what_was_closed_is_not_lost_at_a_normal_end(location: str | Path, how: str) -> None:
     statement, expected = ENDS[how]
     program = f"""
@@ -164,6 +165,7 @@ def test_a_forked_child_is_refused_and_disturbs_nothing(location: str | Path) ->
     assert found.count([90, 91]) == isinstance(location, str)  # a server's database can be opened in the child too
 
 
+@pytest.mark.slow
 def test_a_cache_in_memory_neither() -> None:
     run(FORK, "-")
 
@@ -177,6 +179,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_lives_on_does_not_keep_the_writers_part(location: str | Path) -> None:
     command = [sys.executable, "-c", PRELUDE + LEFT, str(location)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

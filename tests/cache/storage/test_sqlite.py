@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event, exc
 
+from agentspec.cache import SuffixCache
 from agentspec.cache.storage.migration import prepare
 from agentspec.cache.storage.sqlite import DATABASE, SqliteDatabase, WriterLock
-from agentspec.errors import CacheFormatError, CacheLockedError
+from agentspec.errors import CacheFormatError, CacheLockedError, CacheUnavailableError, ConfigurationError
 
 
 def made(folder: Path) -> SqliteDatabase:
@@ -135,3 +136,43 @@ def test_processes_that_make_the_database_at_the_same_moment_wait_for_each_other
 
 def _raced(dialect: object, record: object, arguments: list[object], keywords: dict[str, object]) -> None:
     keywords["factory"] = RacingConnection
+
+
+def test_a_folder_that_holds_only_the_cache_is_closed_to_others(tmp_path: Path) -> None:
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    for folder in (own, shared):
+        made(folder).close()
+        folder.chmod(0o755)
+        (folder / DATABASE).chmod(0o644)
+    (shared / "novel.txt").write_text("...")
+    for folder in (own, shared):
+        made(folder).close()
+        assert stat.S_IMODE((folder / DATABASE).stat().st_mode) == 0o600
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("name", [DATABASE, DATABASE + "-wal", "writer.lock", "writer.pid"])
+def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"")
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / name).symlink_to(target)
+    with pytest.raises((ConfigurationError, CacheUnavailableError), match=r"symbolic link|cannot be opened"):
+        SuffixCache.open(folder, mode="writer").close()
+    assert target.read_bytes() == b""
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / DATABASE)
+    with pytest.raises(ConfigurationError, match="no file"):
+        SuffixCache.open(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["", "  ", "a\0b", 5, b"bytes", ["x"], "~nobody-of-that-name/x"])
+def test_what_is_no_path_is_refused(path: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"path|cannot be opened"):
+        SuffixCache.open(path)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
