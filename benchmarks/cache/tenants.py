@@ -117,7 +117,7 @@ def _overflow() -> tuple[list[float], list[float]]:
     """(seconds of another tenant's closes, shares of the budget in use), while a tenant overflows the budget."""
     done, full = threading.Event(), threading.Event()
     text = synthetic_tokens(1 << 21, seed=5)
-    shares = []
+    shares: list[float] = []
 
     def flood() -> None:
         for number in count():
