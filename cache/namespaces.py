@@ -290,6 +290,9 @@ class NamespaceTable:
         if not victim.lock.acquire(blocking=wait):
             return False
         try:
+            if victim.shared.merging_due:  # what is not merged takes more than it will
+                victim.merge(lambda: self.stopping, wait=wait)
+                self.book(victim)
             over = excess()
             if over <= 0 or victim.retired or (self._may_leave(victim) and self._leave(victim)):
                 return True

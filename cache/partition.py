@@ -57,7 +57,7 @@ class Partition:
         self.namespace = namespace
         self.lock = threading.RLock()
         self.merging = threading.Lock()
-        self.shared = SuffixIndex()
+        self.shared = SuffixIndex(deferred=True)
         self.drafter = IndexDrafter()
         self.sessions = Sessions()
         self.loaded = loaded  # whether it has what the store has

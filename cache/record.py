@@ -34,13 +34,3 @@ class SequenceRecord:
     @property
     def meta(self) -> SequenceMeta:
         return SequenceMeta(self.labels.session, self.created_at, int(self.tokens[-1]) if len(self.tokens) else -1)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredNamespace:
-    """What a database holds of one namespace: counts of its rows and tokens, and bytes of tokens as they are packed."""
-
-    namespace: Namespace
-    sequences: int
-    tokens: int
-    bytes: int

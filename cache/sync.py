@@ -107,6 +107,7 @@ class StoreSync:
         for record in self._store.load(namespace, left, row):
             if not partition.holds(record.sequence):
                 partition.add(record)
+        partition.merge(lambda: False)  # its size is looked at next
 
     def _wanted(self, segment: Segment, room: int) -> bool:
         """Whether a segment fits into `room` bytes. A segment that holds deleted sequences is deleted and not wanted.

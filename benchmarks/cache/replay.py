@@ -28,7 +28,10 @@ def run_cache(
     tenancy: Callable[[Progress], Tenancy] | None = None,
     progress: Progress,
 ) -> CacheReport:
-    """Replay the first `calls` calls of each file at every budget and CURVE, then measure `costs` and `tenancy`."""
+    """Replay the first `calls` calls of each file at every budget, then measure `costs` and `tenancy`.
+
+    With `curve`, budgets are those of CURVE too.
+    """
     files = []
     installed = peer.installed_version()
     for path in paths:

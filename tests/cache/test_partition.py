@@ -24,7 +24,7 @@ def test_the_least_recently_hit_sequences_go_first() -> None:
     partition.merge(lambda: False)
     before = partition.shared.memory_bytes()
     partition.evict(before * 11 // 20)
-    assert partition.memory_bytes() - partition.reclaimable_bytes() < before * 0.6  # before it is given back, too
+    assert partition.memory_bytes() - partition.reclaimable_bytes() < before * 0.7  # before it is given back, too
     partition.merge(lambda: False)
     left = set(partition.shared.usage().sequences.tolist())
     assert set(range(20)) >= left or left >= set(range(20))

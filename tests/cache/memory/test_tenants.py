@@ -21,7 +21,10 @@ from agentspec.cache.tokens import Tokens
 from agentspec.types import Namespace
 
 MIB = 1 << 20
-NATIVE = {SuffixIndex: ("append", "remove", "truncate", "usage", "common_prefix"), IndexDrafter: ("observe", "state")}
+NATIVE = {
+    SuffixIndex: ("append", "remove", "truncate", "oldest", "merge_step", "common_prefix"),
+    IndexDrafter: ("observe", "state"),
+}
 
 
 def text(seed: int, length: int) -> Tokens:
