@@ -105,6 +105,25 @@ def translated(shared_gateway: Any, shared_upstream: Any) -> Any:
     return shared_gateway({}, Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")}))
 
 
+@pytest.fixture(scope="module")
+def native(shared_gateway: Any, shared_upstream: Any) -> Any:
+    whole = b'{"id": "resp_1", "object": "response", "output": []}'
+    event = b'event: response.completed\ndata: {"type":"response.completed","response":{"id":"resp_1"}}\n\n'
+
+    def script(request: Any) -> None:
+        if request.method == "GET":
+            request.answer(b'{"data": []}')
+        elif request.body == b"{}":
+            request.answer(b"{}", 400)
+        elif request.json.get("stream") is True:
+            request.answer(event, content_type="text/event-stream")
+        else:
+            request.answer(whole)
+
+    up = OpenAISettings(base_url=shared_upstream(script).url)
+    return shared_gateway({}, Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")}))
+
+
 def fuzz(running: Any, seed: int, count: int) -> dict[int, int]:
     """How many answers had which status; each is whole, and each error is OpenAI's."""
     rng = random.Random(seed)
@@ -137,5 +156,6 @@ def test_many_odd_bodies(local: Any, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_odd_bodies_for_an_upstream(translated: Any) -> None:
-    assert fuzz(translated, 7, 500)[200]
+@pytest.mark.parametrize("road", ["translated", "native"])
+def test_odd_bodies_for_an_upstream(request: pytest.FixtureRequest, road: str) -> None:
+    assert fuzz(request.getfixturevalue(road), 7, 500)[200]
