@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -23,7 +23,8 @@ from agentspec.errors import (
 )
 from agentspec.protocol.requests import with_extra
 from agentspec.reasoning.settings import StrategySettings
-from agentspec.settings.load import ModelSettings, Settings
+from agentspec.settings.load import Settings
+from agentspec.settings.model_names import Aliases, model_names, named_model, passthrough
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class Runtime:
     ) -> None:
         self.settings = settings or (Settings(backends={}) if backends else Settings())
         self._backends: dict[str, Backend] = dict(backends or {})
-        self._names = _model_names(self.settings, self._backends)
-        self._passthrough = _passthrough(self.settings, self._backends)
+        self._names = model_names(self.settings, self._backends)
+        self._passthrough = passthrough(self.settings, self._backends)
         self.aliases = Aliases(self.settings.model_aliases, self._names, any_target=self._passthrough is not None)
         self._isolation: TenantIsolation | None = None
         self._most_tokens: int | None = None
@@ -341,103 +342,7 @@ class Runtime:
         raise ModelNotFoundError(f"no model {model!r} here; configured: {known}", param="model")
 
 
-class Aliases:
-    """Further names of models: names that clients have built in, and beginnings of such names (`claude-*`).
-
-    Raises `ConfigurationError` for an alias that hides a model's own name, or whose target is none of `models`, unless
-    `any_target` may be one.
-    """
-
-    def __init__(self, given: Mapping[str, str], models: Collection[str], *, any_target: bool) -> None:
-        for alias, target in given.items():
-            if alias in models:
-                raise ConfigurationError(f"model_aliases.{alias} is the name of a model already")
-            if target not in models and not any_target:
-                known = ", ".join(map(repr, models)) or "none"
-                raise ConfigurationError(f"model_aliases.{alias} = {target!r} names no model; configured: {known}")
-        self._models, self._exact = models, {name: to for name, to in given.items() if not name.endswith("*")}
-        beginnings = ((name[:-1], to) for name, to in given.items() if name.endswith("*"))
-        self._beginnings = sorted(beginnings, key=lambda one: -len(one[0]))  # the longest that fits counts
-
-    def __iter__(self) -> Iterator[str]:
-        """The aliases that are whole names."""
-        return iter(self._exact)
-
-    def meant(self, model: str) -> str:
-        """The model that `model` stands for: itself if it is no alias."""
-        if model in self._models:
-            return model
-        begins = (target for beginning, target in self._beginnings if model.startswith(beginning))
-        return self._exact.get(model) or next(begins, model)
-
-
-def _model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, tuple[str, str]]:
-    """Model name -> (backend name, the backend's own name for the model)."""
-    names = {name: (name, name) for name in given if name not in settings.backends}
-    for name, model in settings.models.items():
-        if isinstance(model, StrategySettings):
-            names[name] = (_base_backend(settings, model), name)
-            continue
-        own = settings.backends[model.backend].model
-        names[name] = (model.backend, model.upstream_model or own or name)
-    if settings.models:
-        return names
-    for name, backend in settings.backends.items():
-        if backend.model is None:
-            continue
-        if backend.model in names:
-            raise ConfigurationError(
-                f"backends.{names[backend.model][0]} and backends.{name} both serve {backend.model!r}:"
-                " give each a name of its own in a [models.NAME] table"
-            )
-        names[backend.model] = (name, backend.model)
-    return names
-
-
-def _base_backend(settings: Settings, strategy: StrategySettings) -> str:
-    """The backend of a strategy's base model: it writes the answer, so its limits apply."""
-    base = settings.models.get(strategy.base)
-    return base.backend if isinstance(base, ModelSettings) else strategy.base
-
-
 def _run_apart(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a coroutine to its end on a new event loop, from a thread that may already run one."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: asyncio.run(make())).result()
-
-
-def named_model(settings: Settings, name: str) -> tuple[str, str]:
-    """The backend name and upstream model for `name` in a strategy's settings: a plain model or a backend.
-
-    Raises `ConfigurationError` if no setting names the upstream model.
-    """
-    model = settings.models.get(name)
-    backend_name = model.backend if isinstance(model, ModelSettings) else name
-    own = settings.backends[backend_name].model
-    upstream_model = (model.upstream_model if isinstance(model, ModelSettings) else None) or own
-    if upstream_model is None:
-        raise ConfigurationError(f"{name!r} is used by a strategy: set backends.{backend_name}.model")
-    return backend_name, upstream_model
-
-
-def unreachable(settings: Settings) -> dict[str, str]:
-    """Maps each backend that no model name reaches to advice on what to change."""
-    reached = {backend for backend, _ in _model_names(settings, {}).values()} | {_passthrough(settings, {})}
-    for strategy in settings.models.values():
-        if isinstance(strategy, StrategySettings):
-            reached |= set(strategy.models.values())
-    return {name: _advice(name, settings) for name in settings.backends if name not in reached}
-
-
-def _advice(name: str, settings: Settings) -> str:
-    advice = f'add a [models.NAME] table with backend = "{name}"'
-    return advice if settings.models else f"{advice} for each model, or set backends.{name}.model"
-
-
-def _passthrough(settings: Settings, given: Mapping[str, Backend]) -> str | None:
-    """The backend that accepts any model name: a sole upstream, unless the settings list model names."""
-    only = list({**settings.backends, **given})
-    if settings.models or len(only) != 1:
-        return None
-    configured = settings.backends.get(only[0])
-    return only[0] if configured is not None and not configured.local else None

@@ -34,7 +34,7 @@ def show(config: ConfigOption = None, json: JsonOption = False) -> None:
 @app.command()
 def check(config: ConfigOption = None, json: JsonOption = False) -> None:
     """Check the configuration, the key files and the variables it names; exit code 2 if something cannot work."""
-    from agentspec.runtime import unreachable
+    from agentspec.settings.model_names import unreachable
 
     settings = load(config)
     _read_secrets(settings)

@@ -45,8 +45,8 @@ from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.endpoint import GenerationEndpoint
+from agentspec.proxy.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.forwarding.engine_link import EngineLink
-from agentspec.proxy.forwarding.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.forwarding.passthrough import request_headers
 from agentspec.proxy.hosts import HostCheck
 from agentspec.proxy.loading import Loading

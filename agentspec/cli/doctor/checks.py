@@ -199,7 +199,7 @@ def check_model(name: str, settings: TorchSettings, *, setting: str = "model") -
 
 def check_reachable(settings: Settings) -> Iterator[Check]:
     """A note for each backend that clients cannot reach, because no model name leads to it."""
-    from agentspec.runtime import unreachable
+    from agentspec.settings.model_names import unreachable
 
     try:
         found = unreachable(settings)

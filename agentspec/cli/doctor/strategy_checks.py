@@ -106,7 +106,7 @@ def _inspected(name: str, settings: Settings) -> tuple[Strategy[Any], list[str]]
     import anyio
 
     from agentspec.reasoning.strategy import Dependencies, ModelRef, open_strategy
-    from agentspec.runtime import named_model
+    from agentspec.settings.model_names import named_model
 
     backends: dict[str, Backend] = {}
 
@@ -140,7 +140,7 @@ def _stand_in(settings: BackendSettings) -> Backend:
 
 def _local_models(name: str, settings: Settings) -> list[str]:
     """The strategy's models that run on local backends."""
-    from agentspec.runtime import named_model
+    from agentspec.settings.model_names import named_model
 
     strategy: Any = settings.models[name]
     backends = [settings.backends[named_model(settings, model)[0]] for model in strategy.models.values()]
