@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.tokens import EMPTY, Tokens, TokensLike, as_tokens
+from agentspec.cache.tokens import require_budget as require_budget
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft
 
@@ -60,15 +61,17 @@ class IndexUsage:
     last_used: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class IndexWork:
-    """Work since the index was made, in positions looked at, sorted or moved; drafts wait for none of it."""
+class IndexWork(NamedTuple):
+    """Tokens appended and removed since the index was made, and positions looked at, sorted or moved for it.
 
-    appended: int  # tokens
-    removed: int  # tokens
-    locked: int  # done while other changes waited
-    longest_hold: int  # the most of that in one go
-    background: int  # done while nobody waited
+    `locked` while other changes waited, `longest_hold` in one go, `background` while nobody waited.
+    """
+
+    appended: int
+    removed: int
+    locked: int
+    longest_hold: int
+    background: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +131,15 @@ class SuffixIndex:
     tokens are matched one by one, and a sorted run is at least `ratio` times as large as the next; both change the
     speed only.
 
-    Drafting waits for no change of an index, however large. Changes take work in proportion to the tokens given; larger
-    merges follow before the call returns or, if `deferred`, whenever `merge_step` is called. Queries know of a change
-    when it returns, merged or not.
+    Drafting waits for no change. Changes take work in proportion to their tokens; larger merges follow before they
+    return or, if `deferred`, when `merge_step` is called. Queries know of a change when it returns, merged or not.
     """
 
     def __init__(self, *, tail: int = 128, ratio: int = 8, deferred: bool = False) -> None:
         self.native = _native.SuffixIndex(tail, ratio, deferred)
 
     @classmethod
-    def load(
-        cls, file: int, offset: int, counts: PartCounts, checksums: PartCounts, *, deferred: bool = False
-    ) -> SuffixIndex:
+    def load(cls, file: int, offset: int, counts: PartCounts, sums: PartCounts, deferred: bool = False) -> SuffixIndex:
         """Map a frozen index that lies in the open file descriptor `file` from byte `offset` to the file's end.
 
         The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` if the file is not
@@ -147,7 +147,7 @@ class SuffixIndex:
         """
         index = cls()
         try:
-            index.native = _native.SuffixIndex.load(file, offset, counts, checksums, deferred)
+            index.native = _native.SuffixIndex.load(file, offset, counts, sums, deferred)
         except ValueError as error:
             raise CacheDamagedError(str(error)) from error
         except MemoryError as error:
@@ -182,17 +182,13 @@ class SuffixIndex:
             raise InvalidRequestError(str(error)) from error
 
     def remove(self, sequences: Sequence[int] | NDArray[np.int64]) -> None:
-        """Delete sequences, in time in proportion to their tokens. Unknown sequences are ignored.
-
-        No query and no draft that begins after the return knows them. Merging gives their memory back.
-        """
+        """Delete sequences. Unknown ones are ignored. Merging gives their memory back; no later query knows them."""
         self.native.remove(np.ascontiguousarray(sequences, dtype=np.int64))
 
     def merge_step(self) -> bool:
-        """Do one piece of the work that a `deferred` index has put off; false when there is none.
+        """Do a piece of the work that a `deferred` index put off; nobody waits for it. False if none is left.
 
-        Any thread may call it, and nobody waits for it: other threads draft, append and remove meanwhile. While another
-        thread is at it, it returns false at once.
+        Any thread may call it; while another is at it, it returns false at once.
         """
         return self.native.merge_step()
 
@@ -371,16 +367,24 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
         raise InvalidRequestError(str(error)) from error
 
 
-def require_budget(max_tokens: int, min_probability: float) -> None:
-    """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
-    if type(max_tokens) is int and max_tokens >= 0 and type(min_probability) is float and 0.0 <= min_probability <= 1.0:
-        return  # the usual case: ten times as fast as the checks below
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
-        raise InvalidRequestError(f"max_tokens must be an integer, 0 or more, not {max_tokens!r}", param="max_tokens")
-    if not isinstance(min_probability, int | float | np.floating) or not 0.0 <= min_probability <= 1.0:
-        raise InvalidRequestError(
-            f"min_probability must lie between 0 and 1, not {min_probability!r}", param="min_probability"
-        )
+ExtendJob = tuple[IndexDrafter | None, Sequence[Sourced], Tokens, Tokens, SuffixIndex | None, int, Tokens]
+"""A drafter, the arguments of `IndexDrafter.observe`; an index, a sequence and its context, to add the tokens to."""
+
+
+def extend_batch(jobs: Sequence[ExtendJob]) -> None:
+    """Observe and then add the tokens of all jobs in one call, as if one after the other, over several threads.
+
+    A drafter or index may be None. No job may search an index that another adds to. Raises `InvalidRequestError`,
+    before anything is done unless a sequence is closed.
+    """
+    native = [
+        (drafter and drafter.native, _natives(indexes), context[-DEPTH:], tokens, into and into.native, *sequence)
+        for drafter, indexes, context, tokens, into, *sequence in jobs
+    ]
+    try:
+        _native.extend_batch(cast(Any, native))
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
 
 
 def _natives(indexes: Sequence[Sourced]) -> list[tuple[_native.SuffixIndex, int]]:

@@ -20,15 +20,16 @@ from agentspec.cache.tokens import EMPTY, MOST_LEARNED, Tokens, inflate
 from agentspec.errors import CacheFormatError
 from agentspec.types import Namespace
 
-_OVERHEAD = 2560  # bytes of the Python objects of an empty namespace
+_OVERHEAD = 2048  # bytes of the Python objects of an empty namespace
 _META_BYTES = 256  # bytes of a SequenceMeta with its place in the table
 
 
 class Partition:
     """One namespace's outputs, drafter, sessions and groups. Namespaces share neither tokens nor learned states.
 
-    `lock` guards all but drafting and `merge`, which nobody waits for; whoever takes it from outside looks whether the partition is `retired`: then it has
-    left the cache, and a request that comes later gets another. What a namespace has not changed takes no memory.
+    `lock` guards all but drafting and `merge`, which nobody waits for; whoever takes it from outside looks whether the
+    partition is `retired`: then it has left the cache, and a request that comes later gets another. What a namespace
+    has not changed takes no memory.
     """
 
     __slots__ = (
@@ -56,7 +57,7 @@ class Partition:
         self.namespace = namespace
         self.lock = threading.RLock()
         self.merging = threading.Lock()
-        self.shared = SuffixIndex(deferred=True)
+        self.shared = SuffixIndex()
         self.drafter = IndexDrafter()
         self.sessions = Sessions()
         self.loaded = loaded  # whether it has what the store has
@@ -176,8 +177,9 @@ class Partition:
     def evict(self, excess: int) -> int:
         """Free about `excess` bytes; returns how many sequences and sessions were evicted, 0 when none could be.
 
-        What sequences took is given back when `merge` comes to it. Evicts the least recently used from whichever is larger, cached past outputs or sessions. A sequence is used
-        when it is added and whenever it predicted a token rightly.
+        What sequences took is given back when `merge` comes to it. Evicts the least recently used from whichever is
+        larger, cached past outputs or sessions. A sequence is used when it is added and whenever it predicted a token
+        rightly.
         """
         sessions, goal = 0, self.sessions.memory_bytes - excess
         while self.sessions.memory_bytes > max(goal, self._past_bytes() - 1) and self.sessions.evict():

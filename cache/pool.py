@@ -136,7 +136,7 @@ class CachePool:
                 partition.sessions.release(session)
             else:
                 partition.sessions.forget(session)
-            self.namespaces.book(partition)
+        self.namespaces.settle(partition)
 
     def join(self, partition: Partition, session: Session, group: str, context: Tokens) -> Membership:
         """Let the request that holds `session` draft from the open outputs of a group, and the others from its own.

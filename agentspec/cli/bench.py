@@ -164,6 +164,9 @@ def cache(
     budgets: Annotated[tuple[int, int], typer.Option(help="Most drafted tokens a step, two values", min=1)] = (8, 32),
     costs: Annotated[bool, typer.Option(help="Measure times and sizes on synthetic text too")] = True,
     open_tokens: Annotated[int, typer.Option(help="Size of the cache on disk that is opened", min=1000)] = 1_000_000,
+    tenants: Annotated[
+        int, typer.Option(help="Tenants that are served beside each other; 0 leaves this out", min=0)
+    ] = 1000,
     large: Annotated[
         bool, typer.Option(help="Draft over 100 million cached tokens too (minutes, 4 GB, 1 GB of them on disk)")
     ] = False,
@@ -175,6 +178,7 @@ def cache(
     """Replay recorded calls against the cache, without a model, and measure what the cache costs."""
     from agentspec.benchmarks.cache.costs import measure_costs
     from agentspec.benchmarks.cache.replay import run_cache
+    from agentspec.benchmarks.cache.tenants import measure_tenancy
     from agentspec.recordings.traces import load_encoder
 
     run = partial(
@@ -185,6 +189,7 @@ def cache(
         budgets=budgets,
         curve=plot is not None,
         costs=partial(measure_costs, open_tokens, large=large) if costs else None,
+        tenancy=partial(measure_tenancy, tenants) if costs and tenants else None,
     )
     packages = ("tokenizers", "numpy")
     _publish(

@@ -70,8 +70,8 @@ class ExtraRoute(GenerationEndpoint):
         model = fields.get("model")
         if not isinstance(model, str):
             return body
-        route = self.runtime.route(model)
-        if route.backend_name != self.upstream:
+        route = None if self.runtime.is_elsewhere(self.runtime.aliases.meant(model)) else self.runtime.route(model)
+        if route is None or route.backend_name != self.upstream:
             raise InvalidRequestError(
                 f"{self.path} is passed to an upstream that does not serve this model", param="model"
             )

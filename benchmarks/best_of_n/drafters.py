@@ -20,9 +20,7 @@ from agentspec.backends.torch.drafters.merged import merge
 from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
 from agentspec.benchmarks.best_of_n.replay import Contender, SampledQuestion, TopTokens
 from agentspec.cache import CacheRequest, SuffixCache
-from agentspec.cache.index import DEPTH, SuffixIndex
-from agentspec.cache.tokens import EMPTY
-from agentspec.types import Draft, Source
+from agentspec.types import Draft
 
 STAND, RECYCLING = 6, 7  # draft sources: the governor learns acceptance for each
 LONGEST = 4  # tokens of an n-gram
@@ -48,7 +46,7 @@ class SuffixContender(Contender):
         self._count = 0
 
     def open(self, question: SampledQuestion) -> None:
-        self._question, self._group = question, SuffixIndex()
+        self._question = question
         self._count += 1
         self._requests: dict[int, CacheRequest] = {}
 
@@ -58,18 +56,16 @@ class SuffixContender(Contender):
     def commit(self, choice: int, start: int, end: int) -> None:
         tokens = self._question.answers[choice].tokens[start:end]
         self._request(choice).extend(tokens)
-        if self._live:
-            self._group.append(choice, tokens, EMPTY if start else self._question.prompt[-DEPTH:])
 
     def close(self, choice: int) -> None:
         self._requests.pop(choice).close()
 
     def _request(self, choice: int) -> CacheRequest:
         if choice not in self._requests:
-            request = self._cache.request(self._question.prompt, session=f"question {self._count}")
-            if self._live:
-                request.include(self._group, Source.SHARED)
-            self._requests[choice] = request
+            name = f"question {self._count}"
+            self._requests[choice] = self._cache.request(
+                self._question.prompt, session=name, group=name if self._live else None
+            )
         return self._requests[choice]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from agentspec.benchmarks.cache import peer
 from agentspec.benchmarks.cache.costs import Costs
 from agentspec.benchmarks.cache.report import CacheReport, FileResult
+from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.report import Progress
 from agentspec.recordings.replay import replay_cache
 from agentspec.recordings.traces import Encode, EncodedCall, read_calls
@@ -24,9 +25,10 @@ def run_cache(
     budgets: Sequence[int],
     curve: bool = False,
     costs: Callable[[Progress], Costs] | None = None,
+    tenancy: Callable[[Progress], Tenancy] | None = None,
     progress: Progress,
 ) -> CacheReport:
-    """Replay the first `calls` calls of each file at every budget (and at those of CURVE), then measure `costs`."""
+    """Replay the first `calls` calls of each file at every budget (and those of CURVE), then measure `costs` and `tenancy`."""
     files = []
     installed = peer.installed_version()
     for path in paths:
@@ -43,7 +45,8 @@ def run_cache(
                 result.peer[budget] = figure
         files.append(result)
     source = f"arctic-inference {installed}, best tree, run here" if installed else peer.MEASURED_SOURCE
-    return CacheReport(files, sorted(budgets), source, costs(progress) if costs else None)
+    measured = costs(progress) if costs else None
+    return CacheReport(files, sorted(budgets), source, measured, tenancy(progress) if tenancy else None)
 
 
 def _peer(name: str, recorded: Sequence[EncodedCall], budget: int, calls: int, installed: str | None) -> float | None:

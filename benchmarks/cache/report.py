@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
+from agentspec.benchmarks.cache.tenants import Tenancy
 from agentspec.benchmarks.cache.threads import Gains
 from agentspec.benchmarks.report import Figure
 from agentspec.recordings.replay import Replay, geometric_mean
@@ -42,6 +43,7 @@ class CacheReport:
     budgets: Sequence[int]  # ascending
     peer_source: str  # where the peer's figures come from
     costs: Costs | None
+    tenancy: Tenancy | None = None
 
     def ratios(self, budget: int) -> list[float]:
         """Tokens per step divided by the peer's, for each file with a figure of the peer."""
@@ -54,7 +56,7 @@ class CacheReport:
 
     def goals(self) -> list[Figure]:
         """Every goal, including goals without a measurement."""
-        return [*_drafting_goals(self), *_cost_goals(self.costs)]
+        return [*_drafting_goals(self), *_cost_goals(self.costs), *_tenancy_goals(self.tenancy)]
 
     def show(self) -> Iterator[RenderableType]:
         yield _quality_table(self)
@@ -72,6 +74,7 @@ class CacheReport:
             "peer": self.peer_source,
             "files": [_file_data(file) for file in self.files],
             "costs": asdict(self.costs) if self.costs else None,
+            "tenancy": asdict(self.tenancy) if self.tenancy else None,
             "goals": [_goal_data(goal) for goal in self.goals()],
         }
 
@@ -114,6 +117,21 @@ def _cost_goals(costs: Costs | None) -> Iterator[Figure]:
     yield Figure("bytes per cached token, segment", costs.segment_bytes if costs else None, "B", 12, 9)
     yield _open_goal(costs)
     yield from _thread_goals(costs.gains if costs else None)
+
+
+def _tenancy_goals(found: Tenancy | None) -> Iterator[Figure]:
+    note = f"{found.tenants:,} tenants" if found else ""
+    in_use = f"{100 * found.budget_most:.0f} % at most" if found else ""
+    for name, value, unit, required, aim, how in (
+        ("bytes of an empty namespace", found and found.empty_bytes, "B", 4096, 4096, note),
+        ("a request beside many tenants vs alone", found and found.request_ratio, "x", 1.1, 1.05, note),
+        ("open a cache of many namespaces", found and found.open_seconds, "s", 2.0, 1.0, note),
+        ("first draft of a namespace of 100,000 tokens", found and 1e3 * found.first_draft_seconds, "ms", 20, 10, note),
+        ("another tenant's worst close while one overflows", found and 1e3 * found.worst_close, "ms", 5, 2, ""),
+    ):
+        yield Figure(name, value, unit, required, aim, note=how)
+    share = found.budget_share if found else None
+    yield Figure("share of the memory budget in use", share, "", 0.9, 0.95, at_most=False, note=in_use)
 
 
 def _thread_goals(gains: Gains | None) -> Iterator[Figure]:

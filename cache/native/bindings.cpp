@@ -99,6 +99,18 @@ std::vector<Arrays> drafts_of(const std::vector<Job>& asked, std::optional<doubl
     return out;
 }
 
+using Extension = std::tuple<std::optional<Drafter*>, Indexes, Input<Token>, Input<Token>, std::optional<SuffixIndex*>,
+                             SequenceId, Input<Token>>;
+
+void extend_all(const std::vector<Extension>& asked) {
+    std::vector<ExtendJob> jobs;
+    for (const auto& [drafter, indexes, context, tokens, into, sequence, before] : asked) {
+        jobs.push_back({drafter.value_or(nullptr), sourced(indexes), view(context), view(tokens),
+                        into.value_or(nullptr), sequence, view(before)});
+    }
+    unlocked([&] { extend_batch(jobs); });
+}
+
 void bind_index(nb::module_& m) {
     using Unlocked = nb::call_guard<Released>;
     nb::class_<SuffixIndex>(m, "SuffixIndex")
@@ -214,6 +226,7 @@ void bind_drafter(nb::module_& m) {
             "state"_a.noconvert())
         .def_prop_ro("version", &Drafter::version)
         .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<Released>());
+    m.def("extend_batch", &extend_all, "jobs"_a);
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 
@@ -225,6 +238,8 @@ NB_MODULE(_native, m) {
         "checksum",
         [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
         "bytes"_a.noconvert());
+    nb::set_leak_warnings(false);  // what the frames of daemon threads hold is never freed, which is no leak
+    Released::forget_at_fork();
     m.def("quiesce", &Released::quiesce);
     bind_index(m);
     bind_drafter(m);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <Python.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
@@ -29,6 +30,11 @@ public:
 
     Released(const Released&) = delete;
     Released& operator=(const Released&) = delete;
+
+    /// In a forked process the threads that were inside a scope do not exist. Called once, when the module is loaded.
+    static void forget_at_fork() {
+        pthread_atfork(nullptr, nullptr, [] { running() = 0; });
+    }
 
     /// Waits until no thread is inside a scope; from then on scopes keep the lock. The caller holds the lock.
     static void quiesce() {

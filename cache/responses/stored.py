@@ -23,6 +23,17 @@ class ResponseLimits:
     tenant: int | None = None
     seconds: float | None = 30 * 86400.0
 
+    @classmethod
+    def within(
+        cls, total: int, age: float | None, retention: float | None, disk: int | None, tenant_disk: int | None
+    ) -> ResponseLimits:
+        """Limits of at most a quarter of the disk's, so that sequences can make room for the rest, and of the lesser
+        age.
+        """
+        ages = [seconds for seconds in (age, retention) if seconds is not None]
+        shares = [total] if disk is None else [total, disk // 4]
+        return cls(min(shares), None if tenant_disk is None else tenant_disk // 4, min(ages, default=None))
+
     @property
     def largest(self) -> int:
         """The most bytes of one answer: a larger one would push out too many others."""

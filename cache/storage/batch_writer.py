@@ -14,11 +14,15 @@ Job = TypeVar("Job")
 
 _FIRST_DELAY, _LAST_DELAY = 0.25, 2.0  # seconds until a failed commit is tried again
 
+_PLENTY = 1 << 20  # total size of jobs that need not wait for more
+
 _log = logging.getLogger(__name__)
 
 
 class BatchWriter(Generic[Job]):
     """Calls `commit(jobs)` in its own thread, with all waiting jobs.
+
+    A job waits up to `linger` seconds for others to join it, unless someone waits for it to be committed.
 
     After a failure that `is_transient` accepts, the jobs wait and are tried again; meanwhile the oldest are dropped
     when the waiting jobs exceed `room` by `size`. Any other failure ends writing for good. Each outage is logged once.
@@ -33,6 +37,7 @@ class BatchWriter(Generic[Job]):
         describe: Callable[[Exception], str] = str,
         size: Callable[[Job], int] = lambda _: 1,
         room: int,
+        linger: float = 0.0,
     ) -> None:
         self.error: str | None = None  # why jobs cannot be written now
         self.dropped = 0  # jobs that will never be written
@@ -41,12 +46,14 @@ class BatchWriter(Generic[Job]):
         self._describe = describe
         self._size = size
         self._room = room
+        self._linger = linger
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._waiting = 0  # total size of the waiting jobs
         self._put = self._done = 0  # jobs so far
         self._reported = 0  # dropped jobs that `flush` has reported
         self._revising = 0  # calls of `revise` that wait
+        self._flushing = 0  # calls of `flush` that wait
         self._busy = self._ended = self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -60,13 +67,17 @@ class BatchWriter(Generic[Job]):
             self._jobs.append(job)
             self._waiting += self._size(job)
             self._bound()
-            self._changed.notify_all()
+            if len(self._jobs) == 1 or self._is_urgent():  # else the thread knows, and waits for more
+                self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until all jobs put so far are committed. Raises `CacheError` if commits fail or jobs were dropped."""
         with self._changed:
             goal = self._put
+            self._flushing += 1
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._done >= goal or self.error is not None)
+            self._flushing -= 1
             fresh, self._reported = self.dropped - self._reported, self.dropped
             if self.error is not None:
                 again = "" if self._ended else "; it is tried again"
@@ -110,12 +121,21 @@ class BatchWriter(Generic[Job]):
     def _take(self) -> list[Job]:
         """All waiting jobs; empty when closing."""
         with self._changed:
-            self._changed.wait_for(lambda: (self._jobs or self._closing) and not self._revising)
+            while True:
+                self._changed.wait_for(lambda: self._jobs or self._closing)
+                self._changed.wait_for(self._is_urgent, self._linger)
+                self._changed.wait_for(lambda: not self._revising)
+                if self._jobs or self._closing:  # `revise` may have left none
+                    break
             jobs = list(self._jobs)
             self._jobs.clear()
             self._waiting = 0
             self._busy = True
             return jobs
+
+    def _is_urgent(self) -> bool:
+        """Whether the waiting jobs are to be committed at once, without waiting for more."""
+        return bool(self._flushing or self._revising or self._closing) or self._waiting >= min(_PLENTY, self._room)
 
     def _succeeded(self, jobs: list[Job]) -> None:
         with self._changed:

@@ -119,7 +119,7 @@ def load_index(file: BinaryIO, segment: Segment) -> tuple[SuffixIndex, list[int]
 
     Raises `CacheDamagedError`, and `CacheError` if the index cannot be mapped.
     """
-    index = SuffixIndex.load(file.fileno(), segment.offset, segment.counts, segment.checksums, deferred=True)
+    index = SuffixIndex.load(file.fileno(), segment.offset, segment.counts, segment.checksums)
     file.seek(segment.offset)
     records = np.frombuffer(file.read(ITEM_BYTES[0] * segment.counts[0]), dtype=np.uint8)
     return index, sequence_numbers(records).tolist()

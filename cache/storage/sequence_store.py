@@ -35,6 +35,7 @@ from agentspec.errors import (
 _REWRITTEN = 512 << 20  # bytes; rewriting a larger database would keep other processes from writing for too long
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
 _ROOM = 64 << 20  # bytes of outputs that may wait while the database cannot be written
+_LINGER = 0.05  # seconds that an output waits for others: a transaction of its own writes ten times its size
 _JOB_BYTES = 1024  # bytes of the Python objects around an output
 _log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class SequenceStore(SequenceReader):
             describe=reason,
             size=_size,
             room=_ROOM,
+            linger=_LINGER,
         )
         self.also_forgets: list[Callable[[sa.Connection, Selection], object]] = []  # called in a deletion's transaction
         self._disk_bytes = 0

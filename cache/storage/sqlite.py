@@ -20,7 +20,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentspec.cache.storage.database import Database, Upsert
 from agentspec.cache.storage.path_lock import PathLock
-from agentspec.errors import CacheFormatError, CacheLockedError
+from agentspec.errors import CacheFormatError, CacheLockedError, CacheUnavailableError
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +53,20 @@ _PASSING_IO = {
 
 
 class SqliteDatabase(Database):
-    """The database in a folder, which is created if missing. Raises `OSError` if it cannot be created."""
+    """The database in a folder, which is created if missing. Raises `OSError` if it cannot be created.
+
+    Raises `CacheUnavailableError` in a process that was forked from one that had such a database open: SQLite's locks
+    were copied as they were at that moment, and may never be released.
+    """
+
+    _forked = False  # whether this process was
 
     def __init__(self, folder: Path) -> None:
+        if SqliteDatabase._forked:
+            raise CacheUnavailableError(
+                "this process was forked from one that had a cache in a folder open, and SQLite cannot be used in both:"
+                " open the cache after the fork, or start the process with spawn"
+            )
         self._path = folder.expanduser().absolute() / DATABASE
         self.folder = self._path.parent
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -148,6 +159,10 @@ class SqliteDatabase(Database):
     def is_damage(self, error: BaseException) -> bool:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         return code & _PRIMARY in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG)
+
+    def leave_behind(self) -> None:
+        SqliteDatabase._forked = True
+        super().leave_behind()
 
     def close(self) -> None:
         self.engine.dispose()

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import CacheRequest, SuffixCache
-from agentspec.cache.index import IndexDrafter, SuffixIndex, propose_batch
+from agentspec.cache.index import ExtendJob, IndexDrafter, SuffixIndex, extend_batch, propose_batch
+from agentspec.cache.tokens import EMPTY
 from agentspec.errors import CacheClosedError, InvalidRequestError
 from agentspec.types import Draft, Source
 
@@ -106,6 +107,46 @@ def test_requests_that_cannot_be_drafted_for(cache: SuffixCache) -> None:
         cache.draft_batch([good, other.request([1])])
     with pytest.raises(CacheClosedError):
         other.draft_batch([])
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=60), min_size=1, max_size=12),
+    shared=st.lists(st.integers(0, 4), max_size=200),
+)
+def test_a_batch_of_extensions_is_as_one_after_the_other(texts: list[list[int]], shared: list[int]) -> None:
+    arrays = [np.array(text, np.int32) for text in texts]
+
+    def work(*, batch: bool) -> tuple[IndexDrafter, list[SuffixIndex]]:
+        drafter, past, sessions = IndexDrafter(), SuffixIndex(), [SuffixIndex() for _ in texts]
+        past.append(0, shared)
+        jobs: list[ExtendJob] = []
+        for index, text in zip(sessions, arrays, strict=True):
+            index.append(0, text[:20])
+            searched = [(index, Source.SESSION), (past, Source.SHARED)]
+            jobs.append((drafter, searched, text[:20], text[20:], index, 0, EMPTY))
+        ends: list[ExtendJob] = [(None, [], EMPTY, text, past, 1 + n, text[:3]) for n, text in enumerate(arrays)]
+        for part in (jobs, ends):
+            for some in [part] if batch else [[job] for job in part]:
+                extend_batch(some)
+        return drafter, [*sessions, past]
+
+    (one, indexes), (other, others) = work(batch=True), work(batch=False)
+    assert one.state().tolist() == other.state().tolist()
+    for index, twin in zip(indexes, others, strict=True):
+        index.check_integrity()
+        numbers = index.usage().sequences.tolist()
+        assert [index.tokens(n).tolist() for n in numbers] == [twin.tokens(n).tolist() for n in numbers]
+        assert index.usage().hits.tolist() == twin.usage().hits.tolist()
+
+
+def test_a_bad_batch_of_extensions_changes_nothing() -> None:
+    drafter, index, tokens = IndexDrafter(), SuffixIndex(), np.array([1, 2], np.int32)
+    good: ExtendJob = (drafter, [(index, 0)], tokens, tokens, index, 0, EMPTY)
+    with pytest.raises(InvalidRequestError, match="source"):
+        extend_batch([good, (drafter, [(index, 7)], tokens, tokens, index, 1, EMPTY)])
+    assert index.sequence_count == 0
+    extend_batch([good])
+    assert index.tokens(0).tolist() == [1, 2]
 
 
 def test_drafting_goes_on_while_others_forget() -> None:

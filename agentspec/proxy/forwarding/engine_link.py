@@ -27,7 +27,10 @@ TENANT_HEADER = b"x-agentspec-relayed-tenant"
 """Whose request it is, percent-encoded. Believed on the engine's own socket, and never passed on from a client."""
 MARK = b"\0"
 """Stands behind an answer and before its record; neither JSON nor our events hold such a byte."""
-_PASSED_ON = (b"content-type", b"x-agentspec-")
+_KEPT_BACK = frozenset(  # keys, and what belongs to the client's connection
+    b"authorization x-api-key cookie host connection keep-alive content-length transfer-encoding te trailer upgrade"
+    b" expect accept-encoding x-request-id".split()
+)
 _OUR_OWN = (b"x-request-id", b"request-id", b"connection", b"transfer-encoding", b"date")
 
 
@@ -178,9 +181,9 @@ def noted(record: RequestRecord) -> bytes:
 
 
 def _request_headers(scope: Scope, record: RequestRecord) -> Iterator[tuple[bytes, bytes]]:
-    """The headers that tell about the body and its labels, and whose request it is."""
+    """The client's headers, which tell who is asking and for what, and whose request it is."""
     for name, value in scope["headers"]:
-        if name.startswith(_PASSED_ON) and not name.startswith(TENANT_HEADER):
+        if name not in _KEPT_BACK and not name.startswith((TENANT_HEADER, b"proxy-")):
             yield name, value
     yield b"x-request-id", record.request_id.encode()
     yield TENANT_HEADER, quote(record.tenant, safe="").encode()

@@ -26,7 +26,8 @@ KILL_SECONDS = 5.0  # that a process has to exit once its channel is closed
 class Life:
     """A process from its start to its end. `places` and `recipient` are a worker's.
 
-    `ready`: it has loaded everything. `failure`: the class and the message of the error that it reported.
+    `ready`: it has loaded everything; `ending`: it takes no more connections. `failure`: the class and the message of
+    the error that it reported.
     """
 
     process: subprocess.Popen[bytes]
@@ -36,6 +37,7 @@ class Life:
     recipient: Recipient | None = None
     started: bool = False
     ready: bool = False
+    ending: bool = False
     gone: float | None = None  # when its channel was closed
     failure: tuple[str, str] | None = None
 

@@ -21,7 +21,7 @@ Send = Callable[..., None]
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _InLine:
     tenant: TenantPlaces
     turn: asyncio.Future[None]
     timer: asyncio.TimerHandle
@@ -38,7 +38,7 @@ class WorkerPlaces:
     limiter: ConcurrencyLimiter
     send: Send
     _held: dict[int, tuple[TenantPlaces, float]] = field(default_factory=dict)  # and since when
-    _waiting: dict[int, _Waiting] = field(default_factory=dict)
+    _waiting: dict[int, _InLine] = field(default_factory=dict)
 
     def take(self, number: int, name: str) -> None:
         """Give a request of this tenant a place, or let it wait for one."""
@@ -52,7 +52,7 @@ class WorkerPlaces:
             self._refuse(number, error)
             return
         loop = asyncio.get_running_loop()
-        self._waiting[number] = _Waiting(tenant, turn, loop.call_later(self.limiter.queue_timeout, self._late, number))
+        self._waiting[number] = _InLine(tenant, turn, loop.call_later(self.limiter.queue_timeout, self._late, number))
         turn.add_done_callback(lambda done: self._turn(number))
         self.send("wait", number)
 
@@ -109,7 +109,7 @@ class SharedLimiter:
         self.running = 0
         self.closed = False
         self.send: Send = lambda *message: None
-        self._asked: dict[int, _Turn] = {}
+        self._asked: dict[int, _Question] = {}
         self._number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -117,12 +117,12 @@ class SharedLimiter:
         """As of `ConcurrencyLimiter`."""
         return SharedPlace(self, tenant, receive)
 
-    def ask(self, tenant: str) -> _Turn:
+    def ask(self, tenant: str) -> _Question:
         if self.closed:
             raise closed()
         self._loop = loop = asyncio.get_running_loop()
         self._number += 1
-        turn = self._asked[self._number] = _Turn(self._number, loop.create_future(), loop.create_future())
+        turn = self._asked[self._number] = _Question(self._number, loop.create_future(), loop.create_future())
         self.send("take", self._number, tenant)
         return turn
 
@@ -145,7 +145,7 @@ class SharedLimiter:
         else:
             turn.place.set_exception(closed())
 
-    def leave(self, turn: _Turn) -> None:
+    def leave(self, turn: _Question) -> None:
         """Give back a place, or stop waiting."""
         self._asked.pop(turn.number, None)
         if turn.place.done() and not turn.place.cancelled():
@@ -175,7 +175,7 @@ class SharedLimiter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _Question:
     """A request's question: `first` is done with the first answer, `place` once it has a place or is refused."""
 
     number: int

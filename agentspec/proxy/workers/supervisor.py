@@ -251,10 +251,9 @@ class Supervisor:
             life.failure = (told[0], told[1])
         elif name in ("draining", "ending"):
             life.ready = life.ready and child is not self._engine
-            if life.recipient is not None:
-                others = any(one.life and one.life.started for one in self._workers if one is not child)
-                if name == "ending" or (others and self._draining_since is None):
-                    self._handover.leave(life.recipient)
+            life.ending |= name == "ending"
+            if life.recipient is not None and (life.ending or self._draining_since is None):
+                self._handover.leave(life.recipient)
             if child is self._engine:
                 self._tell_engine()
 
@@ -283,11 +282,15 @@ class Supervisor:
         self._limiter.close()
         for worker in self._workers:
             worker.send("drain")
+            life = worker.life
+            if life is not None and life.recipient is not None and life.started and not life.ending:
+                self._handover.join(life.recipient)  # it may have drained before; now it tells everybody so
 
     def _drained(self, now: float) -> bool:
         """Whether every process has ended: first the workers, then the engine, which answers for them."""
         if not any(worker.life for worker in self._workers) and not self._ends:
             self._ends = True
+            self._handover.close()  # nobody will answer
             if self._engine is not None:
                 self._engine.send("drain")
         assert self._draining_since is not None

@@ -1,12 +1,12 @@
 #include "drafting/drafter.hpp"
 
 #include <algorithm>
-#include <array>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <queue>
 #include <stdexcept>
+#include <utility>
 
 namespace agentspec {
 namespace {
@@ -218,13 +218,17 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
 
 void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                       std::span<const Token> tokens) {
-    require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
-    require_tokens(tokens);
-    const std::vector<Outcome> outcomes = look_back(indexes, context, tokens);
+    learn(look_back(indexes, context, tokens));
+}
+
+void Drafter::learn(const Lesson& lesson) {
+    for (std::size_t view = 0; view < lesson.views_.size(); ++view) {
+        if (!lesson.hits_[view].empty()) lesson.views_[view].record_hits(lesson.hits_[view]);
+    }
     const std::unique_lock lock(mutex_);
     ++version_;
-    for (std::size_t i = context.empty() ? 1 : 0; i < tokens.size(); ++i) ends_.record(tokens[i]);
-    for (const auto& [key, depth, hit, lead, led] : outcomes) {
+    for (const Token token : lesson.tokens_) ends_.record(token);
+    for (const auto& [key, depth, hit, lead, led] : lesson.outcomes_) {
         depths_.record(depth, rates_.rate(key), hit);
         if (hit && lead < 1.0) leads_.record(depth, lead, led);
         rates_.record(key, hit);
@@ -233,18 +237,22 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
 
 /// The levels that were consulted for each token, down to the one that held it. What was learned plays no part, so
 /// others draft meanwhile.
-std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
-                                                 std::span<const Token> tokens) const {
-    const SearchedIndexes searched = searched_in(indexes, scan_limit_);
-    std::vector<std::vector<Position>> hits(indexes.size());
-    std::array<LevelWalk, 2> walks;
-    std::vector<Outcome> outcomes;
+Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
+                                   std::span<const Token> tokens) const {
+    require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
+    require_tokens(tokens);
+    SearchedIndexes searched = searched_in(indexes, scan_limit_);
+    Lesson lesson;
+    lesson.tokens_.assign(tokens.begin() + (context.empty() && !tokens.empty() ? 1 : 0), tokens.end());
+    lesson.hits_.resize(indexes.size());
+    auto walks = kept_walks().take();
+    walks->resize(std::max<std::size_t>(2, walks->size()));
     for (std::size_t i = 0; i < tokens.size(); ++i) {
-        LevelWalk& walk = walks[i % 2];
+        LevelWalk& walk = (*walks)[i % 2];
         if (i == 0) {
             walk.start(searched, context);
         } else {
-            walk.follow(walks[(i - 1) % 2], tokens[i - 1]);
+            walk.follow((*walks)[(i - 1) % 2], tokens[i - 1]);
         }
         while (const Level* level = walk.next()) {
             const auto found = std::find_if(level->symbols.begin(), level->symbols.end(),
@@ -252,16 +260,15 @@ std::vector<Drafter::Outcome> Drafter::look_back(std::span<const SourcedIndex> i
             const bool hit = found != level->symbols.end();
             const Symbol& leader = level->leader();
             const double lead = level->weight(leader) / level->weights();
-            outcomes.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
+            lesson.outcomes_.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
             if (!hit) continue;
-            hits[level->view].push_back(found->newest);
+            lesson.hits_[level->view].push_back(found->newest);
             break;
         }
     }
-    for (std::size_t view = 0; view < hits.size(); ++view) {
-        if (!hits[view].empty()) searched.views[view].record_hits(hits[view]);
-    }
-    return outcomes;
+    kept_walks().give_back(std::move(walks));
+    lesson.views_ = std::move(searched.views);
+    return lesson;
 }
 
 void Drafter::observe_end(Token token) {

@@ -52,7 +52,23 @@ public:
     /// Bytes that this drafter takes: little until it has learned something.
     std::size_t memory_bytes() const;
 
+    /// `observe` in two steps: what the indexes held, which leaves everything as it is, and learning from it.
+    class Lesson;
+    Lesson look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
+                     std::span<const Token> tokens) const;
+    void learn(const Lesson& lesson);
+
 private:
+    std::uint32_t scan_limit_;
+    mutable std::shared_mutex mutex_;
+    HitRates rates_;
+    DepthRates depths_, leads_;  // of a level's hit rate, and of its leading symbol's share once it is hit
+    EndRates ends_;
+    std::atomic<std::uint64_t> version_{0};
+};
+
+class Drafter::Lesson {
+    friend class Drafter;
     struct Outcome {
         LevelKey key;
         int depth;
@@ -60,15 +76,11 @@ private:
         double lead;  // share of the leading one of several symbols, 1 for a single one
         bool led;  // the hit was that one
     };
-    std::vector<Outcome> look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
-                                   std::span<const Token> tokens) const;
 
-    std::uint32_t scan_limit_;
-    mutable std::shared_mutex mutex_;
-    HitRates rates_;
-    DepthRates depths_, leads_;  // of a level's hit rate, and of its leading symbol's share once it is hit
-    EndRates ends_;
-    std::atomic<std::uint64_t> version_{0};
+    std::vector<Outcome> outcomes_;
+    std::vector<Token> tokens_;  // that came after others
+    std::vector<IndexView> views_;
+    std::vector<std::vector<Position>> hits_;  // of the view at the same place
 };
 
 }  // namespace agentspec

@@ -70,15 +70,19 @@ public:
 private:
     /// What can be given back when nobody reads this part, nor any that began earlier.
     struct Beginning {
+        Beginning(std::shared_ptr<RunStorage> from, std::size_t first) : storage(std::move(from)), behind(first) {}
+        Beginning(const Beginning&) = delete;  // a copy that ends would give back what is still read
+        Beginning& operator=(const Beginning&) = delete;
+        ~Beginning() { storage->give_back(behind); }
+
         std::shared_ptr<RunStorage> storage;
         std::size_t behind;
         std::shared_ptr<Beginning> next;
-        ~Beginning() { storage->give_back(behind); }
     };
     RunPart(std::shared_ptr<RunStorage> storage, std::size_t first, std::size_t last,
             std::shared_ptr<const RunTable> table)
         : storage_(std::move(storage)),
-          beginning_(std::make_shared<Beginning>(Beginning{storage_, first, nullptr})),
+          beginning_(std::make_shared<Beginning>(storage_, first)),
           first_(first),
           last_(last),
           table_(std::move(table)) {}

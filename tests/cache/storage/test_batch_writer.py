@@ -29,9 +29,9 @@ class Disk:
             raise self.failure
         self.written += jobs
 
-    def writer(self, room: int = 1000) -> BatchWriter[int]:
+    def writer(self, room: int = 1000, linger: float = 0.0) -> BatchWriter[int]:
         is_transient = lambda error: isinstance(error, OSError)  # noqa: E731
-        return BatchWriter(self.commit, name="test", is_transient=is_transient, room=room)
+        return BatchWriter(self.commit, name="test", is_transient=is_transient, room=room, linger=linger)
 
 
 def test_flush_waits_and_what_gathers_is_committed_together() -> None:
@@ -158,3 +158,47 @@ def test_what_waits_can_be_revised_but_not_what_is_being_committed() -> None:
     disk.failure = None
     writer.close()
     assert disk.written == [1, 3, 5, 7, 9]
+
+
+def test_jobs_wait_for_each_other_and_for_nobody_who_waits_for_them() -> None:
+    disk = Disk()
+    writer = disk.writer(linger=3600.0)
+    for job in range(100):
+        writer.put(job)
+    assert disk.calls == 0
+    writer.flush()
+    assert (disk.calls, disk.written) == (1, list(range(100)))
+    for job in range(100, 110):
+        writer.put(job)
+    writer.revise(lambda jobs: [job for job in jobs if job % 2])
+    writer.flush()
+    assert disk.written[100:] == [101, 103, 105, 107, 109]
+    writer.put(1000)
+    writer.revise(lambda jobs: [])
+    writer.flush()
+    writer.put(2000)
+    writer.close()
+    assert disk.written[-1] == 2000 and 1000 not in disk.written
+
+
+def test_many_jobs_are_committed_without_waiting() -> None:
+    disk = Disk()
+    writer = disk.writer(room=50, linger=3600.0)
+    for job in range(50):
+        writer.put(job)
+    limit = time.monotonic() + 60
+    while len(disk.written) < 50:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    writer.close()
+
+
+def test_a_short_linger_ends_by_itself() -> None:
+    disk = Disk()
+    writer = disk.writer(linger=0.05)
+    writer.put(1)
+    limit = time.monotonic() + 60
+    while not disk.written:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    writer.close()
