@@ -1,10 +1,9 @@
-"""Which model names the settings make, and which backend serves each."""
+"""Which names clients may ask for, and which backend each of them means."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from agentspec.backends.base import Backend
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings.load import ModelSettings, Settings
@@ -40,7 +39,7 @@ class Aliases:
         return self._exact.get(model) or next(begins, model)
 
 
-def model_names(settings: Settings, given: Mapping[str, Backend]) -> dict[str, tuple[str, str]]:
+def model_names(settings: Settings, given: Collection[str] = ()) -> dict[str, tuple[str, str]]:
     """Model name -> (backend name, the backend's own name for the model)."""
     names = {name: (name, name) for name in given if name not in settings.backends}
     for name, model in settings.models.items():
@@ -85,7 +84,7 @@ def named_model(settings: Settings, name: str) -> tuple[str, str]:
 
 def unreachable(settings: Settings) -> dict[str, str]:
     """Maps each backend that no model name reaches to advice on what to change."""
-    reached = {backend for backend, _ in model_names(settings, {}).values()} | {passthrough(settings, {})}
+    reached = {backend for backend, _ in model_names(settings).values()} | {passthrough(settings)}
     for strategy in settings.models.values():
         if isinstance(strategy, StrategySettings):
             reached |= set(strategy.models.values())
@@ -97,9 +96,9 @@ def _advice(name: str, settings: Settings) -> str:
     return advice if settings.models else f"{advice} for each model, or set backends.{name}.model"
 
 
-def passthrough(settings: Settings, given: Mapping[str, Backend]) -> str | None:
+def passthrough(settings: Settings, given: Collection[str] = ()) -> str | None:
     """The backend that accepts any model name: a sole upstream, unless the settings list model names."""
-    only = list({**settings.backends, **given})
+    only = list(dict.fromkeys([*settings.backends, *given]))
     if settings.models or len(only) != 1:
         return None
     configured = settings.backends.get(only[0])

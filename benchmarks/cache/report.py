@@ -167,10 +167,6 @@ def _open_goal(costs: Costs | None) -> Figure:
     return Figure(name, costs.open_seconds if judged else None, "s", 1.0, 0.1, note=note)
 
 
-def _milli(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
-
-
 def _micro(seconds: float | None) -> float | None:
     return None if seconds is None else seconds / _MICRO
 
