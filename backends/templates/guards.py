@@ -9,7 +9,7 @@ from typing import Any, Final
 from jinja2.utils import Namespace
 
 from agentspec.backends.templates.budget import MAX_RENDERED, Budget, TemplateLimitError
-from agentspec.backends.templates.costs import hashing, length, pieces, size
+from agentspec.backends.templates.costs import hashing, length, pieces, size, sizes
 
 _WIDE = re.compile(r"\{[^{}]*\d{5}")  # a width or precision of five digits, in `format`
 _WIDE_PERCENT = re.compile(r"%(?:\([^()]*+\))?+[-+ #0]*+[\d*]*?\.?\d{5}")  # the same after `%`
@@ -108,6 +108,28 @@ def _characters(budget: Budget, value: Any, args: Sequence[Any]) -> None:
         budget.spend(len(value) * (8 if value.isascii() else 8 + _PIECE))
 
 
+def _keys(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+    """Elements are compared by copies in small letters; those without the attribute, by a default."""
+    _characters(budget, value, args)
+    budget.spend(size(budget, value) + length(value) * sizes(budget, [arg for arg in args if isinstance(arg, str)]))
+
+
+def _written(budget: Budget, value: Any) -> str:
+    """What a filter for texts makes of another value."""
+    if isinstance(value, str):
+        return value
+    budget.spend_text(value)
+    return str(value)
+
+
+def _replace(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+    check_replace(budget, _written(budget, value), [_written(budget, arg) for arg in args[:2]])
+
+
+def _format(budget: Budget, value: Any, args: Sequence[Any]) -> None:
+    check_percent(budget, _written(budget, value), tuple(args))
+
+
 def _tabs(budget: Budget, text: Any, args: Sequence[Any]) -> None:
     _width(budget, text, args)
     size = args[0] if args and isinstance(args[0], int) else 8
@@ -134,7 +156,7 @@ def _indent(budget: Budget, text: Any, args: Sequence[Any]) -> None:
     _width(budget, text, args)
     width = args[0] if args else 4
     size = width if isinstance(width, int) and not isinstance(width, bool) else budget.weigh(width)
-    budget.spend(budget.weigh(text) + str(text).count("\n") * size)
+    budget.spend(budget.weigh(text) + _written(budget, text).count("\n") * size)
 
 
 def _slow(budget: Budget, value: Any, args: Sequence[Any]) -> None:
@@ -186,13 +208,14 @@ def _text(budget: Budget, value: Any, args: Sequence[Any]) -> None:
 FILTERS: Final[Mapping[str, Callable[[Budget, Any, Sequence[Any]], None]]] = {
     **dict.fromkeys(("center", "batch", "round", "truncate", "filesizeformat"), _width),
     **dict.fromkeys(("wordwrap", "urlize", "striptags", "pprint", "xmlattr", "title", "wordcount"), _slow),
-    **dict.fromkeys(("list", "sort", "unique", "groupby", "reverse"), _characters),
+    **dict.fromkeys(("list", "reverse"), _characters),
+    **dict.fromkeys(("sort", "unique", "groupby", "dictsort"), _keys),
     **dict.fromkeys(("string", "pprint"), _text),
     "slice": _slice,
     "sum": _sum,
     "indent": _indent,
-    "replace": check_replace,
-    "format": lambda budget, text, args: check_percent(budget, text, tuple(args)),
+    "replace": _replace,
+    "format": _format,
     "join": lambda budget, values, args: check_join(budget, args[0] if args else "", values),
     "tojson": _to_json,
 }
