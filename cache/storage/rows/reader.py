@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from agentspec.cache.record import SequenceRecord, StoredNamespace
+from agentspec.cache.record import SequenceRecord
 from agentspec.cache.storage import codec
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.rows.pages import PIECE, RowPages
@@ -22,6 +22,16 @@ from agentspec.types import Namespace
 _log = logging.getLogger(__name__)
 
 _NONE: Sequence[sa.ColumnElement[bool]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNamespace:
+    """What the database holds of one namespace: numbers of sequences and tokens, and bytes of packed tokens."""
+
+    namespace: Namespace
+    sequences: int
+    tokens: int
+    bytes: int
 
 
 class SequenceReader:
