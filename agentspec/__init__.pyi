@@ -4,6 +4,9 @@ from .errors import (
     AgentSpecError as AgentSpecError,
 )
 from .errors import (
+    AnswerMemoryError as AnswerMemoryError,
+)
+from .errors import (
     AuthenticationError as AuthenticationError,
 )
 from .errors import (
@@ -38,6 +41,9 @@ from .errors import (
 )
 from .errors import (
     EngineError as EngineError,
+)
+from .errors import (
+    EngineRestartingError as EngineRestartingError,
 )
 from .errors import (
     EngineStoppedError as EngineStoppedError,

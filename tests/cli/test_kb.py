@@ -78,6 +78,7 @@ def test_what_cannot_be_built_or_searched_says_why(program, tmp_path, corpus):
     assert missing.exit_code == 1 and "agentspec kb build makes one" in missing.stderr
 
 
+@pytest.mark.slow
 def test_a_service_answers_until_told_to_stop(program, corpus):
     assert program("kb", "build", corpus, "--out", "kb", "--kind", "bm25").exit_code == 0
     command = [Path(sys.executable).with_name("agentspec"), "kb", "serve", "kb", "--allowed-host", "kb.example"]

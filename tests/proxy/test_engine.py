@@ -27,7 +27,7 @@ MODEL = "tiny"
 
 def serving(model: str, **torch_settings: Any) -> Settings:
     return Settings(
-        server=ServerSettings(request_timeout=60),
+        server=ServerSettings(request_timeout=60, queue_timeout=0.05),
         backends={"local": TorchSettings(model=model, device="cpu", **torch_settings)},
         models={MODEL: ModelSettings(backend="local")},
     )
@@ -123,7 +123,7 @@ def test_what_only_the_engine_can_judge(client: openai.OpenAI, fields: dict[str,
 
 
 def test_the_queue_is_bounded(running: Any, client: openai.OpenAI, until: Callable[..., None]) -> None:
-    """max_active 2 and max_queue 2: of twelve at once some wait, some are refused, none fail."""
+    """max_active 2 and max_queue 2: of twelve at once some wait, some are soon refused, none fail."""
     outcomes: list[str] = []
 
     def one() -> None:

@@ -346,10 +346,10 @@ def _send_until_refused(connection: socket.socket, piece: bytes, most: int) -> i
 
 # The open routes of vLLM and SGLang, and other spellings of our own.
 ELSEWHERE = """
-    /invocations /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank /tokenize /detokenize /pause /resume
+    /invocations /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank /pause /resume
     /is_paused /update_weights /update_weights_from_disk /init_weight_transfer_engine /load /ping /server_info /sleep
     /wake_up /is_sleeping /collective_rpc /reset_prefix_cache /reset_mm_cache /reset_encoder_cache /scale_elastic_ep
-    /is_scaling_elastic_ep /start_profile /stop_profile /v1/responses /v1/messages /v1/audio/speech
+    /is_scaling_elastic_ep /start_profile /stop_profile /v1/audio/speech
     /v1/audio/transcriptions /v1/audio/translations /v1/realtime /v1/load_lora_adapter /v1/unload_lora_adapter /v1/files
     /v1/batches /v1/fine_tuning/jobs /inference/v1/generate /generate /encode /flush_cache /set_internal_state
     /get_server_info /get_model_info /open_session /close_session /abort_request /release_memory_occupation /docs /redoc

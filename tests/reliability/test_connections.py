@@ -576,7 +576,7 @@ PATHS = [
     "/v1/chat/completions;x",
     "/V1/chat/completions",
     "/%76%31/chat%2fcompletions/..",
-    *("/invocations", "/pooling", "/score", "/rerank", "/tokenize", "/detokenize", "/pause", "/resume"),
+    *("/invocations", "/pooling", "/score", "/rerank", "/pause", "/resume"),
     *("/update_weights", "/sleep", "/wake_up", "/reset_prefix_cache", "/v1/load_lora_adapter", "/start_profile"),
 ]
 

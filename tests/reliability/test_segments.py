@@ -141,8 +141,9 @@ def a_row(**changed: Any) -> Any:
     tokens = np.arange(100, dtype="<i4")
     fields = {"id": 1, "number": 1, "tenant": "t", "model_fingerprint": "", "tokenizer_hash": "", "template_hash": ""}
     names = dict.fromkeys(("session", "workflow", "step"))
+    key = {"namespace": Namespace("t").key}
     packed = {"tokens": zlib.compress(tokens.tobytes()), "token_count": 100, "created_at": 0.0}
-    return SimpleNamespace(**{**fields, **names, **packed, **changed})
+    return SimpleNamespace(**{**fields, **names, **key, **packed, **changed})
 
 
 BOMB = zlib.compress(bytes(1 << 28), 9)
@@ -164,9 +165,9 @@ BOMB = zlib.compress(bytes(1 << 28), 9)
     ids=["bomb", "bomb-huge-count", "bomb-negative", "odd", "cut", "negative-ids", "count", "negative-count", "empty"],
 )
 def test_i7_forged_rows_are_refused(changed: dict[str, Any]) -> None:
-    assert len(decode(a_row(), "db").tokens) == 100
+    assert len(decode(a_row()).tokens) == 100
     with pytest.raises(CacheFormatError):
-        decode(a_row(**changed), "db")
+        decode(a_row(**changed))
 
 
 def test_i7_a_bomb_in_the_learned_state_is_not_unpacked() -> None:

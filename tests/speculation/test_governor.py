@@ -255,6 +255,7 @@ def choices(
     return strict / cases, near / cases
 
 
+@pytest.mark.slow
 def test_chosen_size_is_within_one_of_the_best_on_synthetic_machines() -> None:
     """cost = 1 + slope * (n - 1), learned with 5 % noise; drafts are paths of one acceptance rate."""
     lines = [[0.02 * (1 + slope * n) for n in range(64)] for slope in (0.0, 0.005, 0.02, 0.1, 0.5, 1.0)]

@@ -117,9 +117,9 @@ class MemberServer(GatewayServer):
         self.app.loading.abort()
         self.should_exit = True
 
-    def _reload(self, pickled: str) -> None:
+    def _reload(self, told: str) -> None:
         try:
-            self.reloaded(unpacked(pickled))
+            self.reloaded(unpacked(told))
         except ConfigurationError as error:
             logger.error("configuration not reloaded; the old one stays", reason=error.message)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -14,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import SecretStr
 
 from agentspec.proxy import logs
 from agentspec.settings.load import Settings
@@ -56,13 +56,15 @@ def spawn(module: str, start: Mapping[str, Any], files: Sequence[socket.socket])
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=numbers)
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as told:  # if it is gone already, the caller notices
-        told.write(pickle.dumps(Start(**start)))
+        told.write(json.dumps({**start, "settings": packed(start["settings"])}, default=str).encode())
     return process
 
 
 def read_start() -> Start:
     """What the parent told this process. Sets up its log."""
-    start: Start = pickle.load(sys.stdin.buffer)  # by this process's own parent
+    told = json.load(sys.stdin.buffer)
+    engine = told["engine"] and Path(told["engine"])
+    start = Start(**{**told, "settings": unpacked(told["settings"]), "engine": engine})
     shown = int(start.name) if start.name.isdecimal() else start.name
     logs.configure(start.log_level, background=True, fields={"worker": shown})
     logs.logger.debug("process started", pid=os.getpid())
@@ -77,11 +79,19 @@ def adopt(number: int) -> socket.socket:
 
 
 def packed(settings: Settings) -> str:
-    """Settings as they travel in a message."""
-    return base64.b64encode(pickle.dumps(settings)).decode()
+    """Settings as they travel in a message, with their secrets."""
+    return json.dumps(_plain(settings.model_dump(exclude_unset=True)), default=str)
 
 
 def unpacked(text: str) -> Settings:
-    """What `packed` was given. Only for messages of this process's own parent."""
-    settings: Settings = pickle.loads(base64.b64decode(text))
-    return settings
+    """What `packed` was given."""
+    return Settings.model_validate(json.loads(text))
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it; what is neither a secret nor a container is left to the encoder."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple | set | frozenset) else value

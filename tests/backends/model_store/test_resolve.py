@@ -95,6 +95,7 @@ def test_a_folder_with_one_gguf_file_is_that_file(store, tiny_gguf):
     assert resolve(str(tiny_gguf.parent), progress=False).fingerprint == compute_sha256(tiny_gguf)
 
 
+@pytest.mark.slow
 def test_a_damaged_gguf_file_is_refused(store, tmp_path, tiny_gguf):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(tiny_gguf.read_bytes()[:1000])

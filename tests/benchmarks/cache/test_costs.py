@@ -13,6 +13,7 @@ def costs() -> Costs:
     return measure_costs(1500, lambda message: None, cached=3000)
 
 
+@pytest.mark.slow
 def test_every_cost_is_measured(costs: Costs) -> None:
     assert costs.draft.cached_tokens == 3000 and costs.opened_tokens == 1500 and costs.large is None
     for latency in (costs.draft, costs.draft_while_inserting):
@@ -26,6 +27,7 @@ def test_every_cost_is_measured(costs: Costs) -> None:
     assert costs.segment_bytes is not None and 8 < costs.segment_bytes < 12
 
 
+@pytest.mark.slow
 def test_drafting_over_a_mapped_index(costs: Costs) -> None:
     latency = large_latency(3000, lambda message: None)
     assert latency.cached_tokens == 3000 and latency.drafts == costs.draft.drafts

@@ -130,6 +130,7 @@ def local_remote(bases: Bases, delay: float = 0.0) -> Iterator[Behind]:
         yield Behind(base, delay)
 
 
+@pytest.mark.slow
 def test_every_answer_is_compared(bench: RetrievalBench, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bases, "remote", local_remote)
     with Bases.built(corpus, "fake", bench.loop, bench.progress) as bases:

@@ -106,6 +106,7 @@ def test_a_tiny_budget_keeps_nothing_and_goes_on(location: str | Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_nothing_is_deleted_while_a_reader_keeps_its_room_from_being_returned(tmp_path: Path) -> None:
     """Deleting more would not make the files smaller either."""
     store = opened(tmp_path, disk_bytes=200_000)

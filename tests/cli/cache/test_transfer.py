@@ -192,15 +192,17 @@ def test_checkpoints_and_conversations_by_a_configured_name(program, tmp_path, d
 def test_the_folder_of_a_coding_agent_leaves_no_secret(program, default_model, tmp_path):
     written = claude_code(tmp_path / "projects")
     (written.parent / "notes.txt").write_text("nothing")
-    result = program("cache", "import", tmp_path / "projects", "--model", "smollm2-135m", "--path", tmp_path / "a")
+    result = program(
+        "cache", "import", tmp_path / "projects", "--model", default_model.folder, "--path", tmp_path / "a"
+    )
     assert result.stdout == "imported 2 sequences\n", result.stderr
     assert "1 file of no known format left out" in result.stderr
-    text = ModelText.load("smollm2-135m")
+    text = ModelText.load(str(default_model.folder))
     told = "".join(text.tokenizer.decode([*r.context.tolist(), *r.tokens.tolist()]) for r in stored(tmp_path / "a"))
     assert "[REDACTED]" in told and "The login is fixed" in told and '"name": "Read"' in told
     assert not [secret for secret in SECRETS.values() if secret in told or secret[8:] in told]
     kept = ("--keep-secrets", "--redact", "login")
-    program("cache", "import", written, "--model", "smollm2-135m", "--path", tmp_path / "b", *kept)
+    program("cache", "import", written, "--model", default_model.folder, "--path", tmp_path / "b", *kept)
     told = "".join(text.tokenizer.decode([*r.context.tolist(), *r.tokens.tolist()]) for r in stored(tmp_path / "b"))
     assert SECRETS["asked"] in told and "login" not in told
 
@@ -208,5 +210,5 @@ def test_the_folder_of_a_coding_agent_leaves_no_secret(program, default_model, t
 @pytest.mark.model
 def test_a_folder_is_replayed(program, default_model, tmp_path):
     claude_code(tmp_path / "projects")
-    result = program("cache", "replay", tmp_path / "projects", "--model", "smollm2-135m", "--json")
+    result = program("cache", "replay", tmp_path / "projects", "--model", default_model.folder, "--json")
     assert json.loads(result.stdout)["calls"] == 2, result.stderr

@@ -249,6 +249,7 @@ async def test_a_model_that_takes_too_long_is_given_up() -> None:
     assert small.active == 0 and len(small.cancelled) == 1
 
 
+@pytest.mark.slow
 async def test_a_slow_client_costs_no_model_its_patience() -> None:
     """The time limit of a call counts the backend's time; what is read slowly was written long ago."""
     base = ThinkingModel(lambda thinking: "one two three four Answer: 4\n\n", score=lambda step: "1")
