@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import sqlalchemy as sa
 
 from agentspec.cache.record import SequenceRecord
