@@ -12,8 +12,8 @@ namespace agentspec {
 
 /// Releases the interpreter's lock for a scope, until `quiesce` was called.
 ///
-/// A daemon thread that asked for the lock while the interpreter ends would be unwound through C++ frames that cannot be,
-/// which aborts the process.
+/// A daemon thread that asked for the lock while the interpreter ends would be unwound through C++ frames that cannot
+/// be, which aborts the process.
 class Released {
 public:
     Released() {

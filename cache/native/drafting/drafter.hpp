@@ -31,8 +31,8 @@ public:
 
     /// A tree of at most `max_tokens` nodes that continues `context`; no path probability is below `min_probability`.
     /// At equal match length an earlier index goes first. In a `chain` each node has at most one child, the likeliest.
-    /// A draft that is not complete at the deadline is what there is of it. Throws std::invalid_argument for an index given
-    /// twice or an unknown source.
+    /// A draft that is not complete at the deadline is what there is of it. Throws std::invalid_argument for an index
+    /// given twice or an unknown source.
     DraftTree draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
                     double min_probability, bool chain = false, const Deadline& until = {}) const;
 

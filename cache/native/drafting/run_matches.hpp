@@ -87,7 +87,7 @@ private:
     int next_;
     int taken_ = kDepth + 1;  // known matches as long as this are taken in
     Few known_;
-    std::optional<RunCursor> cursor_;           // in the run's first part
+    std::optional<RunCursor> cursor_;  // in the run's first part
     std::optional<RunCursor> second_, third_;  // in its others, while it is merged
 };
 

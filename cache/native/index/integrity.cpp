@@ -23,7 +23,8 @@ std::size_t check_part(const TokenLog& log, const Run& run, const RunPart& part)
         dead += log.is_dead(positions[i]);
         if (i == 0) continue;
         const int order = compare_contexts(log.data() + positions[i - 1], log.data() + positions[i]);
-        require(order < 0 || (order == 0 && positions[i - 1] < positions[i]), "run out of order at " + std::to_string(i));
+        require(order < 0 || (order == 0 && positions[i - 1] < positions[i]),
+                "run out of order at " + std::to_string(i));
     }
     return dead;
 }
@@ -50,7 +51,8 @@ void SuffixIndex::check_runs() const {
         behind = std::size_t{run->newest()} + 1;
         std::size_t dead = 0;
         for (const RunPart& part : run->parts()) dead += check_part(*log_, *run, part);
-        require(dead == run->dead(), "a run with " + std::to_string(dead) + " dead, not " + std::to_string(run->dead()));
+        require(dead == run->dead(),
+                "a run with " + std::to_string(dead) + " dead, not " + std::to_string(run->dead()));
     }
     require(newest.empty() || newest.front() >= behind, "a run reaches into the tail");
     require(due_ || merging_end_ > 0 || next_job().none(), "work that nobody knows of");
@@ -74,7 +76,8 @@ void SuffixIndex::check_positions() const {
     for (const Piece& piece : pieces_) {
         if (!piece.sequence) continue;
         ++spans;
-        require(piece.begin > kPadding && piece.begin <= piece.end && piece.end <= log_->size(), "span outside the log");
+        require(piece.begin > kPadding && piece.begin <= piece.end && piece.end <= log_->size(),
+                "span outside the log");
         require(piece.end == log_->size() || (*log_)[piece.end] == kBoundary || log_->is_dead(piece.end),
                 "a token behind a span");
         const auto context = context_before(log_->data(), piece.begin);

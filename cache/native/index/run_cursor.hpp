@@ -9,8 +9,8 @@
 
 namespace agentspec {
 
-/// The positions of one part of a run whose context shares at least some number of tokens with a query. `widen` and `take` lower
-/// that number and so take in more positions.
+/// The positions of one part of a run whose context shares at least some number of tokens with a query. `widen` and
+/// `take` lower that number and so take in more positions.
 class RunCursor {
 public:
     RunCursor(const Token* log, const RunPart& part, const Token* query_end);
@@ -27,7 +27,8 @@ public:
     void widen(int length, std::uint32_t limit, Visit&& visit) {
         const Places old = taken_;
         const RunTable::Wide* wide = length == 1 ? table_->wide(query_end_[-1]) : nullptr;
-        if (wide != nullptr && wide->places.low >= begin_ && limit <= RunTable::kSample && wide->places.size() - old.size() > limit) {
+        if (wide != nullptr && wide->places.low >= begin_ && limit <= RunTable::kSample &&
+            wide->places.size() - old.size() > limit) {
             taken_ = wide->places;
             left_ = right_ = 0;
             const double weight = double(taken_.size()) / RunTable::kSample;

@@ -167,7 +167,7 @@ private:
     };
     struct Job {
         std::size_t first = 0, end = 0;  // runs to merge
-        bool rewrite = false;            // the log, and so everything
+        bool rewrite = false;  // the log, and so everything
         bool none() const { return !rewrite && first == end; }
     };
     /// A merge of one or two runs in pieces: what is merged, and what is left of them.
@@ -237,26 +237,26 @@ private:
     const std::size_t tail_limit_, ratio_;
     const bool deferred_;
     const std::shared_ptr<Account> account_ = std::make_shared<Account>();
-    mutable std::mutex merging_;     // held by the one thread that merges, before the next
-    mutable std::mutex changing_;    // held to change the index, for work in proportion to the tokens given
+    mutable std::mutex merging_;  // held by the one thread that merges, before the next
+    mutable std::mutex changing_;  // held to change the index, for work in proportion to the tokens given
     mutable std::mutex publishing_;  // held to copy or exchange one pointer
     std::shared_ptr<const Snapshot> snapshot_;
     std::atomic<bool> due_{false};
     std::atomic<std::size_t> catalogue_bytes_{0}, reclaimable_{0}, transient_{0};
 
     std::shared_ptr<TokenLog> log_;  // after the tokens of a span there is a boundary, dead tokens, or the log ends
-    std::uint64_t generation_ = 0;   // of the log
-    std::vector<Piece> pieces_;      // by begin
+    std::uint64_t generation_ = 0;  // of the log
+    std::vector<Piece> pieces_;  // by begin
     std::unordered_map<SequenceId, Sequence> sequences_;
     Sequence *oldest_ = nullptr, *newest_ = nullptr;  // by last use
     std::int64_t clock_ = 0;
     std::shared_ptr<const Runs> runs_ = std::make_shared<Runs>();  // every position below those of the tail
-    std::optional<Merge> merge_;     // under merging_
-    std::size_t merging_end_ = 0;    // number of the runs at the beginning that a merge is at work on
+    std::optional<Merge> merge_;  // under merging_
+    std::size_t merging_end_ = 0;  // number of the runs at the beginning that a merge is at work on
     std::shared_ptr<Tail> tail_;
     std::size_t tail_size_ = 0;
     std::shared_ptr<StartSet> starts_;  // the pairs of tokens before pieces, some of pieces that are gone
-    std::size_t live_ = 0;              // tokens of all sequences
+    std::size_t live_ = 0;  // tokens of all sequences
     std::size_t removed_ = 0, truncated_ = 0;  // places of the log that nothing needs any more
     bool rewriting_ = false;
     std::vector<Span> buried_;  // since the rewriting of the log began

@@ -1,6 +1,6 @@
 // Random work on suffix indexes, checked against a naive model and run by several threads. Built with a sanitizer by
-// tests/cache/native/test_stress.py, or by CMake with -DAGENTSPEC_STRESS=ON. Arguments: a seed, the number of operations
-// of one thread on small indexes, and the number of outputs that threads write beside readers.
+// tests/cache/native/test_stress.py, or by CMake with -DAGENTSPEC_STRESS=ON. Arguments: a seed, the number of
+// operations of one thread on small indexes, and the number of outputs that threads write beside readers.
 #include <unistd.h>
 
 #include <algorithm>
@@ -47,7 +47,8 @@ struct Model {
             Tokens all(text.before);
             all.insert(all.end(), text.tokens.begin(), text.tokens.end());
             for (std::size_t at = text.before.size(); at < all.size(); ++at) {
-                total += at >= context.size() && std::equal(context.begin(), context.end(), all.begin() + at - context.size());
+                total += at >= context.size() &&
+                         std::equal(context.begin(), context.end(), all.begin() + at - context.size());
             }
         }
         return total;
@@ -57,7 +58,8 @@ struct Model {
 Tokens random_text(Random& random, std::size_t most, int vocabulary) {
     Tokens out(random() % (most + 1));
     const int used = 1 + static_cast<int>(random() % vocabulary);
-    for (Token& token : out) token = static_cast<Token>(random() % used) + (random() % 50 == 0 ? kMostToken - vocabulary : 0);
+    for (Token& token : out)
+        token = static_cast<Token>(random() % used) + (random() % 50 == 0 ? kMostToken - vocabulary : 0);
     return out;
 }
 
@@ -100,7 +102,8 @@ void compare(std::uint64_t seed, int operations) {
         if (kind < 30 || model.texts.empty()) {
             const Tokens before = random_text(random, 70, 5), tokens = random_text(random, 300, 5);
             index->append(next, tokens, before);
-            model.texts[next++] = {{before.end() - std::min<std::ptrdiff_t>(before.size(), kDepth), before.end()}, tokens};
+            model.texts[next++] = {{before.end() - std::min<std::ptrdiff_t>(before.size(), kDepth), before.end()},
+                                   tokens};
         } else if (kind < 50) {
             const auto text = any();
             if (text->second.closed) continue;
@@ -115,7 +118,8 @@ void compare(std::uint64_t seed, int operations) {
             text->second.tokens.resize(length);
         } else if (kind < 72) {
             std::vector<SequenceId> gone;
-            for (std::size_t n = random() % 4 + (random() % 20 == 0 ? model.texts.size() / 2 : 0); n > 0; --n) gone.push_back(any()->first);
+            for (std::size_t n = random() % 4 + (random() % 20 == 0 ? model.texts.size() / 2 : 0); n > 0; --n)
+                gone.push_back(any()->first);
             index->remove(gone);
             for (const SequenceId id : gone) model.texts.erase(id);
         } else if (kind < 75) {
@@ -221,7 +225,8 @@ void race(std::uint64_t seed, int outputs) {
             const int after = state[number];
             require(before != 2 || tree.tokens.empty(), "a removed text was drafted");
             if (before == 1 && after == 1 && tree.tokens.empty()) {
-                require(state[number] != 1 || index.count(Tokens{token}) == 1 || state[number] != 1, "a written text is lost");
+                require(state[number] != 1 || index.count(Tokens{token}) == 1 || state[number] != 1,
+                        "a written text is lost");
             }
             if (random() % 4 == 0) drafter.observe(indexes, Tokens{token}, Tokens{token + 1});
             if (random() % 64 == 0) drafter.observe_end(token);
@@ -255,7 +260,8 @@ void race(std::uint64_t seed, int outputs) {
     }
     index.check_integrity();
     for (int number = 0; number < outputs; ++number) {
-        require(index.count(Tokens{number * kLength}) == (state[number] == 1 ? 1 : 0), "a text is lost, or there again");
+        require(index.count(Tokens{number * kLength}) == (state[number] == 1 ? 1 : 0),
+                "a text is lost, or there again");
     }
 }
 
