@@ -59,13 +59,13 @@ class RowPages:
             self._advance(rows, width)
             width, lost = width * _FASTER, 0
 
-    def _read(self, width: int) -> list[sa.Row[Any]]:
+    def _read(self, width: int) -> Sequence[sa.Row[Any]]:
         low, high = (self._high - width, self._high) if self._newest_first else (self._low, self._low + width)
         id_ = sequences.c.id
         query = sa.select(*self._columns).where(*self._conditions, id_ > low, id_ <= high)
         order = id_.desc() if self._newest_first else id_
         with self._database.engine.connect() as connection:
-            return list(connection.execute(query.order_by(order).limit(PIECE)).all())
+            return connection.execute(query.order_by(order).limit(PIECE)).all()
 
     def _advance(self, rows: Sequence[sa.Row[Any]], width: int) -> None:
         full = len(rows) == PIECE
