@@ -41,7 +41,7 @@ class RowPages:
         self._newest_first = newest_first
         self._columns = columns
 
-    def __iter__(self) -> Iterator[list[sa.Row[Any]]]:
+    def __iter__(self) -> Iterator[Sequence[sa.Row[Any]]]:
         width, lost = self._high - self._low, 0
         while (width := min(width, self._high - self._low)) > 0:
             try:
