@@ -197,7 +197,7 @@ class SequenceReader:
 
     def _pieces(
         self, conditions: Sequence[sa.ColumnElement[bool]], after: int, until: int, **options: Any
-    ) -> Iterator[list[sa.Row[Any]]]:
+    ) -> Iterator[Sequence[sa.Row[Any]]]:
         return iter(RowPages(self._database, conditions, after, until, lost=self._lose, **options))
 
     def _readable(self, rows: Iterable[sa.Row[Any]]) -> Iterator[SequenceRecord]:
