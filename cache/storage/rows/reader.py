@@ -147,7 +147,7 @@ class SequenceReader:
                 self.last_id = piece[-1].id
         self.last_id = max(newest, begun)
 
-    def _chosen(self, piece: list[sa.Row[Any]], wanted: Callable[[str], bool]) -> Iterator[sa.Row[Any]]:
+    def _chosen(self, piece: Sequence[sa.Row[Any]], wanted: Callable[[str], bool]) -> Iterator[sa.Row[Any]]:
         ids = [row.id for row in piece if wanted(row.namespace)]
         if ids:
             yield from self._pages([sequences.c.id.in_(ids)], ids[0] - 1, ids[-1])
