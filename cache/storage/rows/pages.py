@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -65,7 +65,8 @@ class RowPages:
         query = sa.select(*self._columns).where(*self._conditions, id_ > low, id_ <= high)
         order = id_.desc() if self._newest_first else id_
         with self._database.engine.connect() as connection:
-            return cast("Sequence[sa.Row[Any]]", connection.execute(query.order_by(order).limit(PIECE)).all())
+            rows: Sequence[Any] = connection.execute(query.order_by(order).limit(PIECE)).all()
+        return rows
 
     def _advance(self, rows: Sequence[sa.Row[Any]], width: int) -> None:
         full = len(rows) == PIECE
