@@ -123,5 +123,5 @@ def test_a_process_takes_no_more_than_its_budget(budget: int, tokens: int) -> No
         [sys.executable, "-c", CHURN, str(budget), str(tokens)], capture_output=True, text=True, check=True
     )
     used, evicted = map(float, run.stdout.split())
-    assert evicted > 1000
+    assert evicted > 500
     assert used <= 1.1

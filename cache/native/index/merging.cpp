@@ -282,6 +282,7 @@ void SuffixIndex::rewrite() {
         rewriting_ = true;
         buried_.clear();
         from = snapshot_;
+        merging_end_ = runs_->size();  // with the runs that came since this job was chosen
         known = pieces_.size();
         rest = log_->size();
         for (const Piece& piece : pieces_) {

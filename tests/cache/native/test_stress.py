@@ -43,7 +43,7 @@ def program(built: dict[str, Path], sanitizer: str) -> Path:
 @pytest.mark.parametrize(
     ("seeds", "operations", "outputs"),
     [
-        pytest.param(1, 1000, 300, marks=pytest.mark.slow),
+        pytest.param(10, 1000, 300, marks=pytest.mark.slow),
         pytest.param(20, 20_000, 10_000, marks=pytest.mark.long),
     ],
 )
