@@ -250,10 +250,9 @@ class ThinkingModel(FakeBackend):
     def _respond(self, request: GenerateRequest) -> Script:
         prompt = self.prompt_text(request)
         if _is_question(prompt):
-            quoted = _QUOTED.findall(prompt)
             if prompt.endswith("["):
-                return "aligned" if self._same(*quoted[-2:]) else "unaligned"
-            word = self._score(quoted[-1])
+                return "aligned" if self._same(*_compared(prompt)) else "unaligned"
+            word = self._score(_judged(prompt))
             return Answer(word, top={word: 1.0}) if isinstance(word, str) else word
         return self._said if "</think>" in prompt else self._step(prompt.rpartition("<think>\n")[2])
 
@@ -298,6 +297,26 @@ class FakeEncoder:
 
 
 _QUOTED = re.compile(r"<<<\n(.*?)\n>>>", re.DOTALL)
+
+
+_NUMBERED = re.compile(r"<start_s[12]>\n(.*?)\n<end_s[12]>", re.DOTALL)
+
+
+def _compared(prompt: str) -> tuple[str, str]:
+    """The drafted step and the base model's own, of the question whether they mean the same."""
+    if numbered := _NUMBERED.findall(prompt):
+        own, draft = numbered[-2:]
+        return draft, own
+    draft, own = _QUOTED.findall(prompt)[-2:]
+    return draft, own
+
+
+def _judged(prompt: str) -> str:
+    """The step that a judge is asked about: quoted, or the last one of the thinking."""
+    if quoted := _QUOTED.findall(prompt):
+        return str(quoted[-1])
+    thinking = prompt.rpartition("<think>\n")[2].partition("<|end|>")[0]
+    return thinking.removesuffix("\n\n").rpartition("\n\n")[2].strip()
 
 
 def _is_question(prompt: str) -> bool:

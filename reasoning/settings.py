@@ -6,9 +6,11 @@ To add a strategy, write a settings class here, list it in `STRATEGIES`, and let
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
+
+Words = tuple[Annotated[str, Field(min_length=1)], ...]
 
 
 class StrategySettings(BaseModel):
@@ -70,6 +72,15 @@ class DelegationSettings(StrategySettings):
     temperature: float = Field(default=0.6, ge=0, le=2, description="Of the thinking, where a request sets none")
     top_p: float = Field(default=0.95, gt=0, le=1, description="Of the thinking, where a request sets none")
     call_timeout: float = Field(default=120.0, gt=0, description="Seconds that one step of a model may take")
+    end_on_repeat: bool = Field(default=True, description="Two equal steps in a row end the thinking")
+
+    @property
+    def shown_nothing(self) -> tuple[str, ...]:
+        """Roles whose models are asked questions without the thinking so far."""
+        return ()
+
+
+JUDGE_PROMPTS = ("published", "quoted")
 
 
 class SpecReasonSettings(DelegationSettings):
@@ -86,10 +97,34 @@ class SpecReasonSettings(DelegationSettings):
     first_steps: int = Field(default=0, ge=0, description="Steps that the base model writes at the beginning")
     pipelined: bool = Field(default=True, description="Draft the next step while the last one is scored")
     score_timeout: float = Field(default=30.0, gt=0, description="Seconds that one score may take")
+    judge_prompt: str = Field(
+        default="published",
+        description="How the judge is asked: published, quoted (the step is repeated between marks), or a text of your"
+        " own; {step} in it stands for the quoted step",
+    )
+    judge_prefill: str | None = Field(
+        default=None, description="What the judge's answer begins with; unset: what belongs to judge_prompt"
+    )
+    refuse_named_scores: bool = Field(
+        default=False, description='Do not judge a step that says what score something has ("the score is 9"): it is 0'
+    )
+
+    @field_validator("judge_prompt")
+    @classmethod
+    def _known_prompt(cls, given: str) -> str:
+        if given not in JUDGE_PROMPTS and len(given.split()) < 2:
+            raise ValueError(f"must be one of {', '.join(JUDGE_PROMPTS)}, or the question itself in words")
+        return given
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        return {"threshold": self.threshold, "score": self.score, "first_steps": self.first_steps}
+        asked = self.judge_prompt if self.judge_prompt in JUDGE_PROMPTS and self.judge_prefill is None else "own"
+        return {
+            "threshold": self.threshold,
+            "score": self.score,
+            "first_steps": self.first_steps,
+            "judge_prompt": asked,
+        }
 
 
 class SpeculativeThinkingSettings(DelegationSettings):
@@ -97,23 +132,54 @@ class SpeculativeThinkingSettings(DelegationSettings):
 
     algorithm = "agentspec.reasoning.delegation.speculative_thinking"
     strategy: Literal["speculative_thinking"] = "speculative_thinking"
+    answer_marks: tuple[str, ...] = Field(default=(), description="A step that holds one of these is the last")
+    step_tokens: int = Field(default=1024, ge=1, description="Most tokens of one paragraph of the small model")
+    end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
     small_reasons: bool = Field(default=True, description="False for a small model that was not trained to reason")
     begin_tokens: int = Field(
         default=100, ge=0, description="Tokens the base model begins with if small_reasons = false"
     )
-    peek_tokens: int = Field(default=20, ge=1, description="Tokens after a blank line that are looked at")
+    peek_tokens: int = Field(
+        default=20, ge=1, description="Tokens after a blank line that are looked at, across blank lines"
+    )
     verify_tokens: int = Field(
         default=125, ge=1, description="Tokens the base model writes where something is verified"
     )
-    overload: int = Field(default=15, ge=1, description="Doubts after which the base model checks; 5 more each time")
+    overload: int = Field(default=15, ge=1, description="Doubts after which the base model checks the whole")
     overload_most: int = Field(default=30, ge=1, description="Most doubts that are waited for")
-    rescue_tokens: int = Field(default=125, ge=1, description="Tokens of that check; 25 more each time")
+    rescue_tokens: int = Field(default=125, ge=1, description="Tokens of that check")
     rescue_most: int = Field(default=200, ge=1, description="Most tokens of that check")
-    max_base_share: float = Field(default=0.5, ge=0, le=1, description="Share of tokens beyond which no rule fires")
+    max_base_share: float = Field(
+        default=1.0, ge=0, le=1, description="Share of tokens beyond which no rule fires; 1: always"
+    )
+    rule: Literal["published", "economical"] = Field(
+        default="published",
+        description="published counts words anywhere and draws neutral words again; economical counts whole words and"
+        " keeps neutral ones",
+    )
+    positive_words: Words = Field(
+        default=("yeah", "yes", "final answer", "confident"), description="Words that affirm, in any case"
+    )
+    negative_words: Words = Field(
+        default=("wait", "alternatively", "hold on", "another"),
+        description="Words that doubt; those of verify_words do too",
+    )
+    verify_words: Words = Field(
+        default=("verify", "think again", "recap", "check"), description="Words that begin a verification"
+    )
+    help_think_word: str = Field(default="", description="Text put before the words that are looked at")
+    help_recap_words: str = Field(
+        default="Let me check whether there are some wrong steps:", description="Text with which the check begins"
+    )
+    choose_large: bool = Field(
+        default=True, description="Keep the base model's words always; false: only where the two models' moods differ"
+    )
+    overload_more: int = Field(default=5, ge=0, description="By how much overload grows each time")
+    rescue_more: int = Field(default=25, ge=0, description="By how much rescue_tokens grows each time")
 
     @property
     def answer_settings(self) -> dict[str, Any]:
-        return {"small_reasons": self.small_reasons, "max_base_share": self.max_base_share}
+        return {"rule": self.rule, "small_reasons": self.small_reasons, "max_base_share": self.max_base_share}
 
 
 class LookaheadSettings(DelegationSettings):
@@ -121,20 +187,37 @@ class LookaheadSettings(DelegationSettings):
 
     algorithm = "agentspec.reasoning.delegation.lookahead"
     strategy: Literal["lookahead"] = "lookahead"
+    answer_marks: tuple[str, ...] = Field(default=(), description="A step that holds one of these is the last")
     step_tokens: int = Field(default=100, ge=1, description="Most tokens of one step")
+    end_on_repeat: bool = Field(default=False, description="Two equal steps in a row end the thinking")
     judge: str | None = Field(default=None, description="Who compares steps; unset: the base model")
     judge_template: str | None = Field(default=None, description="Chat template of a judge of its own")
     compare: Literal["judge", "embedding", "equal"] = Field(
         default="judge", description="By a model's word, by embeddings of the judge's endpoint, or by the letter"
     )
     similarity: float = Field(default=0.95, gt=0, le=1, description="Cosine that accepts, for compare = embedding")
-    depth: int = Field(default=4, ge=0, le=16, description="Most steps drafted ahead; fewer where that is faster")
+    depth: int = Field(default=4, ge=0, le=16, description="Steps drafted ahead of the last one that was kept")
     score_timeout: float = Field(default=30.0, gt=0, description="Seconds that one comparison may take")
+    rule: Literal["published", "strict"] = Field(
+        default="published",
+        description="published may keep a draft that was cut at step_tokens, but none behind a cut step; strict keeps"
+        " no cut draft",
+    )
+    judge_sees: Literal["steps", "thinking"] = Field(
+        default="steps", description="What the judge is shown: the two steps alone, or the thinking so far besides"
+    )
+    adaptive_depth: bool = Field(
+        default=False, description="Draft less far ahead, or not at all, where measured times say that this is faster"
+    )
+
+    @property
+    def shown_nothing(self) -> tuple[str, ...]:
+        return () if self.compare == "judge" and self.judge_sees == "thinking" else ("judge",)
 
     @property
     def answer_settings(self) -> dict[str, Any]:
         compared = {"similarity": self.similarity} if self.compare == "embedding" else {}
-        return {"compare": self.compare, "depth": self.depth, **compared}
+        return {"rule": self.rule, "compare": self.compare, "depth": self.depth, **compared}
 
 
 class RetrievalSettings(BaseModel):

@@ -11,7 +11,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.reasoning.delegation.context import Context
 from agentspec.reasoning.delegation.events import Proposed, Scored
 from agentspec.reasoning.delegation.judge import aligned, equal
-from agentspec.reasoning.delegation.model_role import ModelRole
+from agentspec.reasoning.delegation.model_role import ModelRole, StepLimits
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import LookaheadSettings
@@ -19,16 +19,17 @@ from agentspec.reasoning.speculative_task import cancel_tasks, task_result
 
 RATE = 0.2  # weight of a new measurement in a running mean
 PRIOR = 0.6  # acceptance before anything is known
+SURE = 0.98  # acceptance that counts as no more than this, since a run of drafts has an end
 RETURN = 0.1  # rate at which the acceptance returns to PRIOR while nothing is drafted, so that drafting is tried again
 
 
 @dataclass(slots=True)
 class DepthPlanner:
-    """Chooses how many steps to draft: the depth with the most expected steps per second, from measured times.
+    """Chooses how many steps to draft ahead: the depth with the most expected steps per second, from measured times.
 
-    A round at acceptance a and depth d yields (1 - a^(d+1)) / (1 - a) expected steps (section 3 of the paper). It takes
-    the time of d drafted steps, one after another, and of one step of the base model after the last draft. The planner
-    learns how long that step takes while the base model writes d + 1 steps at once.
+    At acceptance a, a / (1 - a) drafts are kept before one differs. With depth d, a draft of t seconds and a step of
+    the base model of T seconds, the first of them takes T, each further one the longer of t and (T + t) / (d + 1),
+    since d + 1 steps of the base model run at once. The planner learns how T grows with d.
     """
 
     most: int
@@ -39,15 +40,17 @@ class DepthPlanner:
     def depth(self) -> int:
         if not self.own_seconds or not self.draft_seconds:
             return self.most
-        return max(range(self.most + 1), key=lambda depth: self.steps(depth) / self.seconds(depth))
+        return max(range(self.most + 1), key=self.rate)
 
-    def steps(self, depth: int) -> float:
-        return sum(self.acceptance**i for i in range(depth + 1))
-
-    def seconds(self, depth: int) -> float:
-        """Expected seconds of a round. An untried depth is assumed to cost what the nearest tried depth does."""
+    def rate(self, depth: int) -> float:
+        """Expected steps per second. An untried depth is assumed to cost what the nearest tried depth does."""
         nearest = min(self.own_seconds, key=lambda known: abs(known - depth))
-        return depth * self.draft_seconds + self.own_seconds[nearest]
+        own = max(self.own_seconds[nearest], 1e-9)
+        if depth == 0:
+            return 1 / own
+        kept = self.acceptance / (1 - min(self.acceptance, SURE))
+        each = max(self.draft_seconds, (own + self.draft_seconds) / (depth + 1))
+        return (kept + 1) / (own + kept * each)
 
     def drafted(self, seconds: float) -> None:
         self.draft_seconds += (seconds - self.draft_seconds) * (RATE if self.draft_seconds else 1.0)
@@ -64,20 +67,29 @@ class DepthPlanner:
 
 @dataclass(slots=True)
 class DraftChain:
-    """A running round: the small model drafts a chain of steps, and the base model writes its own step after each."""
+    """Drafts of the small model, one behind the other, and the base model's own step behind each of them.
+
+    A sliding window: at most `depth` drafts are ahead of those that were accepted, so that drafting and the base
+    model's calls go on while drafts are accepted.
+    """
 
     thinking: Thinking
     depth: int
     planner: DepthPlanner
     drafts: list[Step] = field(default_factory=list)
     own: list[asyncio.Task[Step]] = field(default_factory=list)
+    accepted: int = 0
     failure: Exception | None = None
     complete: bool = False
-    _grown: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _drafted_tokens: int = 0
+    _kept_before: int = 0
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _growing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> DraftChain:
-        self.own.append(self._write(self.thinking.context("base").fork()))
+        self._kept_before = self.thinking.counts.all_kept
+        limits = self.thinking.limits("base")
+        self.own.append(self._write(self.thinking.context("base").fork(), limits))
         self._growing = asyncio.create_task(self._grow())
         return self
 
@@ -87,9 +99,15 @@ class DraftChain:
 
     async def draft(self, index: int) -> Step | None:
         """Wait for the draft at `index`; None if the chain ends before it."""
-        async with self._grown:
-            await self._grown.wait_for(lambda: len(self.drafts) > index or self.complete)
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.drafts) > index or self.complete)
         return self.drafts[index] if len(self.drafts) > index else None
+
+    async def accept(self) -> None:
+        """Move the window on by one draft, which was kept."""
+        async with self._changed:
+            self.accepted += 1
+            self._changed.notify_all()
 
     def raise_failure(self) -> None:
         """Raise the error that stopped the small model, if there was one."""
@@ -98,17 +116,20 @@ class DraftChain:
 
     async def _grow(self) -> None:
         small, base = self.thinking.context("small").fork(), self.thinking.context("base").fork()
-        ahead = 0
         try:
-            while len(self.drafts) < self.depth and self.thinking.room("small", ahead):
-                step = await self.thinking.draft(small, self.thinking.limits("small", pending=ahead))
-                ahead += step.tokens
+            while await self._has_room():
+                limits = self.thinking.limits("small", pending=self._pending, within=self._inside_paragraph)
+                step = await self.thinking.draft(small, limits)
+                self._drafted_tokens += step.tokens
                 self.planner.drafted(step.seconds)
                 await small.extend(step.text, step.token_ids)
                 await base.extend(step.text)
-                self.own.append(self._write(base.fork(), ahead))
+                cut = step.ending != "boundary"
+                self.own.append(
+                    self._write(base.fork(), self.thinking.limits("base", pending=self._pending, within=cut))
+                )
                 await self._tell(step)
-                if step.ending != "boundary":
+                if cut:  # nothing drafted behind it could be kept
                     break
         except Exception as error:
             self.failure = error
@@ -116,22 +137,38 @@ class DraftChain:
             self.complete = True
             await asyncio.shield(self._tell(None))
 
+    async def _has_room(self) -> bool:
+        """Wait until the window has room for one more draft; False once the thinking's budgets have none."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.drafts) - self.accepted < self.depth)
+        return self.thinking.room("small", self._pending) > 0
+
+    @property
+    def _pending(self) -> int:
+        """Drafted tokens that are not kept yet."""
+        return max(0, self._drafted_tokens - (self.thinking.counts.all_kept - self._kept_before))
+
+    @property
+    def _inside_paragraph(self) -> bool:
+        return not self.drafts and self.thinking.inside_paragraph
+
     async def _tell(self, step: Step | None) -> None:
-        async with self._grown:
+        async with self._changed:
             if step is not None:
                 self.drafts.append(step)
-            self._grown.notify_all()
+            self._changed.notify_all()
 
-    def _write(self, context: Context, ahead: int = 0) -> asyncio.Task[Step]:
-        limits = self.thinking.limits("base", pending=ahead)
+    def _write(self, context: Context, limits: StepLimits) -> asyncio.Task[Step]:
         return asyncio.create_task(self.thinking.draft(context, limits, "base"))
 
 
 async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
-    """Run rounds until the thinking is over: keep drafts that match the base model's steps, then one of its own."""
+    """Keep drafts while they match the base model's own steps, then the first of its steps that differs."""
     planner = DepthPlanner(settings.depth)
     while thinking.over is None:
-        depth = planner.depth() if thinking.has("small") and thinking.room("small") else 0
+        depth = 0
+        if may_draft(thinking, settings):
+            depth = planner.depth() if settings.adaptive_depth else settings.depth
         if depth == 0:
             began = time.perf_counter()
             await thinking.write("base")
@@ -143,18 +180,37 @@ async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
                 chain.raise_failure()
 
 
+def may_draft(thinking: Thinking, settings: LookaheadSettings) -> bool:
+    """Whether a draft could be kept as the next step."""
+    judged = settings.compare == "equal" or thinking.has("judge")
+    behind_cut = keeps_cut_drafts(settings) and thinking.inside_paragraph
+    return judged and not behind_cut and thinking.has("small") and thinking.room("small") > 0
+
+
+def keeps_cut_drafts(settings: LookaheadSettings) -> bool:
+    """Whether a draft that was cut may be kept, and none behind a cut step: the published rule.
+
+    By the letter the thinking has to remain the base model's own, which goes on differently behind a cut step.
+    """
+    return settings.rule == "published" and settings.compare != "equal"
+
+
 async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftChain) -> None:
     """Keep drafts until one differs from the base model's own step, then keep the base model's step instead."""
-    for index in range(chain.depth + 1):
+    index = 0
+    while thinking.over is None:
         own = await task_result(chain.own[index])
         chain.planner.wrote(chain.depth, own.seconds)
-        draft = await chain.draft(index) if index < chain.depth else None
+        draft = await chain.draft(index)
         same = draft is not None and await matches(thinking, settings, draft, own)
         if draft is not None:
             chain.planner.judged(same)
-        await thinking.keep(draft if draft is not None and same else own, rejected=None if same else draft)
-        if not same or thinking.over:
+        if draft is None or not same:
+            await thinking.keep(own, rejected=draft)
             return
+        await thinking.keep(draft)
+        await chain.accept()
+        index += 1
 
 
 async def matches(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
@@ -168,20 +224,31 @@ async def matches(thinking: Thinking, settings: LookaheadSettings, draft: Step, 
 
 
 async def _same(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
-    """Whether the draft may replace the base model's own step. A draft cut off by its token limit never may."""
-    if draft.ending == "length" or draft.blank:
+    """Whether the draft may replace the base model's own step."""
+    if draft.blank or own.blank or not _may_replace(thinking, settings, draft, own):
         return False
     if equal(draft, own):
-        return draft.ending == own.ending
+        return True
     if settings.compare == "equal" or not thinking.has("judge"):
         return False
     if settings.compare == "judge":
-        return await aligned(thinking, draft, own, settings.score_timeout)
+        return await aligned(thinking, draft, own, settings)
     judge = thinking.roles["judge"]
     assert isinstance(judge.backend, Embeds)
     async with asyncio.timeout(settings.score_timeout):
         one, other = await judge.backend.embed([draft.text, own.text], judge.model, thinking.request.tenant)
     return _cosine(one, other) >= settings.similarity
+
+
+def _may_replace(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
+    """Whether the ways in which the two steps ended allow it, whatever they say."""
+    if own.ending == "stop" or (draft.ending == "closed") != (own.ending == "closed"):
+        return False  # the base model's own end of the thinking counts
+    if keeps_cut_drafts(settings):
+        return not thinking.inside_paragraph
+    if settings.compare == "equal":
+        return draft.ending == own.ending != "length"
+    return draft.ending != "length"
 
 
 def _cosine(one: list[float], other: list[float]) -> float:

@@ -17,6 +17,7 @@ from agentspec.types import Delta, GenerateRequest, Message, SamplingParams
 
 Spend = Callable[[int], None]
 OnText = Callable[[str], Awaitable[None]]
+_ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True, top_logprobs=10)
 _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
 
 
@@ -98,7 +99,9 @@ class ModelRole:
         base = _bare(base)
         if think_start.strip() and not prompt.rstrip().endswith(think_start.strip()):
             prompt += think_start
-        turn = await self.turn_markup(think_start)
+        return await self._rendered(base, await self.turn_markup(think_start), prompt)
+
+    async def _rendered(self, base: GenerateRequest, turn: TurnMarkup, prompt: str) -> TextContext | TokenContext:
         if self.tokenization is None:
             return TextContext(base, turn, prompt)
         ids = await self.tokenization.tokenize(prompt, begins=self.template is not None)
@@ -115,7 +118,7 @@ class ModelRole:
                     f"the chat template of the {self.role} model {self.model!r} changes the messages it is given:"
                     f" set {self.role}_template to one that does not"
                 )
-            self._turn = TurnMarkup(before, after.removesuffix(think_start).removesuffix(think_start.rstrip()))
+            self._turn = TurnMarkup(before, _unopened(after, think_start))
         return self._turn
 
     async def write(
@@ -156,8 +159,24 @@ class ModelRole:
         self, context: Context, question: str, prefill: str, seconds: float, spend: Spend
     ) -> tuple[str, dict[str, float]]:
         """The first token of the answer to `question`, and the log-probabilities of the ten likeliest tokens."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True, top_logprobs=10)
-        request = await context.ask(question, prefill, sampling)
+        return await self._first_token(await context.ask(question, prefill, _ONE_TOKEN), seconds, spend)
+
+    async def ask_alone(
+        self, request: GenerateRequest, prefill: str, think_start: str, seconds: float, spend: Spend
+    ) -> tuple[str, dict[str, float]]:
+        """`ask` in a conversation of its own: the messages of `request`, whose answer begins with `prefill`."""
+        base = replace(request, model=self.model)
+        context: Context
+        if self.continues_messages:
+            context = MessageContext(base, prefill)
+        else:
+            prompt = _unopened(await self._render(base.messages or ()), think_start)
+            context = await self._rendered(_bare(base), TurnMarkup("", ""), prompt + prefill)
+        return await self._first_token(context.request(_ONE_TOKEN), seconds, spend)
+
+    async def _first_token(
+        self, request: GenerateRequest, seconds: float, spend: Spend
+    ) -> tuple[str, dict[str, float]]:
         text = ""
         tops: dict[str, float] = {}
         async with aclosing(self.deltas(request, seconds)) as deltas:
@@ -247,6 +266,11 @@ def _behind(whole: str, known: str) -> str:
         if whole.startswith(begun):
             return whole[len(begun) :]
     return ""
+
+
+def _unopened(prompt: str, think_start: str) -> str:
+    """`prompt` without the start of a thinking at its end, which some templates add to every prompt."""
+    return prompt.removesuffix(think_start).removesuffix(think_start.rstrip())
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.reasoning.speculative_task import SpeculativeTask
 
+HIGHEST = 9  # a threshold above it accepts no step, not even where a judge answers "10"
+
 
 async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
     """Draft, score, then keep or rewrite, until the thinking is over.
@@ -47,8 +49,8 @@ async def accepts(thinking: Thinking, step: Step, settings: SpecReasonSettings) 
     """Whether the judge's score of `step` reaches the threshold."""
     verdict = Score(0.0, reason="no judge")
     async with thinking.degrading("judge"):
-        verdict = await score(thinking, step, settings.score, settings.score_timeout)
-    accepted = thinking.has("judge") and verdict.value >= settings.threshold
+        verdict = await score(thinking, step, settings)
+    accepted = thinking.has("judge") and settings.threshold <= HIGHEST and verdict.value >= settings.threshold
     await thinking.emit(Scored(verdict.value, accepted, verdict.seconds, verdict.reason))
     return accepted
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agentspec.reasoning.delegation.events import Proposed, Triggered
-from agentspec.reasoning.delegation.steps import BOUNDARY, Step
+from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Algorithm, Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 
 WARM_UP = 256  # tokens before the base model's share of them is meaningful
-MORE_DOUBTS, MORE_TOKENS = 5, 25
-OVERLOAD_TEXT = "Let me check whether there are some wrong steps:"
-
-_POSITIVE = re.compile(r"\b(?:yeah|yes|final answer|confident)\b", re.I)
-_NEGATIVE = re.compile(r"\b(?:wait|alternatively|hold on|another|verify)\b", re.I)
-_VERIFY = re.compile(r"\b(?:verify|think again|recap|check)\b", re.I)
+MOODS = {1: "affirmation", -1: "doubt", 0: "paragraph"}
 
 
 @dataclass(slots=True)
@@ -29,69 +25,114 @@ class Overload:
 
     @property
     def due(self) -> bool:
-        limit = self.settings.overload + MORE_DOUBTS * self.times
-        return self.doubts >= min(limit, self.settings.overload_most)
+        limit = self.settings.overload + self.settings.overload_more * self.times
+        return self.doubts >= (min(limit, self.settings.overload_most) if self.times else limit)
 
     def take(self) -> int:
         """Begin the check that is due, and return how many tokens it may take."""
-        tokens = self.settings.rescue_tokens + MORE_TOKENS * self.times
+        tokens = self.settings.rescue_tokens + self.settings.rescue_more * self.times
+        tokens = min(tokens, self.settings.rescue_most) if self.times else tokens
         self.doubts, self.times = 0, self.times + 1
-        return min(tokens, self.settings.rescue_most)
+        return tokens
+
+
+class Lexicon:
+    """The words that tell the mood of a text. As published they are counted anywhere, also inside other words; under
+    the rule `economical` as whole words.
+    """
+
+    def __init__(self, settings: SpeculativeThinkingSettings) -> None:
+        edges = (r"(?<!\w)", r"(?!\w)") if settings.rule == "economical" else ("", "")
+        doubting = (*settings.negative_words, *settings.verify_words)
+        self._positive, self._negative, self._verify = (
+            [re.compile(re.escape(word.lower()).join(edges)) for word in words]
+            for words in (settings.positive_words, doubting, settings.verify_words)
+        )
+
+    def mood(self, text: str) -> int:
+        """1 if most mood words in `text` affirm, -1 if they doubt or are balanced, 0 without mood words."""
+        positive, negative = _count(self._positive, text), _count(self._negative, text)
+        return (positive > negative) - (negative >= positive > 0 or negative > positive)
+
+    def verifies(self, text: str) -> bool:
+        """Whether `text` holds a word that begins a verification."""
+        return _count(self._verify, text) > 0
+
+
+def _count(words: Iterable[re.Pattern[str]], text: str) -> int:
+    lower = text.lower()
+    return sum(len(word.findall(lower)) for word in words)
 
 
 async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinkingSettings) -> None:
-    """Check three triggers at every blank line: many doubts so far, mood words next, the start of a verification.
+    """The small model writes paragraphs; behind each blank line three triggers are checked.
 
-    The small model's next words are kept unless the base model replaces them. If the small model fails, the base model
-    continues alone.
+    They are, in this order: many doubts so far, mood words in what the small model would write next, and a
+    verification in what was kept instead. If the small model fails, the base model continues alone.
     """
-    overload = Overload(settings)
+    lexicon, overload = Lexicon(settings), Overload(settings)
     if not settings.small_reasons and settings.begin_tokens:
         await thinking.emit(Triggered("begin"))
         await hand_over(thinking, settings.begin_tokens)
-        await finish(thinking)
     while thinking.over is None:
-        if not thinking.has("small"):
+        if not (thinking.has("small") and thinking.room("small")):
             await thinking.write("base")
-        elif overload.due and may_hand_over(thinking, settings, settings.rescue_tokens):
-            await thinking.emit(Triggered("overload", f"{overload.doubts} doubts"))
-            await thinking.keep(Step(f"{OVERLOAD_TEXT}\n", "base", "length"))
-            await hand_over(thinking, overload.take())
-            await finish(thinking)
-        else:
-            await paragraph(thinking, settings, overload)
+            continue
+        async with thinking.degrading("small"):
+            helped = thinking.steps and thinking.steps[-1].text == settings.help_think_word
+            await thinking.write("small", thinking.limits("small", within=False if helped else None))
+        if thinking.over is None and thinking.has("small") and thinking.steps[-1].ending == "boundary":
+            await look_ahead(thinking, settings, lexicon, overload)
 
 
-async def paragraph(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload) -> None:
-    """Write one paragraph. The small model drafts the first words; their mood decides whether the base model rewrites
-    them. The small model writes the rest.
-    """
+async def look_ahead(
+    thinking: Thinking, settings: SpeculativeThinkingSettings, lexicon: Lexicon, overload: Overload
+) -> None:
+    """Check the triggers at a blank line."""
+    if overload.due and may_hand_over(thinking, settings, settings.rescue_tokens):
+        await thinking.emit(Triggered("overload", f"{overload.doubts} doubts"))
+        await thinking.keep(Step(settings.help_recap_words, "base", "length"))
+        await hand_over(thinking, overload.take())
+        return
+    if settings.help_think_word:
+        await thinking.keep(Step(settings.help_think_word, "base", "length"))
     peek = None
     async with thinking.degrading("small"):
-        peek = await thinking.draft(thinking.context("small"), thinking.limits("small", settings.peek_tokens))
+        limits = thinking.limits("small", settings.peek_tokens, across=True)
+        peek = await thinking.draft(thinking.context("small"), limits)
     if peek is None:
         return
     await thinking.emit(Proposed(peek))
-    mood = classify(peek.text)
-    overload.doubts += mood < 0
-    fires = mood != 0 or not settings.small_reasons or peek.blank
+    mood = lexicon.mood(peek.text)
+    fires = mood != 0 or not settings.small_reasons
     if fires and may_hand_over(thinking, settings, settings.peek_tokens):
-        await thinking.emit(Triggered("reflection", {1: "affirmation", -1: "doubt"}.get(mood, "paragraph")))
-        await thinking.write("base", thinking.limits("base", settings.peek_tokens), rejected=peek)
-    else:
+        await reflect(thinking, settings, lexicon, overload, peek)
+    elif settings.rule == "economical":  # as published, the small model draws these words again
         await thinking.keep(peek)
-    verifies = _VERIFY.search(thinking.steps[-1].text) is not None
-    if thinking.over is None and verifies and may_hand_over(thinking, settings, settings.verify_tokens):
+
+
+async def reflect(
+    thinking: Thinking, settings: SpeculativeThinkingSettings, lexicon: Lexicon, overload: Overload, peek: Step
+) -> None:
+    """Let the base model write its words in place of `peek`, and more of them where what is kept verifies something."""
+    mood = lexicon.mood(peek.text)
+    await thinking.emit(Triggered("reflection", MOODS[mood]))
+    limits = thinking.limits("base", settings.peek_tokens, across=True)
+    if settings.choose_large:
+        await thinking.write("base", limits, rejected=peek)
+    else:
+        own = await thinking.draft(thinking.context("base"), limits, "base")
+        other = lexicon.mood(own.text)
+        if (mood < 0 <= other) or (other < 0 < mood):
+            await thinking.keep(own, rejected=peek)
+        else:
+            await thinking.keep(peek)
+    kept = thinking.steps[-1].text
+    overload.doubts += lexicon.mood(kept) < 0
+    verifies = thinking.over is None and lexicon.verifies(kept)
+    if verifies and may_hand_over(thinking, settings, settings.verify_tokens):
         await thinking.emit(Triggered("verification"))
         await hand_over(thinking, settings.verify_tokens)
-    await finish(thinking)
-
-
-async def finish(thinking: Thinking) -> None:
-    """Let the small model finish the paragraph if it is unfinished. Text that it wrote before a failure is kept."""
-    if thinking.over is None and thinking.has("small") and not thinking.steps[-1].text.endswith(BOUNDARY):
-        async with thinking.degrading("small"):
-            await thinking.write("small")
 
 
 async def hand_over(thinking: Thinking, tokens: int) -> None:
@@ -103,12 +144,6 @@ def may_hand_over(thinking: Thinking, settings: SpeculativeThinkingSettings, tok
     """Whether the base model's share of all tokens stays within the setting if it writes `tokens` more."""
     kept = thinking.counts.kept
     return kept["base"] + tokens <= settings.max_base_share * max(WARM_UP, thinking.counts.all_kept + tokens)
-
-
-def classify(text: str) -> int:
-    """The mood of `text`: 1 if most mood words affirm, -1 if they doubt or are balanced, 0 without mood words."""
-    positive, negative = len(_POSITIVE.findall(text)), len(_NEGATIVE.findall(text))
-    return (positive > negative) - (negative >= positive > 0 or negative > positive)
 
 
 ALGORITHM = Algorithm(speculative_thinking)

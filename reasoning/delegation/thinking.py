@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +14,7 @@ from agentspec.reasoning.delegation.model_role import ModelRole, Spend, StepLimi
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
 from agentspec.reasoning.event_sink import EventSink
 from agentspec.reasoning.settings import DelegationSettings
-from agentspec.types import GenerateRequest, SamplingParams
+from agentspec.types import GenerateRequest, Message, SamplingParams
 
 RESERVED = 4  # a quarter of a model's context is left for the answer
 _DEFAULTS = SamplingParams()
@@ -64,23 +64,30 @@ class Thinking:
     async def open(self) -> None:
         """Show every model the problem. Raises what the base model raises."""
         asked = self.request
-        thought = GenerateRequest(  # only the fields that also concern the thinking
+        thought = replace(
+            self.request_for(asked.messages or ()),
+            tools=asked.tools,
+            template_arguments=asked.template_arguments,
+            extra=_thinking_fields(asked),
+        )
+        for role, model in self.roles.items():
+            if role == "base" or (model is not self.roles["base"] and role not in self.settings.shown_nothing):
+                async with self.degrading(role):
+                    self._contexts[role] = await model.open(thought, self.settings.think_start)
+
+    def request_for(self, messages: Sequence[Message]) -> GenerateRequest:
+        """A request with `messages` and the fields that concern every call made for this answer."""
+        asked = self.request
+        return GenerateRequest(
             asked.model,
-            messages=asked.messages,
+            messages=messages,
             labels=asked.labels,
             tenant=asked.tenant,
             speculation=asked.speculation,
             store=asked.store,
             priority=asked.priority,
-            tools=asked.tools,
-            template_arguments=asked.template_arguments,
             split_reasoning=False,
-            extra=_thinking_fields(asked),
         )
-        for role, model in self.roles.items():
-            if role == "base" or model is not self.roles["base"]:
-                async with self.degrading(role):
-                    self._contexts[role] = await model.open(thought, self.settings.think_start)
 
     @property
     def text(self) -> str:
@@ -123,11 +130,24 @@ class Thinking:
             limits.append(left - pending - (self.roles[role].backend.capabilities.context_length or 0) // RESERVED)
         return max(0, min(limits))
 
-    def limits(self, role: str, tokens: int | None = None, *, across: bool = False, pending: int = 0) -> StepLimits:
-        """The limits of the next step of `role`: at most `tokens` tokens, and never more than its room."""
+    def limits(
+        self,
+        role: str,
+        tokens: int | None = None,
+        *,
+        across: bool = False,
+        pending: int = 0,
+        within: bool | None = None,
+    ) -> StepLimits:
+        """The limits of the next step of `role`: at most `tokens` tokens, and never more than its room.
+
+        `within`: whether it begins inside a paragraph; None: as the thinking ends, with `pending` at its beginning.
+        """
         room = self.room(role, pending)
         limit = max(1, room if tokens is None else min(tokens, room))
-        return self.step_limits.limited(limit, across=across, within=not pending and self._inside_paragraph())
+        if within is None:
+            within = not pending and self.inside_paragraph
+        return self.step_limits.limited(limit, across=across, within=within)
 
     async def draft(self, context: Context, limits: StepLimits | None = None, role: Author = "small") -> Step:
         """Let `role` write a step after `context` without keeping it. Raises what its backend raises."""
@@ -160,10 +180,14 @@ class Thinking:
             await self.emit(ThinkingText(step.author, text))
         await self.emit(Rewritten(step, rejected) if rejected is not None else Accepted(step))
 
-    def _inside_paragraph(self, back: int = 0) -> bool:
-        """Whether the thinking without its last `back` steps ends in the middle of a paragraph."""
-        before = self.steps[: len(self.steps) - back]
-        return bool(before) and not before[-1].text.endswith(BOUNDARY)
+    @property
+    def inside_paragraph(self) -> bool:
+        """Whether the thinking ends in the middle of a paragraph, because its last step was cut."""
+        return bool(self.steps) and not self.steps[-1].text.endswith(BOUNDARY)
+
+    def _was_inside_paragraph(self) -> bool:
+        """`inside_paragraph` before the last step."""
+        return len(self.steps) > 1 and not self.steps[-2].text.endswith(BOUNDARY)
 
     def _spend(self, role: str) -> Spend:
         return lambda tokens: self.counts.spend(role, tokens)
@@ -173,11 +197,11 @@ class Thinking:
         last = self.steps[-1]
         if last.ending == "closed":
             return "closed"
-        if last.ending == "stop" or (last.blank and last.ending == "boundary" and not self._inside_paragraph(1)):
+        if last.ending == "stop" or (last.blank and last.ending == "boundary" and not self._was_inside_paragraph()):
             return "silent"
         if any(mark in last.text for mark in self.settings.answer_marks):
             return "answered"
-        if len(self.steps) > 2 and last.text.strip() == self.steps[-2].text.strip():
+        if self.settings.end_on_repeat and len(self.steps) > 2 and _words(last) == _words(self.steps[-2]):
             return "repeated"
         return None if self.room("base") else "budget"
 
@@ -199,6 +223,11 @@ async def base_only(thinking: Thinking) -> None:
     """Let the base model write every step: the baseline that strategies are compared with."""
     while thinking.over is None:
         await thinking.write("base")
+
+
+def _words(step: Step) -> str:
+    """The text of a step as SpecReason compares it: without the blank line that ended it."""
+    return step.text.removesuffix(BOUNDARY)
 
 
 # Sampling fields that apply to the answer and not to the thinking.

@@ -52,7 +52,10 @@ BODY = {"model": "fast", "messages": [{"role": "user", "content": "Two plus two?
 def test_the_gateway_streams_thinking_then_the_answer(gateway: Any) -> None:
     running = gateway(models(), settings(threshold=6))
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True})
-    assert answer.headers["x-agentspec-lossy"] == "specreason; threshold=6.0; score=greedy; first_steps=0"
+    assert (
+        answer.headers["x-agentspec-lossy"]
+        == "specreason; threshold=6.0; score=greedy; first_steps=0; judge_prompt=published"
+    )
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
     assert "".join(delta.get("reasoning", "") for delta in deltas) == THINKING
@@ -256,7 +259,7 @@ def test_raw_completions_with_a_template_of_ours() -> None:
     assert message.additional_kwargs["reasoning_content"] == THINKING
     prompts = [str(request.text) for request in fakes["large"].requests]
     assert prompts[0].startswith("<|im_start|>user\nTwo plus two?<|im_end|>\n<|im_start|>assistant\n<think>\nsmall 1.")
-    assert prompts[0].endswith("<|im_start|>assistant\nOn a scale from 0 to 9, the score is: ")
+    assert prompts[0].endswith("<|im_start|>assistant\n<think>I think the quality score is: ")
     assert str(fakes["tiny"].requests[0].text).startswith("User: Two plus two?\n\nAssistant: <think>\n")
 
 

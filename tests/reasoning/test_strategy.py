@@ -103,7 +103,7 @@ async def test_thinking_that_the_prompt_has_begun_is_not_begun_again() -> None:
     async for _ in strategy(base, Begins(step)).generate(ASK):
         pass
     assert all(base.prompt_text(request).count("<think>") == 1 for request in base.requests)
-    assert base.asked and base.asked[0].endswith("<|assistant|>\nOn a scale from 0 to 9, the score is: ")
+    assert base.asked and base.asked[0].endswith("<|assistant|>\n<think>I think the quality score is: ")
 
 
 async def test_a_judge_of_its_own_sees_the_thinking_and_decides() -> None:

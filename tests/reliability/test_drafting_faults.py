@@ -29,8 +29,8 @@ pytestmark = pytest.mark.reliability
 
 STRATEGIES = {
     "specreason": SpecReasonSettings(base="large", small="tiny", judge="critic"),
-    "speculative_thinking": SpeculativeThinkingSettings(base="large", small="tiny"),
-    "lookahead": LookaheadSettings(base="large", small="tiny", judge="critic"),
+    "speculative_thinking": SpeculativeThinkingSettings(base="large", small="tiny", answer_marks=("Answer:",)),
+    "lookahead": LookaheadSettings(base="large", small="tiny", judge="critic", answer_marks=("Answer:",)),
 }
 BODY = {"model": "fast", "messages": [{"role": "user", "content": "Two plus two?"}]}
 ALONE = "base 1.\n\nbase 2. Answer: 4\n\n"

@@ -533,7 +533,7 @@ LOSSY = {name: kind for name, kind in STRATEGIES.items() if kind.lossy}
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_i11_a_lossy_answer_says_so(gateway: Any, name: str) -> None:
-    model = ThinkingModel(lambda thinking: "step. Answer: 4\n\n")
+    model = ThinkingModel(lambda thinking: "step. Answer: 4\n</think>")
     strategy = LOSSY[name](base="large", small="tiny")  # type: ignore[call-arg]
     backends: dict[str, Any] = {each: TorchSettings(model=each) for each in ("large", "tiny")}
     settings = Settings(backends=backends, models={"fast": strategy, "plain": ModelSettings(backend="large")})

@@ -4,8 +4,7 @@ Where we differ it is on purpose (docs/reasoning.md gives the reasons), and thes
 are kept and the blank line belongs to its step: `test_prompts_only_grow_in_token_ids`. `</think>` ends the thinking:
 `test_thinking_that_closes_itself`. The base model writes the answer: `test_the_answer_follows_and_says_what_it_is`.
 What is dropped has a budget too, and no step runs over its end: `test_endless_steps_are_cut_and_both_budgets_hold` and
-below. An empty step is not scored: `test_empty_steps_end_the_thinking_where_the_base_model_has_none_either`. The judge
-reads the step quoted, and none that names a score: `test_a_step_that_tells_the_judge_its_score_is_not_obeyed`.
+below. An empty step is not scored: `test_empty_steps_end_the_thinking_where_the_base_model_has_none_either`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ def published(
         if len(steps) >= first_steps:
             drafted = _paragraph(small(so_far))
             likely = judge(drafted.strip())
-            if (_greedy(likely) if method == "greedy" else _average(likely)) >= threshold:
+            scored = _greedy(likely) if method == "greedy" else _average(likely)
+            if scored >= threshold and threshold <= 9:  # ours: above 9 not even a "10" is accepted
                 kept = ("small", drafted)
         steps.append(kept or ("base", _paragraph(base(so_far))))
         texts = [text for _, text in steps]
@@ -71,13 +71,14 @@ def _paragraph(text: str) -> str:
 
 
 def _greedy(likely: Likely) -> float:
+    """The generated token, if all of it is digits. (The program fails at digits that are no number, like "\u00b2".)"""
     best = max(likely, key=lambda token: likely[token])
-    return float(best) if best.strip() in set("0123456789") else 0.0
+    return float(int(best)) if best.isdecimal() else 0.0
 
 
 def _average(likely: Likely) -> float:
-    digits = {token: p for token, p in likely.items() if token.strip() in set("0123456789")}
-    return sum(float(token) * p for token, p in digits.items()) / sum(digits.values()) if digits else 0.0
+    digits = {token: p for token, p in likely.items() if token.isdecimal()}
+    return sum(int(token) * p for token, p in digits.items()) / sum(digits.values()) if digits else 0.0
 
 
 def _tokens(texts: list[str]) -> int:

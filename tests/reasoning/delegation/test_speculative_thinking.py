@@ -11,7 +11,7 @@ from agentspec.backends.base import Capabilities
 from agentspec.errors import UpstreamError
 from agentspec.reasoning.delegation.backend import DelegationBackend
 from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Failed, Rewritten, ThinkingText, Triggered
-from agentspec.reasoning.delegation.speculative_thinking import Overload, classify
+from agentspec.reasoning.delegation.speculative_thinking import Lexicon, Overload
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Script, ThinkingModel
@@ -30,8 +30,8 @@ ASK = GenerateRequest(
 
 
 def knobs(**given: Any) -> SpeculativeThinkingSettings:
-    chosen = {"base": "base", "small": "small", "peek_tokens": 3, "verify_tokens": 5, "max_base_share": 1.0, **given}
-    return SpeculativeThinkingSettings(**chosen)
+    lengths = {"peek_tokens": 3, "verify_tokens": 5, "answer_marks": ("Answer:",)}
+    return SpeculativeThinkingSettings(**{"base": "base", "small": "small", **lengths, **given})
 
 
 class Speaker(ThinkingModel):
@@ -71,40 +71,47 @@ def rules(events: list[Event]) -> list[str]:
 
 
 @MODES
-async def test_a_neutral_peek_is_kept_and_nothing_is_drawn_twice(abilities: Capabilities) -> None:
-    small = Speaker("one two three four five\n\nsix seven eight. Answer: 4\n\n", capabilities=abilities)
-    events = await run(small, Speaker("", capabilities=abilities), knobs())
-    assert thought(events) == "one two three four five\n\nsix seven eight. Answer: 4\n\n"
+@pytest.mark.parametrize("rule", ["published", "economical"])
+async def test_neutral_words_are_drawn_again_or_kept(abilities: Capabilities, rule: str) -> None:
+    small = Speaker("one two three\n\nsix seven eight. Answer: 4\n\n", capabilities=abilities)
+    events = await run(small, Speaker("", capabilities=abilities), knobs(rule=rule))
+    assert thought(events) == "one two three\n\nsix seven eight. Answer: 4\n\n"
     assert rules(events) == [] and events[-1] == Ended("answered")
-    assert [text for _, text in authors(events)][:2] == ["one two three", " four five\n\n"]
+    kept = [text for _, text in authors(events)][1:]
+    assert kept == {
+        "published": ["six seven eight. Answer: 4\n\n"],
+        "economical": ["six seven eight.", " Answer: 4\n\n"],
+    }[rule]  # fmt: skip
 
 
 @MODES
-async def test_doubt_hands_the_next_words_to_the_base_model(abilities: Capabilities) -> None:
-    small = Speaker("Wait I doubt this much\n\nso it is Answer: 4\n\n", capabilities=abilities)
-    base = Speaker("BASE writes here and more", capabilities=abilities)
-    events = await run(small, base, knobs())
-    assert authors(events)[0] == ("base", "BASE writes here")
-    assert thought(events) == "BASE writes here this much\n\nso it is Answer: 4\n\n"
+@pytest.mark.parametrize("rule", ["published", "economical"])
+async def test_doubt_hands_the_next_words_to_the_base_model(abilities: Capabilities, rule: str) -> None:
+    small = Speaker("so\n\nWait I doubt this much\n\nso it is Answer: 4\n\n", capabilities=abilities)
+    base = Speaker("x\n\nBASE writes here and more", capabilities=abilities)
+    events = await run(small, base, knobs(rule=rule))
+    assert authors(events)[1] == ("base", "BASE writes here")
+    assert thought(events) == "so\n\nBASE writes here this much\n\nso it is Answer: 4\n\n"
     assert [(e.rule, e.detail) for e in events if isinstance(e, Triggered)] == [("reflection", "doubt")]
 
 
 @MODES
 async def test_a_verification_is_the_base_models(abilities: Capabilities) -> None:
-    small = Speaker("let me check x x x x x end\n\nAnswer: 4\n\n", capabilities=abilities)
-    base = Speaker("x x x b1 b2 b3 b4 b5 b6", capabilities=abilities)
+    small = Speaker("so\n\nlet me check x x x x x end\n\nAnswer: 4\n\n", capabilities=abilities)
+    base = Speaker("x\n\nI check it b1 b2 b3 b4 b5 b6", capabilities=abilities)
     events = await run(small, base, knobs())
-    assert rules(events) == ["verification"]
-    assert thought(events) == "let me check b1 b2 b3 b4 b5 end\n\nAnswer: 4\n\n"
+    assert rules(events) == ["reflection", "verification"]
+    assert thought(events) == "so\n\nI check it b1 b2 b3 b4 b5 end\n\nAnswer: 4\n\n"
 
 
 @MODES
 async def test_too_many_doubts_make_the_base_model_check(abilities: Capabilities) -> None:
-    small = Speaker("wait a b\n\nwait c d\n\ne f g h i j k l m n o p q r s t Answer: 4\n\n", capabilities=abilities)
-    base = Speaker("wait a b\n\nwait c d\n\n" + "B " * 40, capabilities=abilities)
+    text = "so\n\nwait a b\n\nwait c d\n\n"
+    small = Speaker(f"{text}e f g h i j k l m n o p q r s t u v w x y z Answer: 4\n\n", capabilities=abilities)
+    base = Speaker(text + "B " * 40, capabilities=abilities)
     events = await run(small, base, knobs(overload=2, rescue_tokens=4, rescue_most=6))
     assert rules(events) == ["reflection", "reflection", "overload"]
-    assert "Let me check whether there are some wrong steps:\n" in thought(events)
+    assert thought(events).startswith(f"{text}Let me check whether there are some wrong steps:")
 
 
 async def test_a_model_that_does_not_reason_is_led() -> None:
@@ -115,17 +122,28 @@ async def test_a_model_that_does_not_reason_is_led() -> None:
     assert thought(events) == "b1 b2 s3 s4 s5 s6\n\nb8 b9 b10 Answer: 4\n\n"
 
 
-async def test_the_base_models_share_is_capped() -> None:
+@pytest.mark.parametrize("rule", ["published", "economical"])
+async def test_the_base_models_share_is_capped(rule: str) -> None:
     text = "".join(f"wait {n} b c d e f g h i\n\n" for n in range(60)) + "Answer: 4\n\n"
     for share in (0.0, 0.1):
         small, base = Speaker(text), Speaker(text.replace("wait", "base"))
-        settings = knobs(max_base_share=share, overload=1000, overload_most=1000)
+        settings = knobs(max_base_share=share, overload=1000, overload_most=1000, rule=rule)
         backend = DelegationBackend.of(settings, base=base, small=small)
         thinking = Thinking(ASK, settings, backend.roles)
         events = [event async for event in backend.think(thinking)]
         kept = thinking.counts.kept
         assert kept["base"] <= share * max(256, thinking.counts.all_kept) + 1e-9
         assert bool(rules(events)) is (share > 0)
+
+
+async def test_a_word_of_help_before_nothing_ends_the_thinking() -> None:
+    small = ThinkingModel(lambda thinking: "" if "So" in thinking else "one two\n\n")
+    assert (await run(small, Speaker(""), knobs(help_think_word="So")))[-1] == Ended("silent")
+
+
+def test_a_word_list_holds_no_empty_words() -> None:
+    with pytest.raises(ValueError, match="at least 1 character"):
+        knobs(positive_words=("yes", ""))
 
 
 async def test_the_small_model_down_leaves_the_base_model() -> None:
@@ -136,20 +154,23 @@ async def test_the_small_model_down_leaves_the_base_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mood"),
+    ("text", "published", "economical"),
     [
-        ("so we add", 0),
-        ("Yeah, that works", 1),
-        ("Wait, is it", -1),
-        ("hold on", -1),
-        ("let me verify", -1),
-        ("yes but wait", -1),
-        ("the final answer, yes, wait", 1),
-        ("my eyes await the checkbook", 0),
+        ("so we add", 0, 0),
+        ("Yeah, that works", 1, 1),
+        ("Wait, is it", -1, -1),
+        ("let me verify", -1, -1),
+        ("let me check", -1, -1),
+        ("yes but wait", -1, -1),
+        ("the final answer, yes, wait", 1, 1),
+        ("my eyes", 1, 0),
+        ("await the checkbook", -1, 0),
+        ("waiting", -1, 0),
     ],
 )
-def test_moods_are_read_at_word_boundaries(text: str, mood: int) -> None:
-    assert classify(text) == mood
+def test_moods_are_counted_anywhere_or_in_whole_words(text: str, published: int, economical: int) -> None:
+    assert Lexicon(knobs()).mood(text) == published
+    assert Lexicon(knobs(rule="economical")).mood(text) == economical
 
 
 @given(doubts=st.lists(st.integers(0, 40), max_size=12))
@@ -158,4 +179,5 @@ def test_overload_comes_later_and_lasts_longer_each_time(doubts: list[int]) -> N
     for time, count in enumerate(doubts):
         overload.doubts, overload.times = count, time
         assert overload.due is (count >= min(15 + 5 * time, 30))
-        assert overload.take() == min(125 + 25 * time, settings.rescue_most) and overload.doubts == 0
+        assert overload.take() == min(125 + 25 * time, settings.rescue_most) == min(125 + 25 * time, 200)
+        assert overload.doubts == 0

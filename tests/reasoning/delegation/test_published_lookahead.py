@@ -1,0 +1,244 @@
+"""Lookahead Reasoning's published decisions, case by case; the expected steps were derived from the rule by hand.
+
+What a model writes next depends on the last word of the thinking, or on its last letter: `small` and `base` list the
+steps. A model without an entry has nothing more to say. Words and blank lines are one token each. By default a step may
+have four of them, two drafts are ahead, and the judge says that steps with the same digit mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import pytest
+
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.events import Accepted, Ended, Rewritten, Scored
+from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.settings import LookaheadSettings
+from agentspec.testing import Answer, ThinkingModel
+from agentspec.types import GenerateRequest, SamplingParams
+
+START = ""
+Steps = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`kept`: the steps in order, "s " or "b " (who wrote them) before each; `scored`: the verdicts, in order."""
+
+    small: Steps
+    base: Steps
+    kept: Sequence[str]
+    scored: Sequence[bool]
+    ended: str = "silent"
+    settings: dict[str, Any] = field(default_factory=dict)
+    verdict: str | None = None
+
+
+def chain(word: str, count: int = 4) -> Steps:
+    """The steps "WORD1", "WORD2", ..., each behind any step with the number before."""
+    behind = ["", *"123456789"]
+    return {behind[n]: f"{word}{n + 1}\n\n" for n in range(count)}
+
+
+def judged(verdict: str, accepted: bool) -> Case:
+    """What a judge's word decides about the first of two steps."""
+    kept = ["s d1\n\n", "s d2\n\n"] if accepted else ["b o1\n\n", "b o2\n\n"]
+    return Case(chain("d", 2), chain("o", 2), kept, [accepted] * 2, verdict=verdict)
+
+
+def ahead(depth: int, steps: int = 7) -> Case:
+    """All drafts mean the same: nothing of the base model is ever put between them."""
+    kept = [f"s d{n}\n\n" for n in range(1, steps + 1)]
+    return Case(chain("d", steps), chain("o", steps), kept, [True] * steps, settings={"depth": depth})
+
+
+CASES = {
+    # The window moves on while drafts are accepted.
+    **{f"all accepted, depth {depth}": ahead(depth) for depth in (1, 2, 3, 4, 8)},
+    "nothing is drafted": Case(
+        chain("d"), chain("o"), [f"b o{n}\n\n" for n in (1, 2, 3, 4)], [], settings={"depth": 0}
+    ),
+    "none accepted": Case(
+        {START: "x9\n\n", "1": "x9\n\n", "2": "x9\n\n"},
+        chain("o", 3),
+        ["b o1\n\n", "b o2\n\n", "b o3\n\n"],
+        [False] * 3,
+    ),
+    "the first differs": Case(
+        {**chain("d"), START: "x9\n\n"},
+        chain("o"),
+        ["b o1\n\n", "s d2\n\n", "s d3\n\n", "s d4\n\n"],
+        [False, *[True] * 3],
+    ),
+    "the second differs": Case(
+        {**chain("d"), "1": "x9\n\n"},
+        chain("o"),
+        ["s d1\n\n", "b o2\n\n", "s d3\n\n", "s d4\n\n"],
+        [True, False, True, True],
+    ),
+    "the fourth differs, behind a full window": Case(
+        {**chain("d"), "3": "x9\n\n"},
+        chain("o"),
+        ["s d1\n\n", "s d2\n\n", "s d3\n\n", "b o4\n\n"],
+        [*[True] * 3, False],
+    ),
+    "two in a row differ": Case(
+        {**chain("d"), "1": "x9\n\n", "2": "x9\n\n"},
+        chain("o"),
+        ["s d1\n\n", "b o2\n\n", "b o3\n\n", "s d4\n\n"],
+        [True, False, False, True],
+    ),
+    "every second differs": Case(
+        {START: "x9\n\n", "1": "d2\n\n", "2": "x9\n\n", "3": "d4\n\n"},
+        chain("o"),
+        ["b o1\n\n", "s d2\n\n", "b o3\n\n", "s d4\n\n"],
+        [False, True, False, True],
+    ),
+    "the base model goes on behind the draft's words": Case(
+        {START: "d1\n\n"},
+        {START: "o1\n\n", "d1": "behind d\n\n", "o1": "behind o\n\n"},
+        ["s d1\n\n", "b behind d\n\n"],
+        [True],
+    ),
+    # The judge: one word, which has to hold "ali" and not "un".
+    "aligned": judged("aligned", True),
+    "capitals": judged("Aligned", True),
+    "its bracket": judged("aligned]", True),
+    "a piece of it": judged("ali", True),
+    "too small a piece": judged("al", False),
+    "unaligned": judged("unaligned", False),
+    "a piece of that": judged("un", False),
+    "unali": judged("unali", False),
+    "another word": judged("perhaps", False),
+    "no word": judged("", False),
+    # Equal steps need no judge: it would refuse these.
+    "equal": Case(chain("o", 2), chain("o", 2), ["s o1\n\n", "s o2\n\n"], [True] * 2, verdict="unaligned"),
+    "equal but for capitals": Case(
+        chain("O", 2), chain("o", 2), ["s O1\n\n", "s O2\n\n"], [True] * 2, verdict="unaligned"
+    ),
+    "equal but for spaces": Case(
+        {START: "a b 1\n\n"}, {START: "ab 1\n\n"}, ["s a b 1\n\n"], [True], verdict="unaligned"
+    ),
+    "equal but for line ends": Case(
+        {START: "a\nb 1\n\n"}, {START: "ab 1\n\n"}, ["s a\nb 1\n\n"], [True], verdict="unaligned"
+    ),
+    "a tab is a difference": Case(
+        {START: "a\tb 1\n\n"}, {START: "ab 1\n\n"}, ["b ab 1\n\n"], [False], verdict="unaligned"
+    ),
+    # Steps that are cut at four tokens.
+    "a cut draft may be kept, its successors not": Case(
+        {START: "a b c 1 rest\n\n", "1": " 2\n\n", "2": "d3\n\n"},
+        {START: "o1\n\n", "1": " 2\n\n", "2": "o3\n\n"},
+        ["s a b c 1", "b  2\n\n", "s d3\n\n"],
+        [True, True],
+    ),
+    "a cut draft that differs": Case(
+        {START: "a b c 9 rest\n\n", "1": "d2\n\n"},
+        {START: "o1\n\n", "1": "o2\n\n"},
+        ["b o1\n\n", "s d2\n\n"],
+        [False, True],
+    ),
+    "a cut draft, strictly": Case(
+        {START: "a b c 1 rest\n\n", "1": "d2\n\n"},
+        {START: "o1\n\n", "1": "o2\n\n"},
+        ["b o1\n\n", "s d2\n\n"],
+        [False, True],
+        settings={"rule": "strict"},
+    ),
+    "behind the base model's cut step no draft is kept": Case(
+        {START: "x9\n\n", "1": " 2\n\n", "2": "d3\n\n"},
+        {START: "a b c 1 rest\n\n", "1": " 2\n\n", "2": "o3\n\n"},
+        ["b a b c 1", "b  2\n\n", "s d3\n\n"],
+        [False, True],
+    ),
+    "two cut steps of the base model": Case(
+        {START: "x9\n\n", "3": "d4\n\n"},
+        {START: "a b c 1 rest\n\n", "1": " b c d 2 rest\n\n", "2": " 3\n\n", "3": "o4\n\n"},
+        ["b a b c 1", "b  b c d 2", "b  3\n\n", "s d4\n\n"],
+        [False, True],
+    ),
+    "a cut draft in place of a cut step": Case(
+        {START: "a b c 1 rest\n\n", "2": "d3\n\n"},
+        {START: "e f g 1 rest\n\n", "1": " 2\n\n", "2": "o3\n\n"},
+        ["s a b c 1", "b  2\n\n", "s d3\n\n"],
+        [True, True],
+    ),
+    # How the thinking ends.
+    "the base model's end counts, even where the draft is equal": Case(
+        {START: "a 1\n\n"}, {START: "a 1"}, ["b a 1"], [False]
+    ),
+    "a draft that ends may be kept": Case({START: "a 1"}, {START: "a 1\n\n"}, ["s a 1"], [True]),
+    "both close": Case({START: "d1 </think>"}, {START: "o1 </think>"}, ["s d1 "], [True], "closed"),
+    "the base model closes": Case({START: "d1\n\n"}, {START: "o1 </think>"}, ["b o1 "], [False], "closed"),
+    "the draft closes": Case({START: "d1 </think>"}, {START: "o1\n\n"}, ["b o1\n\n"], [False]),
+    "an empty draft": Case({START: "\n\n"}, {START: "o1\n\n"}, ["b o1\n\n"], [False], verdict="aligned"),
+    "equal steps in a row end nothing": Case(
+        {START: "a 1\n\n", "1": "a 2\n\n", "2": "a 2\n\n"},
+        {START: "a 1\n\n", "1": "a 2\n\n", "2": "a 2\n\n"},
+        ["s a 1\n\n", *["s a 2\n\n"] * 3],
+        [True] * 4,
+        "budget",
+        {"budget_tokens": 12},
+    ),
+    "a boxed answer ends nothing": Case(
+        {START: "boxed 1\n\n", "1": "d2\n\n"}, chain("o", 2), ["s boxed 1\n\n", "s d2\n\n"], [True] * 2
+    ),
+    "an answer mark ends where it is set": Case(
+        {START: "boxed 1\n\n", "1": "d2\n\n"},
+        chain("o", 2),
+        ["s boxed 1\n\n"],
+        [True],
+        "answered",
+        {"answer_marks": ("boxed",)},
+    ),
+    "the budget ends": Case(
+        chain("d"), chain("o"), ["s d1\n\n", "s d2\n\n"], [True] * 2, "budget", {"budget_tokens": 4}
+    ),
+}
+
+
+def model(steps: Steps, same: Callable[[str, str], bool]) -> ThinkingModel:
+    def step(thinking: str) -> Answer:
+        words = thinking.split()
+        text = steps.get(words[-1] if words else START) or steps.get(words[-1][-1] if words else START) or ""
+        return Answer(text, finish_reason="stop")
+
+    return ThinkingModel(step, same=same)
+
+
+class Saying(ThinkingModel):
+    """A judge that says the same to every question."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(lambda thinking: word)
+
+    def _respond(self, request: GenerateRequest) -> str:
+        assert self.prompt_text(request).endswith("[")
+        return str(self._step(""))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_case_goes_as_published(name: str) -> None:
+    case = CASES[name]
+    settings = LookaheadSettings(base="base", small="small", **{"depth": 2, "step_tokens": 4, **case.settings})
+
+    def same(draft: str, own: str) -> bool:
+        return draft.split()[-1][-1] == own.split()[-1][-1]
+
+    judge = None if case.verdict is None else Saying(case.verdict)
+    backend = DelegationBackend.of(settings, base=model(case.base, same), small=model(case.small, same), judge=judge)
+    request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
+
+    async def run() -> list[Any]:
+        return [event async for event in backend.think(Thinking(request, settings, backend.roles))]
+
+    events = anyio.run(run)
+    steps = [event.step for event in events if isinstance(event, (Accepted, Rewritten))]
+    assert [f"{step.author[0]} {step.text}" for step in steps if step.text.strip()] == list(case.kept)
+    scored = [event.accepted for event in events if isinstance(event, Scored)]
+    assert scored[: len(case.scored)] == list(case.scored) and not any(scored[len(case.scored) :])
+    assert events[-1] == Ended(case.ended)

@@ -1,0 +1,310 @@
+"""Speculative Thinking's published decisions, case by case; the expected steps were derived from the rule by hand.
+
+In each case the models write the listed texts, one a call, cut where the call's limits say: the small model a paragraph
+and the words that are looked at in turn. A model whose list is used up has nothing more to say. Words and blank lines
+are one token each. The limits are 4 tokens looked at, 6 of a verification and 5 of a beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import pytest
+
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.events import Accepted, Ended, Rewritten, Triggered
+from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.settings import SpeculativeThinkingSettings
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import GenerateRequest, SamplingParams
+
+LIMITS = {"peek_tokens": 4, "verify_tokens": 6, "begin_tokens": 5, "rescue_tokens": 6, "rescue_more": 2}
+RECAP = "Let me check whether there are some wrong steps:"
+NEGATIVE = "wait no no no"
+DOUBT = "wait x y w"
+RESCUE = " r1 r2 r3 r4 r5 r6 r7 r8 r9"
+SIX = "v1 v2 v3 v4 v5 v6"
+"""What the base model writes where it may write six tokens."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`kept`: the steps in order, "s " or "b " (who wrote them) before each; `rules`: what fired, in order."""
+
+    small: Sequence[str]
+    base: Sequence[str]
+    kept: Sequence[str]
+    rules: Sequence[str] = ()
+    ended: str = "silent"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def doubted(peek: str) -> Case:
+    """`peek` makes the base model write four tokens in its place, and no verification."""
+    return Case(["a\n\n", peek, " z\n\n"], ["B1 B2 B3 B4 B5"], ["s a\n\n", "b B1 B2 B3 B4", "s  z\n\n"], ["reflection"])
+
+
+def ignored(peek: str) -> Case:
+    """`peek` is thrown away, and the small model writes its paragraph anew."""
+    return Case(["a\n\n", peek, "z\n\n"], ["B1 B2 B3 B4 B5"], ["s a\n\n", "s z\n\n"])
+
+
+def verified(own: str, verifies: bool) -> Case:
+    """Behind a doubt the base model writes `own`; does it write six tokens more?"""
+    kept = ["s a\n\n", f"b {own}", *([f"b  {SIX}"] if verifies else []), "s  z\n\n"]
+    rules = ["reflection", *(["verification"] if verifies else [])]
+    return Case(["a\n\n", "wait no no no", " z\n\n"], [f"{own} more", f" {SIX} v7"], kept, rules)
+
+
+def chosen(peek: str, own: str, kept: str, *, verifies: bool = False) -> Case:
+    """With `choose_large = false`."""
+    more = [f"b  {SIX}"] if verifies else []
+    rules = ["reflection", *(["verification"] if verifies else [])]
+    steps = ["s a\n\n", kept, *more, "s  z\n\n"]
+    return Case(["a\n\n", peek, " z\n\n"], [own, f" {SIX} v7"], steps, rules, settings={"choose_large": False})
+
+
+CASES = {
+    # The first trigger: the mood of the next words.
+    "neutral words are drawn again": ignored("b c d e f"),
+    "yeah": doubted("yeah b c d"),
+    "yes": doubted("b yes c d"),
+    "final answer": doubted("the final answer is"),
+    "confident": doubted("b c d confident"),
+    "wait": doubted("wait b c d"),
+    "alternatively": doubted("alternatively b c d"),
+    "hold on": doubted("b hold on d"),
+    "another": doubted("b another c d"),
+    "verify is in the negative list too": doubted("let me verify b"),
+    "think again": doubted("b think again c"),
+    "recap": doubted("to recap b c"),
+    "check": doubted("let me check b"),
+    "any case": doubted("WAIT b c d"),
+    "inside other words: eyes": doubted("my eyes b c"),
+    "inside other words: checkbook": doubted("a checkbook b c"),
+    "inside other words: await": doubted("they await b c"),
+    "one word more than is looked at": ignored("b c d e wait"),
+    "across a blank line": doubted("b\n\nwait c"),
+    "behind a short paragraph": doubted("b\n\nc yes d"),
+    "across a blank line, too far": ignored("b\n\nc d wait"),
+    "no check at the beginning": Case(["wait a\n\n", "b", "c\n\n"], [], ["s wait a\n\n", "s c\n\n"]),
+    # What the base model writes in their place.
+    "its words run across a blank line": Case(
+        ["a\n\n", NEGATIVE, " z\n\n"], ["x\n\ny w v"], ["s a\n\n", "b x\n\ny w", "s  z\n\n"], ["reflection"]
+    ),
+    "behind its blank line the small model writes first": Case(
+        ["a\n\n", NEGATIVE, "wait z\n\n"],
+        ["x y w\n\n"],
+        ["s a\n\n", "b x y w\n\n", "s wait z\n\n"],
+        ["reflection"],
+    ),
+    "its end is the end": Case(["a\n\n", NEGATIVE], ["x y"], ["s a\n\n", "b x y"], ["reflection"]),
+    "its closing mark is the end": Case(
+        ["a\n\n", NEGATIVE], ["check </think> y"], ["s a\n\n", "b check "], ["reflection"], "closed"
+    ),
+    # The second trigger: a verification in the words that were kept.
+    "verify, in its words": verified("let me verify it", True),
+    "think again, in its words": verified("I think again now", True),
+    "recap, in its words": verified("so recap b c", True),
+    "check, in its words": verified("I check that now", True),
+    "paycheck, in its words": verified("my paycheck is due", True),
+    "none in its words": verified("no it is fine", False),
+    "one in the words that were replaced": Case(
+        ["a\n\n", "check b c d", " z\n\n"],
+        ["no it is fine"],
+        ["s a\n\n", "b no it is fine", "s  z\n\n"],
+        ["reflection"],
+    ),
+    "a verification runs across a blank line": Case(
+        ["a\n\n", NEGATIVE, " z\n\n"],
+        ["I check it now", " v1\n\nv2 v3 v4 v5 v6"],
+        ["s a\n\n", "b I check it now", "b  v1\n\nv2 v3 v4 v5", "s  z\n\n"],
+        ["reflection", "verification"],
+    ),
+    "a verification in a neutral paragraph is none": Case(
+        ["let me check\n\n", "b", "c\n\n"], [], ["s let me check\n\n", "s c\n\n"]
+    ),
+    # Whose words are kept.
+    "both doubt": chosen(NEGATIVE, "another b c d", f"s {NEGATIVE}"),
+    "doubt and none": chosen(NEGATIVE, "x y w v", "b x y w v"),
+    "doubt and affirmation": chosen(NEGATIVE, "yes y w v", "b yes y w v"),
+    "affirmation and doubt": chosen("yes b c d", "wait y w v", "b wait y w v"),
+    "affirmation and none": chosen("yes b c d", "x y w v", "s yes b c d"),
+    "a tie doubts": chosen("yes b wait d", "x y w v", "b x y w v"),
+    "two affirm, one doubts": chosen("yes yes wait d", "x y w v", "s yes yes wait d"),
+    "the kept words begin a verification": chosen("check b c d", NEGATIVE, "s check b c d", verifies=True),
+    "the dropped words begin one": chosen(NEGATIVE, "another check c d", f"s {NEGATIVE}"),
+    # The third trigger: many doubts.
+    "two doubts": Case(
+        ["p\n\n", NEGATIVE, " q\n\n", NEGATIVE, " q\n\n", " e\n\n"],
+        [DOUBT, DOUBT, RESCUE],
+        [
+            "s p\n\n",
+            f"b {DOUBT}",
+            "s  q\n\n",
+            f"b {DOUBT}",
+            "s  q\n\n",
+            f"b {RECAP}",
+            "b  r1 r2 r3 r4 r5 r6",
+            "s  e\n\n",
+        ],
+        ["reflection", "reflection", "overload"],
+        settings={"overload": 2},
+    ),
+    "doubts that were replaced do not count": Case(
+        ["p\n\n", *[NEGATIVE, " q\n\n"] * 3],
+        ["x y w v"] * 3,
+        ["s p\n\n", *["b x y w v", "s  q\n\n"] * 3],
+        ["reflection"] * 3,
+        settings={"overload": 1},
+    ),
+    "doubts in place of affirmations count": Case(
+        ["p\n\n", "yes b c d", " q\n\n", " e\n\n"],
+        [DOUBT, RESCUE],
+        ["s p\n\n", f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6", "s  e\n\n"],
+        ["reflection", "overload"],
+        settings={"overload": 1},
+    ),
+    "doubts of the small model that were kept count": Case(
+        ["p\n\n", NEGATIVE, " q\n\n", " e\n\n"],
+        [DOUBT, RESCUE],
+        ["s p\n\n", f"s {NEGATIVE}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6", "s  e\n\n"],
+        ["reflection", "overload"],
+        settings={"overload": 1, "choose_large": False},
+    ),
+    "doubts inside a paragraph do not count": Case(
+        ["wait\n\n", "n", "wait\n\n", "n", "wait\n\n"],
+        [],
+        ["s wait\n\n"] * 3,
+        settings={"overload": 1},
+    ),
+    "each time later and longer": Case(
+        ["p\n\n", NEGATIVE, " q\n\n", " e\n\n", NEGATIVE, " q\n\n", NEGATIVE, " q\n\n", " f\n\n"],
+        [DOUBT, RESCUE, DOUBT, DOUBT, RESCUE],
+        [
+            *("s p\n\n", f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6", "s  e\n\n"),
+            *(
+                f"b {DOUBT}",
+                "s  q\n\n",
+                f"b {DOUBT}",
+                "s  q\n\n",
+                f"b {RECAP}",
+                "b  r1 r2 r3 r4 r5 r6 r7 r8",
+                "s  f\n\n",
+            ),
+        ],
+        ["reflection", "overload", "reflection", "reflection", "overload"],
+        settings={"overload": 1, "overload_more": 1},
+    ),
+    "no later and no longer than the most": Case(
+        ["p\n\n", NEGATIVE, " q\n\n", " e\n\n", NEGATIVE, " q\n\n", " f\n\n"],
+        [DOUBT, RESCUE, DOUBT, RESCUE],
+        [
+            *("s p\n\n", f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6", "s  e\n\n"),
+            *(f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  r1 r2 r3 r4 r5 r6 r7", "s  f\n\n"),
+        ],
+        ["reflection", "overload", "reflection", "overload"],
+        settings={"overload": 1, "overload_most": 1, "rescue_most": 7},
+    ),
+    "doubts in the check itself do not count": Case(
+        ["p\n\n", NEGATIVE, " q\n\n", " e\n\n", "n", "f\n\n"],
+        [DOUBT, " wait check r3 r4 r5 r6"],
+        ["s p\n\n", f"b {DOUBT}", "s  q\n\n", f"b {RECAP}", "b  wait check r3 r4 r5 r6", "s  e\n\n", "s f\n\n"],
+        ["reflection", "overload"],
+        settings={"overload": 1, "overload_more": 0},
+    ),
+    # A small model that was not trained to reason.
+    "led from the beginning and at each blank line": Case(
+        ["c\n\n", "n", " z\n\n"],
+        ["B1\n\nB2 B3 B4 B5", "x y w v"],
+        ["b B1\n\nB2 B3 B4", "s c\n\n", "b x y w v", "s  z\n\n"],
+        ["begin", "reflection", "reflection"],
+        settings={"small_reasons": False},
+    ),
+    "led into a verification": Case(
+        ["c\n\n", "n", " z\n\n"],
+        ["B1 B2 B3 B4 B5", "x check w v", f" {SIX} v7"],
+        ["b B1 B2 B3 B4 B5", "s c\n\n", "b x check w v", f"b  {SIX}", "s  z\n\n"],
+        ["begin", "reflection", "verification", "reflection"],
+        settings={"small_reasons": False},
+    ),
+    # Words of the configuration.
+    "a word of help stays, also before neutral words": Case(
+        ["a\n\n", " b c d e", " z\n\n"], [], ["s a\n\n", "b So", "s  z\n\n", "b So"], settings={"help_think_word": "So"}
+    ),
+    "a word of help before a doubt": Case(
+        ["a\n\n", f" {NEGATIVE}", " z\n\n"],
+        [" x y w v"],
+        ["s a\n\n", "b So", "b  x y w v", "s  z\n\n", "b So"],
+        ["reflection"],
+        settings={"help_think_word": "So"},
+    ),
+    "other words doubt": Case(
+        ["a\n\n", "Warte b c d", " z\n\n"],
+        ["x y w v"],
+        ["s a\n\n", "b x y w v", "s  z\n\n"],
+        ["reflection"],
+        settings={"negative_words": ("warte",)},
+    ),
+    "and the usual ones do not": Case(
+        ["a\n\n", NEGATIVE, "z\n\n"], [], ["s a\n\n", "s z\n\n"], settings={"negative_words": ("warte",)}
+    ),
+    "other words verify": Case(
+        ["a\n\n", NEGATIVE, " z\n\n"],
+        ["ich pr\u00fcfe das nun", f" {SIX} v7"],
+        ["s a\n\n", "b ich pr\u00fcfe das nun", f"b  {SIX}", "s  z\n\n"],
+        ["reflection", "verification"],
+        settings={"verify_words": ("pr\u00fcfe",)},
+    ),
+    # How paragraphs and the thinking end.
+    "a paragraph that is cut is no blank line": Case(
+        ["a b c d\n\n", " wait d\n\n", "n", "z\n\n"],
+        [],
+        ["s a b c", "s  wait d\n\n", "s z\n\n"],
+        settings={"step_tokens": 3},
+    ),
+    "equal paragraphs end nothing": Case(["a\n\n", *["n", "a\n\n"] * 3], [], ["s a\n\n"] * 4),
+    "a boxed answer ends nothing": Case(["\\boxed{4}\n\n", "n", "a\n\n"], [], ["s \\boxed{4}\n\n", "s a\n\n"]),
+    "a closing mark ends": Case(["a </think> b\n\n"], [], ["s a "], ended="closed"),
+    "a closing mark among neutral words does not": Case(["a\n\n", "b </think>", "c\n\n"], [], ["s a\n\n", "s c\n\n"]),
+    "the small model's end ends": Case(["a\n\n", "n", "b"], [], ["s a\n\n", "s b"]),
+    "the budget ends": Case(
+        ["a b c d\n\n", NEGATIVE], [], ["s a b c d\n\n"], ended="budget", settings={"budget_tokens": 5}
+    ),
+    "the budget cuts the base model's words": Case(
+        ["a\n\n", NEGATIVE], ["x y w v"], ["s a\n\n", "b x y"], ["reflection"], "budget", {"budget_tokens": 4}
+    ),
+}
+
+
+class InTurn(FakeBackend):
+    """Writes the listed texts, one a call, and then nothing."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._left = iter(texts)
+        super().__init__(self._next)
+
+    def _next(self, request: GenerateRequest) -> Answer:
+        text = next(self._left, "")
+        whole = request.sampling.max_tokens is not None and len(self.encode(text)) >= request.sampling.max_tokens
+        return Answer(text, finish_reason="length" if whole else "stop")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_case_goes_as_published(name: str) -> None:
+    case = CASES[name]
+    settings = SpeculativeThinkingSettings(base="base", small="small", **{**LIMITS, **case.settings})
+    backend = DelegationBackend.of(settings, base=InTurn(case.base), small=InTurn(case.small))
+    request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
+
+    async def run() -> list[Any]:
+        return [event async for event in backend.think(Thinking(request, settings, backend.roles))]
+
+    events = anyio.run(run)
+    steps = [event.step for event in events if isinstance(event, (Accepted, Rewritten))]
+    assert [f"{step.author[0]} {step.text}" for step in steps if step.text] == list(case.kept)
+    assert [event.rule for event in events if isinstance(event, Triggered)] == list(case.rules)
+    assert events[-1] == Ended(case.ended)
