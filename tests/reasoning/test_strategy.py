@@ -102,7 +102,7 @@ async def test_thinking_that_the_prompt_has_begun_is_not_begun_again() -> None:
     base = Begins(step)
     async for _ in strategy(base, Begins(step)).generate(ASK):
         pass
-    assert all(base.prompt_text(request).count("<think>") == 1 for request in base.requests)
+    assert all(base.prompt_text(request).count("<think>\n") == 1 for request in base.requests)
     assert base.asked and base.asked[0].endswith("<|assistant|>\n<think>I think the quality score is: ")
 
 

@@ -1,0 +1,160 @@
+"""SpecReason's published decisions, case by case; the expected steps were derived from the rule by hand.
+
+What a model writes next depends on the number of steps so far. Scores are listed for the steps that are scored, in
+order. Words and blank lines are one token each; a step may have six. Every case is run with and without pipelining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import pytest
+
+from agentspec.reasoning.delegation.backend import DelegationBackend
+from agentspec.reasoning.delegation.events import Accepted, Ended, Rewritten, Scored
+from agentspec.reasoning.delegation.thinking import Thinking
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.testing import Answer, ThinkingModel
+from agentspec.types import GenerateRequest, SamplingParams
+
+Said = str | Mapping[str, float]
+S3 = ["s1\n\n", "s2\n\n", "s3 boxed\n\n"]
+B3 = ["b1\n\n", "b2\n\n", "b3 boxed\n\n"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`said`: the judge's next token for each scored step, or all likely ones with their probabilities; `kept`: the
+    steps in order, "s " or "b " (who wrote them) before each.
+    """
+
+    said: Sequence[Said]
+    kept: Sequence[str]
+    small: Sequence[str] = tuple(S3)
+    base: Sequence[str] = tuple(B3)
+    ended: str = "answered"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+ALL_SMALL = [f"s {text}" for text in S3]
+ALL_BASE = [f"b {text}" for text in B3]
+
+
+def scored(said: Said, accepted: bool, **settings: Any) -> Case:
+    """The judge says the same of every step."""
+    return Case([said] * 3, ALL_SMALL if accepted else ALL_BASE, settings=settings)
+
+
+def mean(accepted: bool, likely: Mapping[str, float], **settings: Any) -> Case:
+    return scored(likely, accepted, score="average", **settings)
+
+
+CASES = {
+    # The score: the generated token, if it is a number, from the threshold on.
+    **{f"score {score} at 7": scored(str(score), score >= 7) for score in range(10)},
+    **{f"score 5 at {threshold}": scored("5", threshold <= 5, threshold=threshold) for threshold in (0, 3, 5, 5.5, 9)},
+    "above 9 none": scored("9", False, threshold=9.5),
+    "a space before the digit": scored(" 7", False),
+    "a word": scored("seven", False),
+    "a word, at threshold 0": scored("seven", True, threshold=0),
+    "nothing": scored("", False),
+    "a number of two digits": scored("10", True),
+    "a superscript": scored("\u00b2", False),
+    "a digit and more": scored("7.", False),
+    # The mean: the digits among the likeliest ten tokens, by their probabilities.
+    "mean 7.5": mean(True, {"9": 0.5, "6": 0.5}),
+    "mean 6.6, though 9 is the likeliest": mean(False, {"9": 0.6, "3": 0.4}),
+    "mean of what is a digit": mean(True, {"good": 0.7, "8": 0.2, " 1": 0.1}),
+    "mean without digits": mean(False, {"good": 0.7, " 9": 0.3}),
+    "mean below the greedy score": mean(True, {"5": 0.6, "9": 0.4}, threshold=6.5),
+    "mean above the greedy score": mean(False, {"5": 0.6, "9": 0.4}, threshold=6.7),
+    # Who writes.
+    "the second is rejected": Case("919", ["s s1\n\n", "b b2\n\n", "s s3 boxed\n\n"]),
+    "the first is rejected": Case("199", ["b b1\n\n", "s s2\n\n", "s s3 boxed\n\n"]),
+    "the last is rejected": Case("991", ["s s1\n\n", "s s2\n\n", "b b3 boxed\n\n"]),
+    "two first steps": Case("9", ["b b1\n\n", "b b2\n\n", "s s3 boxed\n\n"], settings={"first_steps": 2}),
+    "more first steps than there are": Case("", ALL_BASE, settings={"first_steps": 9}),
+    # How the thinking ends.
+    "Answer:": Case("9", ["s Answer: 4\n\n"], small=["Answer: 4\n\n"]),
+    "ANSWER:": Case("9", ["s ANSWER: 4\n\n"], small=["ANSWER: 4\n\n"]),
+    "answer: is none": Case("99", ["s answer: 4\n\n", "s boxed\n\n"], small=["answer: 4\n\n", "boxed\n\n"]),
+    "boxed inside a word": Case("9", ["s unboxed\n\n"], small=["unboxed\n\n"]),
+    "an answer in a rejected draft": Case(
+        "199", ["b b1\n\n", "s s2\n\n", "s boxed\n\n"], small=["boxed\n\n", "s2\n\n", "boxed\n\n"], base=["b1\n\n"]
+    ),
+    "an answer in place of a draft": Case("1", ["b boxed\n\n"], base=["boxed\n\n"]),
+    "the same step at once": Case(
+        "999", ["s a\n\n", "s a\n\n", "s a\n\n"], small=["a\n\n", "a\n\n", "a\n\n"], ended="repeated"
+    ),
+    "the same step later": Case(
+        "999", ["s a\n\n", "s b\n\n", "s b\n\n"], small=["a\n\n", "b\n\n", "b\n\n"], ended="repeated"
+    ),
+    "the same step by the base model": Case(
+        "991",
+        ["s a\n\n", "s b\n\n", "b b\n\n"],
+        small=["a\n\n", "b\n\n", "c\n\n"],
+        base=["", "", "b\n\n"],
+        ended="repeated",
+    ),
+    "the same step with a space": Case(
+        "9999",
+        ["s a\n\n", "s b\n\n", "s  b\n\n", "s boxed\n\n"],
+        small=["a\n\n", "b\n\n", " b\n\n", "boxed\n\n"],
+    ),
+    "the step before the last": Case(
+        "9999", ["s a\n\n", "s b\n\n", "s a\n\n", "s boxed\n\n"], small=["a\n\n", "b\n\n", "a\n\n", "boxed\n\n"]
+    ),
+    "the budget is reached": Case("99", ["s s1\n\n", "s s2\n\n"], ended="budget", settings={"budget_tokens": 4}),
+    "the budget counts no rejected drafts": Case(
+        "11", ["b b1\n\n", "b b2\n\n"], ended="budget", settings={"budget_tokens": 4}
+    ),
+    "the step that reaches the budget is cut": Case(
+        "99", ["s s1\n\n", "s s2"], ended="budget", settings={"budget_tokens": 3}
+    ),
+    "a step without end is cut": Case("99", ["s a b c d e f", "s boxed\n\n"], small=["a b c d e f g\n\n", "boxed\n\n"]),
+    "an empty step is not scored": Case("9", ["b b1\n\n", "s boxed\n\n"], small=["", "boxed\n\n"]),
+    "a closing mark ends": Case("9", ["s s1 "], small=["s1 </think>"], ended="closed"),
+    "a closing mark in a rejected draft": Case("19", ["b b1\n\n", "s boxed\n\n"], small=["s1 </think>", "boxed\n\n"]),
+    "a step about a score": Case("9", ["s the score is 8 boxed\n\n"], small=["the score is 8 boxed\n\n"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_case_goes_as_published(name: str) -> None:
+    case = CASES[name]
+    for pipelined in (False, True):
+        knobs = {"step_tokens": 6, "pipelined": pipelined, **case.settings}
+        settings = SpecReasonSettings(base="base", small="small", **knobs)
+        steps, verdicts, ended = anyio.run(thought, case, settings)
+        assert steps == list(case.kept) and verdicts == len(case.said) and ended == case.ended
+
+
+async def thought(case: Case, settings: SpecReasonSettings) -> tuple[list[str], int, str]:
+    """The steps that were kept, how many were scored by the judge, and why the thinking ended."""
+    thinking = Thinking(ASK, settings, {})
+    said = iter(case.said)
+
+    def next_of(texts: Sequence[str], text: str) -> str:
+        at = len(thinking.steps) + (text != thinking.text)  # one more where it is drafted ahead
+        return texts[at] if at < len(texts) else ""
+
+    def score(step: str) -> Answer:
+        token = next(said)
+        likely = {token: 1.0} if isinstance(token, str) else token
+        return Answer(max(likely, key=lambda word: likely[word]), top=likely)
+
+    base = ThinkingModel(lambda text: next_of(case.base, text), score=score)
+    small = ThinkingModel(lambda text: next_of(case.small, text))
+    backend = DelegationBackend.of(settings, base=base, small=small)
+    thinking.roles = backend.roles
+    events = [event async for event in backend.think(thinking)]
+    kept = [event.step for event in events if isinstance(event, (Accepted, Rewritten))]
+    asked = [event for event in events if isinstance(event, Scored) and event.reason != "blank"]
+    assert isinstance(events[-1], Ended)
+    return [f"{step.author[0]} {step.text}" for step in kept], len(asked), events[-1].reason
+
+
+ASK = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams(temperature=0.0))
