@@ -209,6 +209,31 @@ def predict(steps: Sequence[int], speeds: Speeds, acceptances: Iterable[float]) 
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class NeededAcceptance:
+    """The share of steps that has to be accepted for a speed-up of `speedup`; None where no share is enough."""
+
+    speedup: float
+    plain: float | None
+    pipelined: float | None
+
+
+def needed(steps: Sequence[int], speeds: Speeds, speedups: Iterable[float]) -> list[NeededAcceptance]:
+    """The acceptance that each speed-up takes, by the arithmetic of `predict`, whose times are linear in it."""
+    none, whole = predict(steps, speeds, [0.0, 1.0])
+
+    def least(speedup: float, at_none: float, at_whole: float) -> float | None:
+        share = (1 / at_none - 1 / speedup) / (1 / at_none - 1 / at_whole)
+        return max(0.0, share) if share <= 1 else None
+
+    return [
+        NeededAcceptance(
+            speedup, least(speedup, none.plain, whole.plain), least(speedup, none.pipelined, whole.pipelined)
+        )
+        for speedup in speedups
+    ]
+
+
 def read_steps(path: Path, characters_per_token: float = 4.0) -> list[int]:
     """Tokens of each step of recorded thinking: JSON lines with `reasoning` or `response`, plain or gzip-compressed."""
     steps = [
@@ -237,6 +262,7 @@ class ReasoningReport:
 
     figures: list[Figure] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
+    needed: list[NeededAcceptance] = field(default_factory=list)
 
     @property
     def met(self) -> bool:
@@ -250,13 +276,17 @@ class ReasoningReport:
             columns = ("acceptance", "plain", "pipelined")
             yield report.table("predicted speed-up over the base model alone", columns, rows)
             yield f"Published, measured (arXiv 2504.07891): {PUBLISHED[0]:g} to {PUBLISHED[1]:g} times."
+        if self.needed:
+            rows = ([f"{n.speedup:g}x", *map(_share, (n.plain, n.pipelined))] for n in self.needed)
+            yield report.table("acceptance that a speed-up takes", ("speed-up", "plain", "pipelined"), rows)
 
     def data(self) -> dict[str, Any]:
         figures = [
             {"name": f.name, "value": f.value, "unit": f.unit, "goal": f.required, "at_least": not f.at_most}
             for f in self.figures
         ]
-        return {"figures": figures, "predictions": list(map(asdict, self.predictions))}
+        needed = list(map(asdict, self.needed))
+        return {"figures": figures, "predictions": list(map(asdict, self.predictions)), "needed": needed}
 
     def plot(self, path: Path) -> None:
         """Plot the prediction over the published range."""
@@ -268,6 +298,10 @@ class ReasoningReport:
             axes.set_xlabel("share of steps accepted")
             axes.set_ylabel("times faster than the base model alone")
             axes.legend()
+
+
+def _share(share: float | None) -> str:
+    return "none is enough" if share is None else f"{share:.2f}"
 
 
 def _row(figure: Figure) -> tuple[str, ...]:

@@ -33,6 +33,26 @@ def test_predictions_follow_the_arithmetic() -> None:
     assert none.plain < half.plain < whole.plain
 
 
+def test_the_acceptance_that_is_needed_gives_the_speedup() -> None:
+    speeds = bench.Speeds(base=10.0, small=100.0, score_seconds=0.1)
+    for found in bench.needed([10, 30], speeds, [1.0, 1.4, 3.0]):
+        assert found.plain is not None and found.pipelined is not None and found.pipelined <= found.plain
+        at_plain, at_pipelined = bench.predict([10, 30], speeds, [found.plain, found.pipelined])
+        assert at_plain.plain == pytest.approx(found.speedup) == at_pipelined.pipelined
+    (never,) = bench.needed([10], bench.Speeds(base=10.0, small=15.0, score_seconds=0.2), [1.4])
+    assert never.plain is None
+    (always,) = bench.needed([10], speeds, [0.1])
+    assert always.plain == 0.0
+
+
+def test_the_prediction_lies_in_the_published_band() -> None:
+    """32.8 over 1.78 billion parameters, a score of two tokens, 18 tokens a step: 38 and 80 % of the steps accepted."""
+    speeds = bench.Speeds(base=25.0, small=25.0 * 32.8 / 1.78, score_seconds=2 / 25.0)
+    least, most = bench.predict([18], speeds, [0.38, 0.8])
+    assert 0.9 * bench.PUBLISHED[0] < least.plain < least.pipelined < bench.PUBLISHED[1]
+    assert bench.PUBLISHED[0] < most.plain < most.pipelined < 1.1 * bench.PUBLISHED[1]
+
+
 def test_recorded_thinking_is_read_in_steps(tmp_path: Path) -> None:
     path = tmp_path / "thinking.jsonl.gz"
     with gzip.open(path, "wt") as file:
@@ -48,10 +68,12 @@ def test_recorded_thinking_is_read_in_steps(tmp_path: Path) -> None:
 def test_the_report_says_what_was_missed(tmp_path: Path) -> None:
     figures = [Figure("a", 1.0, "ms", 3.0), Figure("b", 1.0, "x", 1.15, at_most=False)]
     speeds = bench.Speeds(10.0, 100.0, 0.1)
-    report = bench.ReasoningReport(figures, bench.predict([10], speeds, [0.0, 1.0]))
+    needed = bench.needed([10], speeds, [1.4, 20.0])
+    report = bench.ReasoningReport(figures, bench.predict([10], speeds, [0.0, 1.0]), needed)
     console = Console(record=True, width=100)
     print_report(report, console)
     assert not report.met and "MISSED" in (said := console.export_text()) and "1.4 to 3 times" in said
+    assert "none is enough" in said
     write_json(report, tmp_path / "out.json", {"cpus": 2})
     assert json.loads((tmp_path / "out.json").read_text())["figures"][0]["name"] == "a"
     report.plot(tmp_path / "out.svg")
