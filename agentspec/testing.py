@@ -302,13 +302,10 @@ _QUOTED = re.compile(r"<<<\n(.*?)\n>>>", re.DOTALL)
 _NUMBERED = re.compile(r"<start_s[12]>\n(.*?)\n<end_s[12]>", re.DOTALL)
 
 
-def _compared(prompt: str) -> tuple[str, str]:
+def _compared(prompt: str) -> Sequence[str]:
     """The drafted step and the base model's own, of the question whether they mean the same."""
-    if numbered := _NUMBERED.findall(prompt):
-        own, draft = numbered[-2:]
-        return draft, own
-    draft, own = _QUOTED.findall(prompt)[-2:]
-    return draft, own
+    numbered: list[str] = _NUMBERED.findall(prompt)
+    return numbered[:-3:-1] or _QUOTED.findall(prompt)[-2:]
 
 
 def _judged(prompt: str) -> str:

@@ -264,6 +264,11 @@ class ReasoningReport:
     predictions: list[Prediction] = field(default_factory=list)
     needed: list[NeededAcceptance] = field(default_factory=list)
 
+    def foresee(self, steps: Sequence[int], speeds: Speeds) -> None:
+        """Add the predictions for a thinking with `steps` (tokens each)."""
+        self.predictions = predict(steps, speeds, [n / 10 for n in range(11)])
+        self.needed = needed(steps, speeds, (1.0, *PUBLISHED))
+
     @property
     def met(self) -> bool:
         return all(figure.verdict == "met" for figure in self.figures)

@@ -276,15 +276,12 @@ def reasoning(
     plot: Annotated[Path | None, typer.Option(help="Draw the prediction into this PNG or SVG file")] = None,
 ) -> None:
     """Measure what delegating steps of thinking costs, and predict what it brings (see also `reasoning calibrate`)."""
-    from agentspec.benchmarks.reasoning import PUBLISHED, Speeds, needed, predict, read_steps, run_reasoning
+    from agentspec.benchmarks.reasoning import Speeds, read_steps, run_reasoning
 
     def measure(progress: Progress) -> Any:
         report = run_reasoning(model, progress)
         if replay is not None:
-            speeds = Speeds(base_speed, small_speed, score_seconds)
-            steps = read_steps(replay)
-            report.predictions = predict(steps, speeds, [n / 10 for n in range(11)])
-            report.needed = needed(steps, speeds, (1.0, *PUBLISHED))
+            report.foresee(read_steps(replay), Speeds(base_speed, small_speed, score_seconds))
         return report
 
     _publish(measure, json, plot, packages=("numpy",), wide=False, subject={"model": str(model)})

@@ -67,9 +67,9 @@ def test_recorded_thinking_is_read_in_steps(tmp_path: Path) -> None:
 
 def test_the_report_says_what_was_missed(tmp_path: Path) -> None:
     figures = [Figure("a", 1.0, "ms", 3.0), Figure("b", 1.0, "x", 1.15, at_most=False)]
-    speeds = bench.Speeds(10.0, 100.0, 0.1)
-    needed = bench.needed([10], speeds, [1.4, 20.0])
-    report = bench.ReasoningReport(figures, bench.predict([10], speeds, [0.0, 1.0]), needed)
+    report = bench.ReasoningReport(figures)
+    report.foresee([10], bench.Speeds(10.0, 20.0, 0.1))
+    assert len(report.predictions) == 11 and [n.speedup for n in report.needed] == [1.0, 1.4, 3.0]
     console = Console(record=True, width=100)
     print_report(report, console)
     assert not report.met and "MISSED" in (said := console.export_text()) and "1.4 to 3 times" in said
