@@ -312,7 +312,7 @@ def _judged(prompt: str) -> str:
     """The step that a judge is asked about: quoted, or the last one of the thinking."""
     if quoted := _QUOTED.findall(prompt):
         return str(quoted[-1])
-    thinking = prompt.rpartition("<think>\n")[2].partition("<|end|>")[0]
+    thinking = re.split(r"<\||\n\nUser: ", prompt.rpartition("<think>\n")[2])[0]  # up to the judge's turn
     return thinking.removesuffix("\n\n").rpartition("\n\n")[2].strip()
 
 

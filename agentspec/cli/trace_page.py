@@ -41,7 +41,7 @@ def passages(records: Sequence[Record]) -> Iterator[Passage]:
             case "failed":
                 yield Passage("rule", "", f"without {record['role']}: {record['reason']}")
             case "accepted" | "rewritten":
-                if record["event"] == "rewritten" and proposed is not None:
+                if proposed is not None and proposed != record["step"]:
                     note = f"{_beside(proposed, noted)}, dropped"
                     yield Passage(proposed["author"], proposed["text"], note, dropped=True)
                     noted = ""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.cli.trace_page import page
+from agentspec.cli.trace_page import page, passages
 from agentspec.langchain import ChatAgentSpec
 from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.runtime import Runtime
@@ -51,6 +51,17 @@ def test_show_prints_each_step_with_its_author_score_and_time(program, folder):
     assert program("trace", "show", "last").output == words
     records = json.loads(program("trace", "show", trace, "--json").output)
     assert [record["event"] for record in records][-2:] == ["ended", "answer"]
+
+
+def test_words_that_were_looked_at_and_drawn_again_are_shown_as_dropped():
+    peek, kept = ({"author": "small", "text": text, "tokens": 2, "seconds": 0.1} for text in ("look here", "so it is"))
+    records = [{"event": "proposed", "step": peek}, {"event": "accepted", "step": kept}]
+    records += [{"event": "proposed", "step": kept}, {"event": "accepted", "step": kept}]
+    assert [(p.text, p.dropped) for p in passages(records)] == [
+        ("look here", True),
+        ("so it is", False),
+        ("so it is", False),
+    ]
 
 
 def test_a_page_stands_alone_and_escapes_everything(program, folder, tmp_path):
