@@ -7,15 +7,18 @@ are one token each. The limits are 4 tokens looked at, 6 of a verification and 5
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentspec.reasoning.delegation.backend import DelegationBackend
-from agentspec.reasoning.delegation.events import Accepted, Ended, Rewritten, Triggered
+from agentspec.reasoning.delegation.events import Accepted, Ended, Event, Rewritten, Triggered
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpeculativeThinkingSettings
 from agentspec.testing import Answer, FakeBackend
@@ -40,6 +43,7 @@ class Case:
     rules: Sequence[str] = ()
     ended: str = "silent"
     settings: dict[str, Any] = field(default_factory=dict)
+    end: str = ""
 
 
 def doubted(peek: str) -> Case:
@@ -281,14 +285,15 @@ CASES = {
 
 
 class InTurn(FakeBackend):
-    """Writes the listed texts, one a call, and then nothing."""
+    """Writes the listed texts, one a call, and then `end`."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
+    def __init__(self, texts: Sequence[str], end: str) -> None:
         self._left = iter(texts)
+        self._end = end
         super().__init__(self._next)
 
     def _next(self, request: GenerateRequest) -> Answer:
-        text = next(self._left, "")
+        text = next(self._left, self._end)
         whole = request.sampling.max_tokens is not None and len(self.encode(text)) >= request.sampling.max_tokens
         return Answer(text, finish_reason="length" if whole else "stop")
 
@@ -296,8 +301,13 @@ class InTurn(FakeBackend):
 @pytest.mark.parametrize("name", CASES)
 def test_each_case_goes_as_published(name: str) -> None:
     case = CASES[name]
+    assert ours(case) == (list(case.kept), list(case.rules), Ended(case.ended))
+
+
+def ours(case: Case) -> tuple[list[str], list[str], Event]:
+    """The steps that we keep, the rules that fire, and the end."""
     settings = SpeculativeThinkingSettings(base="base", small="small", **{**LIMITS, **case.settings})
-    backend = DelegationBackend.of(settings, base=InTurn(case.base), small=InTurn(case.small))
+    backend = DelegationBackend.of(settings, base=InTurn(case.base, case.end), small=InTurn(case.small, case.end))
     request = GenerateRequest("fast", messages=[{"role": "user", "content": "?"}], sampling=SamplingParams())
 
     async def run() -> list[Any]:
@@ -305,6 +315,80 @@ def test_each_case_goes_as_published(name: str) -> None:
 
     events = anyio.run(run)
     steps = [event.step for event in events if isinstance(event, (Accepted, Rewritten))]
-    assert [f"{step.author[0]} {step.text}" for step in steps if step.text] == list(case.kept)
-    assert [event.rule for event in events if isinstance(event, Triggered)] == list(case.rules)
-    assert events[-1] == Ended(case.ended)
+    kept = [f"{step.author[0]} {step.text}" for step in steps if step.text]
+    return kept, [event.rule for event in events if isinstance(event, Triggered)], events[-1]
+
+
+def published(case: Case) -> tuple[list[str], list[str]]:
+    """The program's loop, written from the rule and without our code: the steps that are kept, and what fires."""
+    small, base, kept, rules = iter(case.small), iter(case.base), list[str](), list[str]()
+    chooses = bool(case.settings["choose_large"])
+    doubts, limit, recap = 0, int(case.settings["overload"]), 6
+
+    def own(rule: str, tokens: int) -> bool:
+        text, ends = cut(next(base, ""), tokens)
+        rules.append(rule)
+        kept.append(f"b {text}")
+        return ends
+
+    while True:
+        paragraph, ends = cut(next(small, ""), 1024, stops=True)
+        kept.append(f"s {paragraph}")
+        if ends:
+            break
+        if doubts >= limit:
+            kept.append(f"b {RECAP}")
+            ends = own("overload", recap)
+            doubts, limit, recap = 0, min(limit + 5, 30), min(recap + 2, 200)
+        elif (peeked := mood((peek := cut(next(small, ""), 4))[0])) != 0:
+            (text, large_ends), author = cut(next(base, ""), 4), "b"
+            rules.append("reflection")
+            if chooses or (peeked < 0 <= mood(text)) or (peeked > 0 > mood(text)):
+                ends = large_ends
+            else:
+                (text, ends), author = peek, "s"
+            kept.append(f"{author} {text}")
+            doubts += mood(text) < 0
+            if not ends and any(word in text.lower() for word in ("verify", "think again", "recap", "check")):
+                ends = own("verification", 6)
+        if ends:
+            break
+    return [step for step in kept if step[2:]], rules
+
+
+def cut(text: str, tokens: int, *, stops: bool = False) -> tuple[str, bool]:
+    """What a call with that limit gives of `text`, and whether the model ends by itself in it."""
+    words = re.findall(r"\n\n|(?:(?!\n\n)\s)*\S+", text)
+    given = words[:tokens]
+    if stops and "\n\n" in given:
+        return "".join(given[: given.index("\n\n") + 1]), False
+    return "".join(given), len(words) < tokens
+
+
+def mood(text: str) -> int:
+    lower = text.lower()
+    positive = sum(map(lower.count, ("yeah", "yes", "final answer", "confident")))
+    doubting = ("wait", "alternatively", "hold on", "another", "verify", "think again", "recap", "check")
+    negative = sum(map(lower.count, doubting))
+    return 0 if not positive and not negative else (1 if positive > negative else -1)
+
+
+WORDS = st.sampled_from(
+    ["so", "x", "Wait", "yes", "check", "eyes", "final answer", "another", "await", "confident", "n"]
+)
+PARAGRAPH = st.lists(WORDS, min_size=1, max_size=7).map(" ".join)
+TEXT = st.lists(PARAGRAPH, min_size=1, max_size=3).map("\n\n".join)
+
+
+@given(
+    small=st.lists(st.one_of(TEXT, TEXT.map("{}\n\n".format)), max_size=14),
+    base=st.lists(TEXT, max_size=10),
+    overload=st.integers(1, 3),
+    choose_large=st.booleans(),
+)
+def test_any_texts_go_as_the_published_loop_says(
+    small: list[str], base: list[str], overload: int, choose_large: bool
+) -> None:
+    case = Case(small, base, (), settings={"overload": overload, "choose_large": choose_large}, end="</think>")
+    kept, rules, _ = ours(case)
+    assert (kept, rules) == published(case)
