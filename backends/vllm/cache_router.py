@@ -22,15 +22,9 @@ from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
 from agentspec.types import Namespace
 
-SUPPORTED = ("0.32",)
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # keys that do not identify a model
 
 logger = logging.getLogger(__name__)
-
-
-def supported(installed: str) -> bool:
-    """Whether agentspec was tested with that version of vLLM."""
-    return ".".join(installed.split(".")[:2]) in SUPPORTED
 
 
 def drafts_here(config: Any) -> bool:

@@ -30,6 +30,7 @@ class SuffixDecodingProposer:
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._drafter: ServerDrafter | None = open_drafter(vllm_config) if drafts_here(vllm_config) else None
         self._states: dict[str, RequestState] = {}
+        self._skip = False  # the scheduler wants no drafts after the step that runs now
         listen_to_scheduler()
 
     def load_model(self, *_: object, **__: object) -> None:
@@ -50,6 +51,7 @@ class SuffixDecodingProposer:
 
     def scheduled(self, output: Any, batch: Any) -> None:
         """Begin the requests that a step begins; `batch` holds them already."""
+        self._skip = bool(getattr(output, "skip_drafts", False))  # vLLM before 0.33 does not say
         if self._drafter is None:
             return
         for new in output.scheduled_new_reqs:
@@ -61,9 +63,14 @@ class SuffixDecodingProposer:
             self._states[new.req_id] = self._drafter.begin(prompt, _request(new))
 
     def propose(
-        self, num_speculative_tokens: int, input_batch: Any, sampled_token_ids: Sequence[Sequence[int]], **_: object
+        self,
+        num_speculative_tokens: int,
+        input_batch: Any,
+        sampled_token_ids: Sequence[Sequence[int]],
+        *_: object,
+        **__: object,
     ) -> list[list[int]]:
-        """A draft for each row of the batch; empty for rows whose prompt is not processed yet."""
+        """A draft for each row of the batch; empty for rows whose prompt is not processed yet, or if none is wanted."""
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._drafter is None:
             return drafts
@@ -75,7 +82,7 @@ class SuffixDecodingProposer:
             length = int(input_batch.num_tokens_no_spec[row])
             # A preempted request may have more new tokens than were sampled in this step.
             tokens = input_batch.token_ids_cpu[row]
-            limit = min(num_speculative_tokens, self._max_length - length - 1)
+            limit = 0 if self._skip else min(num_speculative_tokens, self._max_length - length - 1)
             turns[row] = draft_turn(state, tokens, length, len(sampled), limit)
         chains = self._drafter.propose(list(turns.values()), steady=len(turns) == len(drafts))
         for row, chain in zip(turns, chains, strict=True):
