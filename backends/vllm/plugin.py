@@ -8,10 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from agentspec.backends.source_contract import Requirement, missing
+from agentspec.backends.engine_plugin.settings import enabled, read_settings
+from agentspec.backends.engine_plugin.source_contract import Requirement, missing
 from agentspec.backends.vllm.metrics import publish_with_metrics
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
-from agentspec.backends.vllm.settings import enabled, read_settings
+from agentspec.backends.vllm.startup import ENGINE
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    wanted = enabled()
+    wanted = enabled(ENGINE)
     _installed = True
     _log_as_vllm_does()
     took_over = wanted and _can_take_over()
@@ -101,7 +102,7 @@ def _accept_without_arctic() -> None:
     from vllm.config import speculative  # pyright: ignore[reportMissingImports]
 
     def answered_here() -> bool:
-        read_settings()  # raises an error that tells the operator what to correct
+        read_settings(ENGINE)  # raises an error that tells the operator what to correct
         return True
 
     speculative.has_arctic_inference = answered_here

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.backends.vllm.cache_router import drafts_here, open_drafter
+from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
-from agentspec.backends.vllm.request_state import RequestInfo, RequestState
+from agentspec.backends.vllm.startup import drafts_here, open_drafter
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Labels

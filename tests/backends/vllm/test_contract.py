@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.backends.source_contract import missing
+from agentspec.backends.engine_plugin.source_contract import missing
 from agentspec.backends.vllm.plugin import METRICS, REQUIREMENTS
 from tests.backends.conftest import Unpack
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.source_contract import Requirement
-from agentspec.backends.vllm import cache_router, plugin, proposer
+from agentspec.backends.engine_plugin import cache_router
+from agentspec.backends.engine_plugin.source_contract import Requirement
+from agentspec.backends.vllm import plugin, proposer, startup
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.errors import ConfigurationError
 
@@ -167,7 +168,7 @@ def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: p
 def test_ranks_with_schedulers_of_their_own_are_refused() -> None:
     parallel = SimpleNamespace(distributed_executor_backend="external_launcher")
     with pytest.raises(ConfigurationError, match="external_launcher"):
-        cache_router.drafts_here(SimpleNamespace(parallel_config=parallel))
+        startup.drafts_here(SimpleNamespace(parallel_config=parallel))
 
 
 def model(folder: str, **config: object) -> Any:
@@ -198,7 +199,7 @@ def test_a_drafter_from_a_configuration(
     config = SimpleNamespace(model_config=model(str(tmp_path)))
     config.model_config.get_vocab_size = lambda: 100
     with caplog.at_level(logging.INFO, "agentspec"):
-        drafter = cache_router.open_drafter(config)
+        drafter = startup.open_drafter(config)
     assert "tenant 'acme'" in caplog.text
     state = drafter.begin(np.arange(10, dtype=np.int32))
     assert drafter.flush()

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentspec.backends.engine_plugin.cache_router import CacheRouter
+from agentspec.backends.engine_plugin.request_state import RequestCache, RequestState
+from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.backends.vllm import proposer
-from agentspec.backends.vllm.cache_router import CacheRouter
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
-from agentspec.backends.vllm.request_state import RequestCache, RequestState
-from agentspec.backends.vllm.settings import DrafterSettings
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Namespace

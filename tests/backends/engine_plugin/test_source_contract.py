@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.backends.source_contract import Requirement, missing
+from agentspec.backends.engine_plugin.source_contract import Requirement, missing
 
 SOURCE = """
 from elsewhere import imported as known
