@@ -7,18 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
+from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState, labels_in, prediction_in
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.backends.vllm.startup import drafts_here, open_drafter
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
-from agentspec.types import Labels
 
 SALT = "agentspec_cache_salt"
 """Attribute that carries a new request's `cache_salt` to the worker; without it a request gets a private cache."""
 
-PREDICTION = "agentspec_prediction"
-"""The name in `vllm_xargs` of the predicted answer's token ids."""
 _UNKNOWN = "?"  # a salt that belongs to no tenant
 
 
@@ -114,25 +111,13 @@ def _request(new: Any) -> RequestInfo:
     sampling, adapter = new.sampling_params, new.lora_request
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
     return RequestInfo(
-        _labels(sampling.extra_args or {}),
+        labels_in(sampling.extra_args or {}),
         getattr(new, SALT, _UNKNOWN),
         f"{adapter.lora_name}\0{adapter.lora_path}" if adapter else "",
         frozenset(stops),
         sampling.max_tokens,
-        _prediction(sampling.extra_args or {}),
+        prediction_in(sampling.extra_args or {}),
     )
-
-
-def _labels(extra: Any) -> Labels:
-    """The labels of a request, from its `vllm_xargs`."""
-    names = (extra.get(f"agentspec_{label}") for label in ("session", "workflow", "step"))
-    return Labels(*(name if isinstance(name, str) else None for name in names))
-
-
-def _prediction(extra: Any) -> tuple[int, ...]:
-    """The token ids of the answer that the client predicts, from its `vllm_xargs`."""
-    given = extra.get(PREDICTION)
-    return tuple(given) if isinstance(given, list) and all(isinstance(token, int) for token in given) else ()
 
 
 def listen_to_scheduler() -> None:
