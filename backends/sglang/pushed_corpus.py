@@ -46,7 +46,7 @@ class PushedCorpus:
     async def _there(self) -> set[str]:
         """The names of the server's corpora. Raises `ConfigurationError` if one is another tenant's."""
         answer = await self._call("GET", "/list_external_corpora", None)
-        names = set(answer.get("corpus_token_counts") or ())
+        names: set[str] = set(answer.get("corpus_token_counts") or ())
         if others := sorted(name for name in names if name.startswith(PREFIX) and name != self._name):
             raise ConfigurationError(
                 f"the server drafts from {others[0]!r} already, for everybody: use one server for each tenant, or"
