@@ -55,7 +55,8 @@ def check(config: ConfigOption = None, json: JsonOption = False) -> None:
 def salts(config: ConfigOption = None) -> None:
     """Print the salt of each tenant as JSON, for the vLLM and SGLang servers behind this gateway.
 
-    It belongs into their AGENTSPEC_VLLM_SALTS or AGENTSPEC_SGLANG_SALTS. There it lets our drafter draft each tenant's requests from what that tenant wrote before. Keep it from clients.
+    It belongs into their AGENTSPEC_VLLM_SALTS or AGENTSPEC_SGLANG_SALTS. There it lets our drafter draft each tenant's
+    requests from what that tenant wrote before. Keep it from clients.
     """
     from agentspec.backends.openai.isolation import TenantIsolation
     from agentspec.errors import ConfigurationError
