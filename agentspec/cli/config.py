@@ -53,9 +53,10 @@ def check(config: ConfigOption = None, json: JsonOption = False) -> None:
 
 @app.command()
 def salts(config: ConfigOption = None) -> None:
-    """Print the salt of each tenant as JSON, for AGENTSPEC_VLLM_SALTS of the vLLM servers behind this gateway.
+    """Print the salt of each tenant as JSON, for the vLLM and SGLang servers behind this gateway.
 
-    There it lets our drafter draft each tenant's requests from what that tenant wrote before. Keep it from clients.
+    It belongs into their AGENTSPEC_VLLM_SALTS or AGENTSPEC_SGLANG_SALTS. There it lets our drafter draft each tenant's
+    requests from what that tenant wrote before. Keep it from clients.
     """
     from agentspec.backends.openai.isolation import TenantIsolation
     from agentspec.errors import ConfigurationError

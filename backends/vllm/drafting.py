@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import NamedTuple
 
-from agentspec.backends.vllm.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
-from agentspec.backends.vllm.request_state import NOTHING, Continuation, RequestInfo, RequestState
+from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
+from agentspec.backends.engine_plugin.request_state import NOTHING, Continuation, RequestInfo, RequestState
+from agentspec.backends.engine_plugin.round_stats import RoundStats
 from agentspec.backends.vllm.step_cost import StepTimeModel
 from agentspec.cache.index import DraftJob, propose_batch
 from agentspec.cache.tokens import Tokens
@@ -18,7 +19,6 @@ from agentspec.telemetry.safe_errors import safe_message
 ANY = RequestInfo()
 PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
 FREE = 0.005  # drafting time up to this share of a step is not counted as cost
-LOG_SECONDS = 10.0  # the interval at which vLLM logs its own figures
 
 logger = logging.getLogger(__name__)
 
@@ -33,39 +33,6 @@ class DraftTurn(NamedTuple):
     fresh: Tokens
     context: Tokens
     limit: int
-
-
-class RoundStats:
-    """Counts rounds, drafted and accepted tokens, and logs them every `LOG_SECONDS` while there are rounds."""
-
-    def __init__(self) -> None:
-        self.accepted = 0
-        self.last_seconds = 0.0
-        self._seconds: list[float] = []
-        self._drafted = 0
-        self._logged = monotonic()
-
-    def add(self, seconds: float, drafted: int) -> None:
-        self.last_seconds = seconds
-        self._seconds.append(seconds)
-        self._drafted += drafted
-        if monotonic() - self._logged >= LOG_SECONDS:
-            self.log()
-
-    def log(self) -> None:
-        """Log the counts since the last call, and reset them."""
-        if self._seconds:
-            ordered = sorted(self._seconds)
-            logger.info(
-                "agentspec: %d rounds, drafting %.3f ms (median), %.3f ms (longest), %d tokens drafted, %d accepted",
-                len(ordered),
-                1e3 * ordered[len(ordered) // 2],
-                1e3 * ordered[-1],
-                self._drafted,
-                self.accepted,
-            )
-        self._logged = monotonic()
-        self._seconds, self._drafted, self.accepted = [], 0, 0
 
 
 class ServerDrafter:

@@ -5,14 +5,51 @@ from __future__ import annotations
 import logging
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from agentspec.backends.vllm.cache_router import SUPPORTED, supported
+from agentspec.backends.engine_plugin.settings import enabled, read_settings
+from agentspec.backends.engine_plugin.source_contract import Requirement, missing
 from agentspec.backends.vllm.metrics import publish_with_metrics
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
-from agentspec.backends.vllm.settings import enabled, read_settings
+from agentspec.backends.vllm.startup import ENGINE
 
 logger = logging.getLogger(__name__)
+
+_OUTPUT = "vllm.v1.core.sched.output"
+_REQUEST_FIELDS = ("req_id", "prompt_token_ids", "prompt_embeds", "sampling_params", "lora_request")
+METRICS = Requirement("vllm.v1.metrics.loggers", "PrometheusStatLogger", ("log_engine_initialized", "vllm_config"))
+REQUIREMENTS = (
+    Requirement("vllm.config.speculative", "has_arctic_inference"),
+    Requirement("vllm.v1.spec_decode.suffix_decoding", "SuffixDecodingProposer.__init__", ("vllm_config",)),
+    Requirement(
+        "vllm.v1.spec_decode.suffix_decoding",
+        "SuffixDecodingProposer.propose",
+        ("num_speculative_tokens", "input_batch", "sampled_token_ids"),
+    ),
+    Requirement(_OUTPUT, "NewRequestData", _REQUEST_FIELDS),
+    Requirement(_OUTPUT, "NewRequestData.from_request", ("request",)),
+    Requirement(_OUTPUT, "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids")),
+    Requirement(
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch",
+        ("req_ids", "req_id_to_index", "num_tokens_no_spec", "token_ids_cpu"),
+    ),
+    Requirement("vllm.v1.worker.gpu_model_runner", "SuffixDecodingProposer"),
+    Requirement("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("drafter", "input_batch")),
+    Requirement("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
+    Requirement("vllm.v1.request", "Request", ("cache_salt",)),
+    Requirement(
+        "vllm.sampling_params", "SamplingParams", ("extra_args", "eos_token_id", "stop_token_ids", "max_tokens")
+    ),
+    Requirement("vllm.config.model", "ModelConfig", ("hf_config", "tokenizer", "tokenizer_revision", "max_model_len")),
+    Requirement("vllm.config.model", "ModelConfig.get_vocab_size"),
+    Requirement("vllm.config.parallel", "ParallelConfig", ("distributed_executor_backend",)),
+    Requirement("vllm.distributed.parallel_state", "get_tp_group"),
+    Requirement("vllm.distributed.parallel_state", "model_parallel_is_initialized"),
+    Requirement("vllm.distributed.parallel_state", "GroupCoordinator", ("rank_in_group",)),
+)
+"""What the drafter calls, replaces or reads inside vLLM."""
 
 _installed = False
 
@@ -22,18 +59,29 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    wanted = enabled()
+    wanted = enabled(ENGINE)
     _installed = True
     _log_as_vllm_does()
-    installed = version("vllm")
-    if not supported(installed):
-        if wanted:
-            known = SUPPORTED[-1]
-            logger.warning("agentspec leaves vLLM alone: it works with vLLM %s.x, not %s", known, installed)
-        return
-    publish_with_metrics(took_over=wanted)
-    if wanted:
+    took_over = wanted and _can_take_over()
+    if took_over:
         _take_over()
+    if not missing(_package(), [METRICS]):
+        publish_with_metrics(took_over=took_over)
+
+
+def _can_take_over() -> bool:
+    """Whether this vLLM has all that the drafter needs; logs what it lacks."""
+    if lacking := missing(_package(), REQUIREMENTS):
+        logger.warning(
+            "agentspec leaves vLLM's suffix method alone: vLLM %s has no %s", version("vllm"), ", ".join(lacking)
+        )
+    return not lacking
+
+
+def _package() -> Path:
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    return Path(vllm.__path__[0])
 
 
 def _take_over() -> None:
@@ -54,7 +102,7 @@ def _accept_without_arctic() -> None:
     from vllm.config import speculative  # pyright: ignore[reportMissingImports]
 
     def answered_here() -> bool:
-        read_settings()  # raises an error that tells the operator what to correct
+        read_settings(ENGINE)  # raises an error that tells the operator what to correct
         return True
 
     speculative.has_arctic_inference = answered_here

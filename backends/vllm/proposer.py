@@ -7,18 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.backends.vllm.cache_router import drafts_here, open_drafter
+from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState, labels_in, prediction_in
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
-from agentspec.backends.vllm.request_state import RequestInfo, RequestState
+from agentspec.backends.vllm.startup import drafts_here, open_drafter
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
-from agentspec.types import Labels
 
 SALT = "agentspec_cache_salt"
 """Attribute that carries a new request's `cache_salt` to the worker; without it a request gets a private cache."""
 
-PREDICTION = "agentspec_prediction"
-"""The name in `vllm_xargs` of the predicted answer's token ids."""
 _UNKNOWN = "?"  # a salt that belongs to no tenant
 
 
@@ -30,6 +27,7 @@ class SuffixDecodingProposer:
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._drafter: ServerDrafter | None = open_drafter(vllm_config) if drafts_here(vllm_config) else None
         self._states: dict[str, RequestState] = {}
+        self._skip = False  # the scheduler wants no drafts after the step that runs now
         listen_to_scheduler()
 
     def load_model(self, *_: object, **__: object) -> None:
@@ -50,6 +48,7 @@ class SuffixDecodingProposer:
 
     def scheduled(self, output: Any, batch: Any) -> None:
         """Begin the requests that a step begins; `batch` holds them already."""
+        self._skip = bool(getattr(output, "skip_drafts", False))  # vLLM before 0.33 does not say
         if self._drafter is None:
             return
         for new in output.scheduled_new_reqs:
@@ -61,9 +60,14 @@ class SuffixDecodingProposer:
             self._states[new.req_id] = self._drafter.begin(prompt, _request(new))
 
     def propose(
-        self, num_speculative_tokens: int, input_batch: Any, sampled_token_ids: Sequence[Sequence[int]], **_: object
+        self,
+        num_speculative_tokens: int,
+        input_batch: Any,
+        sampled_token_ids: Sequence[Sequence[int]],
+        *_: object,
+        **__: object,
     ) -> list[list[int]]:
-        """A draft for each row of the batch; empty for rows whose prompt is not processed yet."""
+        """A draft for each row of the batch; empty for rows whose prompt is not processed yet, or if none is wanted."""
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._drafter is None:
             return drafts
@@ -75,7 +79,7 @@ class SuffixDecodingProposer:
             length = int(input_batch.num_tokens_no_spec[row])
             # A preempted request may have more new tokens than were sampled in this step.
             tokens = input_batch.token_ids_cpu[row]
-            limit = min(num_speculative_tokens, self._max_length - length - 1)
+            limit = 0 if self._skip else min(num_speculative_tokens, self._max_length - length - 1)
             turns[row] = draft_turn(state, tokens, length, len(sampled), limit)
         chains = self._drafter.propose(list(turns.values()), steady=len(turns) == len(drafts))
         for row, chain in zip(turns, chains, strict=True):
@@ -107,25 +111,13 @@ def _request(new: Any) -> RequestInfo:
     sampling, adapter = new.sampling_params, new.lora_request
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
     return RequestInfo(
-        _labels(sampling.extra_args or {}),
+        labels_in(sampling.extra_args or {}),
         getattr(new, SALT, _UNKNOWN),
         f"{adapter.lora_name}\0{adapter.lora_path}" if adapter else "",
         frozenset(stops),
         sampling.max_tokens,
-        _prediction(sampling.extra_args or {}),
+        prediction_in(sampling.extra_args or {}),
     )
-
-
-def _labels(extra: Any) -> Labels:
-    """The labels of a request, from its `vllm_xargs`."""
-    names = (extra.get(f"agentspec_{label}") for label in ("session", "workflow", "step"))
-    return Labels(*(name if isinstance(name, str) else None for name in names))
-
-
-def _prediction(extra: Any) -> tuple[int, ...]:
-    """The token ids of the answer that the client predicts, from its `vllm_xargs`."""
-    given = extra.get(PREDICTION)
-    return tuple(given) if isinstance(given, list) and all(isinstance(token, int) for token in given) else ()
 
 
 def listen_to_scheduler() -> None:

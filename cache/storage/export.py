@@ -38,10 +38,10 @@ def write(path: Path, rows: Iterable[SequenceRecord], describe: Describe = lambd
     Raises `ConfigurationError` if the file cannot be written, and passes on what `rows` raises.
     """
     written = 0
-    with _replacing(path) as file:
-        file.write(json.dumps(HEADER) + "\n")
+    with replacing(path) as file:
+        file.write(_line(HEADER))
         for row in rows:
-            file.write(json.dumps(_record(row, describe(row))) + "\n")
+            file.write(_line(_record(row, describe(row))))
             written += 1
     return written
 
@@ -101,6 +101,10 @@ def identity(row: SequenceRecord) -> bytes:
     return digest.digest()
 
 
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
 def _record(row: SequenceRecord, text: str | None) -> dict[str, Any]:
     record = {
         "namespace": asdict(row.namespace),
@@ -120,14 +124,17 @@ def _check_version(version: Any, place: str) -> None:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[str]]:
-    """A new file beside `path` that replaces it at the end, once it is on disk."""
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file beside `path`, readable by its owner only, that replaces it at the end, once it is on disk.
+
+    Raises `ConfigurationError` if it cannot be written.
+    """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)  # mode 0600
     except OSError as error:
         raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

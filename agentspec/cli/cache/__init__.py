@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli.cache import repair, replay, transfer
+from agentspec.cli.cache import push, repair, replay, transfer
 from agentspec.cli.cache.folder import PathOption, folder_of, reference_of, shown
 from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, print_json
 
@@ -108,6 +108,7 @@ def _describe(session: str | None, tenant: str | None, older_than: str | None, m
 
 app.command("import")(transfer.import_files)
 app.command()(transfer.export)
+app.command()(push.push)
 
 
 @app.command()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,36 +86,76 @@ def import_files(
     typer.echo(f"imported {added} sequence{'' if added == 1 else 's'}{more}")
 
 
+class ExportFormat(StrEnum):
+    JSONL = "jsonl"
+    LLAMA_CPP_LOOKUP = "llama-cpp-lookup"
+
+
 def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", dir_okay=False)],
-    model: Annotated[str | None, typer.Option(help="Add the text of sequences with this model's tokenizer")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False)],
+    model: Annotated[
+        str | None, typer.Option(help="Add the text of sequences with this model's tokenizer; lookup: only those")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's sequences")] = None,
+    format_: Annotated[
+        ExportFormat, typer.Option("--format", help="Lines of JSON, or llama.cpp's static lookup file")
+    ] = ExportFormat.JSONL,
     config: ConfigOption = None,
     path: PathOption = None,
 ) -> None:
-    """Write every sequence of the cache to a file that only you can read, for `agentspec cache import`.
+    """Write the sequences of the cache to a file that only you can read, for `agentspec cache import`.
 
-    It holds what was said, as token ids at least: keep it as you keep the cache.
+    It holds what was said, as token ids at least: keep it as you keep the cache. `--format llama-cpp-lookup` writes
+    the file that llama.cpp takes as --lookup-cache-static.
     """
-    from agentspec.cache.storage.export import write
     from agentspec.cache.storage.sequence_store import SequenceStore
 
     settings = load(config)
     folder = folder_of(settings, path)
     text = _text(settings, model) if model is not None else None
+    store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
+    try:
+        with progress() as (_, advance):
+            rows = counted(store.records(), str(file), advance)
+            mine = (row for row in rows if tenant is None or row.namespace.tenant == tenant)
+            lookup = format_ is ExportFormat.LLAMA_CPP_LOOKUP
+            told = _export_lookup(file, mine, text) if lookup else _export_lines(file, mine, text)
+    finally:
+        store.close()
+    if store.damaged:
+        typer.echo(f"left out: {store.damaged} that cannot be read; see `agentspec cache repair`", err=True)
+    typer.echo(told)
+
+
+def _export_lines(file: Path, rows: Iterable[SequenceRecord], text: ModelText | None) -> str:
+    from agentspec.cache.storage.export import write
 
     def describe(row: SequenceRecord) -> str | None:
         mine = text is not None and row.namespace.tokenizer_hash == text.tokenizer_hash
         return text.tokenizer.decode(row.tokens.tolist()) if text is not None and mine else None
 
-    store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
-    try:
-        with progress() as (_, advance):
-            written = write(file, counted(store.records(), str(file), advance), describe)
-    finally:
-        store.close()
-    if store.damaged:
-        typer.echo(f"left out: {store.damaged} that cannot be read; see `agentspec cache repair`", err=True)
-    typer.echo(f"exported {written} sequence{'' if written == 1 else 's'} to {file}")
+    written = write(file, rows, describe)
+    return f"exported {written} sequence{'' if written == 1 else 's'} to {file}"
+
+
+def _export_lookup(file: Path, rows: Iterable[SequenceRecord], text: ModelText | None) -> str:
+    from agentspec.backends.llama_cpp import write_lookup
+
+    chosen = rows if text is None else (row for row in rows if row.namespace.tokenizer_hash == text.tokenizer_hash)
+    pairs, written = write_lookup(file, _of_one_owner(chosen))
+    return f"exported {pairs} pairs of tokens from {written} sequence{'' if written == 1 else 's'} to {file}"
+
+
+def _of_one_owner(rows: Iterable[SequenceRecord]) -> Iterator[SequenceRecord]:
+    """The rows. Raises `ConfigurationError` if they belong to several tenants or tokenizers."""
+    first: SequenceRecord | None = None
+    for row in rows:
+        first = first or row
+        if row.namespace.tenant != first.namespace.tenant:
+            raise ConfigurationError("the cache holds several tenants' sequences: say whose with --tenant")
+        if row.namespace.tokenizer_hash != first.namespace.tokenizer_hash:
+            raise ConfigurationError("the cache holds tokens of several tokenizers: say with --model whose are wanted")
+        yield row
 
 
 def _rows(

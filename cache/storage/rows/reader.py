@@ -120,6 +120,22 @@ class SequenceReader:
         mine = [sequences.c.namespace == namespace.key]
         return self._within(limit, self._pages(mine, beyond, self._newest_id(), newest_first=True))
 
+    def hottest(self, tenant: str, tokenizer_hash: str, limit: int) -> list[SequenceRecord]:
+        """A tenant's sequences of a tokenizer that were drafted from most often, then the newest, of at most `limit`
+        tokens together.
+        """
+        mine = (sequences.c.tenant == tenant) & (sequences.c.tokenizer_hash == tokenizer_hash)
+        ranked = sa.select(sequences.c.id, sequences.c.token_count).where(mine)
+        chosen: list[int] = []
+        with self._reading() as connection:
+            for id_, count in connection.execute(ranked.order_by(sequences.c.hits.desc(), sequences.c.id.desc())):
+                limit -= count
+                if limit < 0:
+                    break
+                chosen.append(id_)
+            rows = [connection.execute(sa.select(sequences).where(sequences.c.id == id_)).first() for id_ in chosen]
+        return list(self._readable(row for row in rows if row is not None))
+
     def _within(self, limit: int, rows: Iterator[sa.Row[Any]]) -> list[SequenceRecord]:
         found: list[SequenceRecord] = []
         for record in self._readable(rows):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentspec.backends.vllm import cache_router, plugin, proposer
+from agentspec.backends.engine_plugin import cache_router
+from agentspec.backends.engine_plugin.source_contract import Requirement
+from agentspec.backends.vllm import plugin, proposer, startup
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.errors import ConfigurationError
 
@@ -57,9 +61,27 @@ CONTENTS: dict[str, dict[str, object]] = {
 }
 
 
+def source(requirements: Iterable[Requirement], folder: Path) -> None:
+    """Write modules that offer what is required."""
+    modules: dict[str, dict[str, list[str]]] = {}
+    for module, name, parts in requirements:
+        owner, _, method = name.partition(".")
+        lines = modules.setdefault(module, {}).setdefault(owner, ["    one: object\n"])
+        lines += (
+            [f"    def {method}(self, {', '.join(parts)}): ...\n"]
+            if method
+            else [f"    {part}: object\n" for part in parts]
+        )
+    for module, classes in modules.items():
+        file = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f"class {name}:\n{''.join(lines)}" for name, lines in classes.items()))
+
+
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """vLLM 0.32, not installed but importable."""
+def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, ModuleType]]:
+    """A vLLM that is not installed but importable."""
+    source([*plugin.REQUIREMENTS, plugin.METRICS], tmp_path / "source")
     modules = {name: ModuleType(name) for name in CONTENTS}
     for name, module in modules.items():
         vars(module).update(CONTENTS[name])
@@ -71,7 +93,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     for owner, name in [*patched, (PrometheusStatLogger, "log_engine_initialized")]:
         monkeypatch.setattr(owner, name, vars(owner)[name])
     monkeypatch.setattr(plugin, "_installed", False)
-    monkeypatch.setattr(plugin, "version", lambda name: "0.32.0+cpu")
+    monkeypatch.setattr(modules["vllm"], "__path__", [str(tmp_path / "source")], raising=False)
+    monkeypatch.setattr(plugin, "version", lambda name: "0.99.1")
     ours = logging.getLogger("agentspec")
     kept = ours.handlers, ours.propagate, ours.level
     yield modules
@@ -107,16 +130,22 @@ def test_switched_off_nothing_changes(vllm: dict[str, ModuleType], monkeypatch: 
     assert vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object
 
 
-def test_another_version_is_left_alone(
-    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("lacking", plugin.REQUIREMENTS, ids=lambda lacking: lacking.name)
+def test_what_lacks_something_is_left_alone(
+    vllm: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str], lacking: Requirement
 ) -> None:
-    monkeypatch.setattr(plugin, "version", lambda name: "0.99.1")
+    there = [requirement for requirement in plugin.REQUIREMENTS if requirement.name.partition(".")[0] != lacking.name]
+    shutil.rmtree(tmp_path / "source")
+    source([requirement for requirement in there if requirement != lacking], tmp_path / "source")
     handler = logging.StreamHandler(sys.stdout)
     logging.getLogger("vllm").addHandler(handler)
-    plugin.install()
+    for _ in range(2):
+        plugin.install()
     logging.getLogger("vllm").removeHandler(handler)
     assert vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object
-    assert "0.32.x, not 0.99.1" in capsys.readouterr().out
+    assert not vllm["vllm.config.speculative"].has_arctic_inference()
+    told = capsys.readouterr().out
+    assert told.count("vLLM 0.99.1 has no") == 1 and lacking.module in told
 
 
 def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +168,7 @@ def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: p
 def test_ranks_with_schedulers_of_their_own_are_refused() -> None:
     parallel = SimpleNamespace(distributed_executor_backend="external_launcher")
     with pytest.raises(ConfigurationError, match="external_launcher"):
-        cache_router.drafts_here(SimpleNamespace(parallel_config=parallel))
+        startup.drafts_here(SimpleNamespace(parallel_config=parallel))
 
 
 def model(folder: str, **config: object) -> Any:
@@ -170,7 +199,7 @@ def test_a_drafter_from_a_configuration(
     config = SimpleNamespace(model_config=model(str(tmp_path)))
     config.model_config.get_vocab_size = lambda: 100
     with caplog.at_level(logging.INFO, "agentspec"):
-        drafter = cache_router.open_drafter(config)
+        drafter = startup.open_drafter(config)
     assert "tenant 'acme'" in caplog.text
     state = drafter.begin(np.arange(10, dtype=np.int32))
     assert drafter.flush()

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentspec.backends.engine_plugin.cache_router import CacheRouter
+from agentspec.backends.engine_plugin.request_state import RequestCache, RequestState
+from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.backends.vllm import proposer
-from agentspec.backends.vllm.cache_router import CacheRouter
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
-from agentspec.backends.vllm.request_state import RequestCache, RequestState
-from agentspec.backends.vllm.settings import DrafterSettings
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Namespace
@@ -113,8 +113,8 @@ def new(name: str, prompt: Tokens, salt: str | None = None, **extra: str) -> Any
     return request
 
 
-def scheduled(*begun: Any, finished: tuple[str, ...] = ()) -> Any:
-    return SimpleNamespace(scheduled_new_reqs=list(begun), finished_req_ids=set(finished))
+def scheduled(*begun: Any, finished: tuple[str, ...] = (), **more: object) -> Any:
+    return SimpleNamespace(scheduled_new_reqs=list(begun), finished_req_ids=set(finished), **more)
 
 
 class Runner:
@@ -173,6 +173,25 @@ def test_a_prompt_in_chunks_is_waited_for(runner: Runner) -> None:
     assert runner.step() == {"a": []}
     assert runner.step() == {"a": []}
     assert runner.step(a=TEXT[:4].tolist())["a"][:1] == [int(TEXT[4])]
+
+
+def test_no_drafts_where_the_scheduler_wants_none(
+    runner: Runner, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+    propose = bench.drafter.propose
+    monkeypatch.setattr(
+        bench.drafter,
+        "propose",
+        lambda turns, **how: (limits.extend(turn.limit for turn in turns), propose(turns, **how))[1],
+    )
+    runner.begin("a", TEXT)
+    for at, skip in ((0, {}), (4, {"skip_drafts": True}), (8, {"skip_drafts": False})):
+        runner.proposer.scheduled(scheduled(**skip), bench.server)
+        runner.step(a=TEXT[at : at + 4].tolist())
+    runner.finish("a")
+    assert limits == [MOST, 0, MOST]
+    assert outputs(bench) == [TEXT[:12].tolist()]
 
 
 def test_drafts_stop_where_the_model_does(runner: Runner) -> None:

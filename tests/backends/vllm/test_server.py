@@ -201,7 +201,7 @@ def test_a_gateway_in_front_and_the_doctor(launch: Launch, tmp_path: Path) -> No
     labels = {
         f"x-agentspec-{name}": value for name, value in (("session", "s1"), ("workflow", "edit"), ("step", "fix"))
     }
-    with TestClient(create_app(Runtime(as_upstream(server)))) as gateway:
+    with TestClient(create_app(Runtime(as_upstream(server))), base_url="http://127.0.0.1") as gateway:
         while gateway.get("/ready").status_code != 200:
             time.sleep(0.1)
         answers = [gateway.post("/v1/chat/completions", json=body, headers=labels).json() for _ in range(2)]

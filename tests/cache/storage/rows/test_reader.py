@@ -178,6 +178,18 @@ def test_it_is_read_in_pieces(location: str | Path) -> None:
     store.close()
 
 
+def test_the_hottest_come_first_and_only_a_tenants(location: str | Path) -> None:
+    fill(location, 30)
+    store = opened(location)
+    store.put_usage([(3, 1), (6, 5), (1, 9)], {})
+    store.flush()
+    mine = Namespace("t0").tokenizer_hash
+    assert [one.sequence for one in store.hottest("t0", mine, 20 * 4)] == [6, 3, 27, 24]
+    assert [one.sequence for one in store.hottest("t1", mine, 59)] == [1, 28]
+    assert store.hottest("t0", "other", 10**9) == store.hottest("nobody", mine, 10**9) == []
+    store.close()
+
+
 def test_namespaces_are_told_by_their_totals(location: str | Path) -> None:
     fill(location, 30)
     store = opened(location)

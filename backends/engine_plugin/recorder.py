@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from agentspec.backends.vllm.request_state import RequestCache, RequestState
+from agentspec.backends.engine_plugin.request_state import RequestCache, RequestState
 from agentspec.cache.tokens import Tokens
 from agentspec.telemetry.safe_errors import safe_message
 

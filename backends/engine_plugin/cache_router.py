@@ -1,4 +1,4 @@
-"""Makes the drafter for a vLLM server from vLLM's configuration and the operator's settings."""
+"""Opens a server's cache by the operator's settings, and chooses where in it each request is kept."""
 
 from __future__ import annotations
 
@@ -11,58 +11,47 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from agentspec.backends.vllm.drafting import ServerDrafter
-from agentspec.backends.vllm.request_state import PrivateCache, RequestCache, RequestState
-from agentspec.backends.vllm.settings import DrafterSettings, read_settings
+from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestCache, RequestState
+from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.cache import SuffixCache
 from agentspec.cache.settings import without_password
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
 from agentspec.types import Namespace
 
-SUPPORTED = ("0.32",)
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # keys that do not identify a model
 
 logger = logging.getLogger(__name__)
 
 
-def supported(installed: str) -> bool:
-    """Whether agentspec was tested with that version of vLLM."""
-    return ".".join(installed.split(".")[:2]) in SUPPORTED
+class ServedModel(Protocol):
+    """The model an engine serves: vLLM's `ModelConfig` is one."""
+
+    hf_config: Any
+    tokenizer: Any
+    tokenizer_revision: Any
 
 
-def drafts_here(config: Any) -> bool:
-    """Whether the scheduler reads this rank's drafts: only those of the first rank in a tensor-parallel group.
-
-    Raises `ConfigurationError` if every rank has its own scheduler: drafts depend on timing and would differ.
-    """
-    if config.parallel_config.distributed_executor_backend == "external_launcher":
-        raise ConfigurationError("agentspec cannot draft under vLLM's external_launcher: use another executor")
-    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
-
-    return not model_parallel_is_initialized() or get_tp_group().rank_in_group == 0
-
-
-def open_drafter(config: Any) -> ServerDrafter:
-    """The drafter for a `VllmConfig`, with its cache open. Raises `ConfigurationError` and `CacheError`s."""
-    settings = read_settings()
-    chosen, cache = settings.cache, settings.cache.open()
-    model = config.model_config
-    decode = _decoder(model) if chosen.refuse_patterns else None
-    router = CacheRouter(cache, settings, lambda tenant: namespace_of(model, tenant), decode)
-    drafter = ServerDrafter(router.open, model.get_vocab_size(), on_close=cache.close)
-    atexit.register(drafter.close)
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Call `close` when the process ends, also if it was forked by `multiprocessing`."""
+    atexit.register(close)
     if multiprocessing.parent_process() is not None:
-        Finalize(None, drafter.close, exitpriority=10)  # a forked process skips atexit handlers
+        Finalize(None, close, exitpriority=10)  # a forked process skips atexit handlers
+
+
+def open_router(settings: DrafterSettings, model: ServedModel) -> CacheRouter:
+    """The router for a server, with its cache open. Raises `ConfigurationError` and `CacheError`s."""
+    chosen, cache = settings.cache, settings.cache.open()
+    decode = _decoder(model) if chosen.refuse_patterns else None
     logger.info(
         "agentspec drafts for this server: %s, %s in memory, tenant %r",
         without_password(str(chosen.path)) if chosen.path else "nothing kept on disk (AGENTSPEC_CACHE_PATH is not set)",
         chosen.memory_bytes.human_readable(),
         settings.tenant,
     )
-    return drafter
+    return CacheRouter(cache, settings, lambda tenant: namespace_of(model, tenant), decode)
 
 
 class CacheRouter:
@@ -98,9 +87,12 @@ class CacheRouter:
             decode=self._decode,
         )
 
+    def close(self) -> None:
+        self._cache.close()
 
-def namespace_of(model: Any, tenant: str) -> Namespace:
-    """The namespace of vLLM's `ModelConfig`. Replicas that serve the same files from different folders share it."""
+
+def namespace_of(model: ServedModel, tenant: str) -> Namespace:
+    """The namespace of an engine's model. Replicas that serve the same files from different folders share it."""
     described = {key: value for key, value in model.hf_config.to_dict().items() if key not in _INCIDENTAL}
     fingerprint = json.dumps(described, sort_keys=True, default=str)
     return Namespace(tenant, _hash(fingerprint.encode()), _hash(_tokenizer_bytes(model)))
@@ -113,7 +105,7 @@ def of_adapter(namespace: Namespace, adapter: str) -> Namespace:
     return replace(namespace, model_fingerprint=_hash(f"{namespace.model_fingerprint}\0{adapter}".encode()))
 
 
-def _tokenizer_bytes(model: Any) -> bytes:
+def _tokenizer_bytes(model: ServedModel) -> bytes:
     """The content of the tokenizer's file; its name and revision if there is no local file."""
     file = Path(model.tokenizer) / "tokenizer.json"
     if not file.is_file():
@@ -132,7 +124,7 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _decoder(model: Any) -> Callable[[Sequence[int]], str]:
+def _decoder(model: ServedModel) -> Callable[[Sequence[int]], str]:
     """A function from token ids to text, for a cache with `refuse_patterns`."""
     from transformers import AutoTokenizer
 

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.backends.vllm.settings import enabled, read_settings
+from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.errors import ConfigurationError
 
 
 def test_nothing_set_keeps_all_in_memory() -> None:
-    settings = read_settings({"PATH": "/bin", "AGENTSPEC_VLLM": "on"})
+    settings = read_settings("VLLM", {"PATH": "/bin", "AGENTSPEC_VLLM": "on"})
     assert settings.cache.location() is None
     assert settings.tenant == "default"
 
 
 def test_every_setting_of_the_cache_can_be_given() -> None:
     settings = read_settings(
+        "VLLM",
         {
             "AGENTSPEC_CACHE_PATH": "/srv/agentspec",
             "AGENTSPEC_CACHE__MEMORY_BYTES": "2GiB",
@@ -26,7 +27,7 @@ def test_every_setting_of_the_cache_can_be_given() -> None:
             "AGENTSPEC_CACHE__REFUSE_PATTERNS": '["sk-\\\\w+"]',
             "AGENTSPEC_TENANT": "acme",
             "AGENTSPEC_VLLM_SALTS": '{"pepper": "other"}',
-        }
+        },
     )
     assert settings.cache.location() == Path("/srv/agentspec")
     assert settings.cache.memory_bytes == 2 << 30
@@ -38,7 +39,9 @@ def test_every_setting_of_the_cache_can_be_given() -> None:
 
 
 def test_a_database_by_its_address() -> None:
-    settings = read_settings({"AGENTSPEC_STORE_URL": "postgresql://me@db/agents", "AGENTSPEC_CACHE__PASSWORD": "p w"})
+    settings = read_settings(
+        "VLLM", {"AGENTSPEC_STORE_URL": "postgresql://me@db/agents", "AGENTSPEC_CACHE__PASSWORD": "p w"}
+    )
     assert settings.cache.location() == "postgresql://me:p%20w@db/agents"
 
 
@@ -54,16 +57,24 @@ def test_a_database_by_its_address() -> None:
         ({"AGENTSPEC_STORE_URL": "mysql://db/b"}, "postgresql://"),
         ({"AGENTSPEC_VLLM_SALTS": "pepper"}, "AGENTSPEC_VLLM_SALTS"),
         ({"AGENTSPEC_VLLM_SALTS": '["pepper"]'}, "JSON object"),
+        ({"AGENTSPEC_VLLM_SALTS": '{"pepper": 1}'}, "AGENTSPEC_VLLM_SALTS__PEPPER"),
     ],
 )
 def test_what_cannot_work_is_named(environment: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named.replace("(", r"\(")):
-        read_settings(environment)
+        read_settings("VLLM", environment)
 
 
 def test_it_can_be_switched_off() -> None:
-    assert enabled({})
-    assert enabled({"AGENTSPEC_VLLM": "1"})
-    assert not enabled({"AGENTSPEC_VLLM": "off"})
+    assert enabled("VLLM", {})
+    assert enabled("VLLM", {"AGENTSPEC_VLLM": "1"})
+    assert not enabled("VLLM", {"AGENTSPEC_VLLM": "off"})
     with pytest.raises(ConfigurationError, match="on or off"):
-        enabled({"AGENTSPEC_VLLM": "perhaps"})
+        enabled("VLLM", {"AGENTSPEC_VLLM": "perhaps"})
+
+
+def test_each_engine_has_its_own_switch_and_salts() -> None:
+    environment = {"AGENTSPEC_SGLANG": "off", "AGENTSPEC_SGLANG_SALTS": '{"pepper": "a"}'}
+    assert enabled("VLLM", environment) and not enabled("SGLANG", environment)
+    assert read_settings("SGLANG", environment).salts == {"pepper": "a"}
+    assert read_settings("VLLM", environment).salts == {}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
-from agentspec.cache.tokens import Tokens
+from agentspec.cache.tokens import MOST_TOKEN, Tokens
 from agentspec.speculation.governor import RequestStats
 from agentspec.speculation.predicted_text import PredictedText
 from agentspec.types import Labels, Source
 
 _TRANSCRIPT = 0
 SURE = 0.8  # no new search is needed if the next token has at least this probability
+PREDICTION = "agentspec_prediction"
+"""The field for extensions that holds the predicted answer's token ids."""
 HOPELESS = 0.3  # a prediction that is less often right is not drafted from
 
 
@@ -77,6 +80,20 @@ class RequestInfo:
     stops: frozenset[int] = frozenset()
     max_tokens: int | None = None  # of output
     prediction: tuple[int, ...] = ()
+
+
+def labels_in(fields: Mapping[str, object]) -> Labels:
+    """The labels that a client sends among an engine's own fields for extensions, as `agentspec_session` and so on."""
+    names = (fields.get(f"agentspec_{label}") for label in ("session", "workflow", "step"))
+    return Labels(*(name if isinstance(name, str) else None for name in names))
+
+
+def prediction_in(fields: Mapping[str, object]) -> tuple[int, ...]:
+    """The token ids of the answer that the client predicts; empty if they cannot be token ids."""
+    given = fields.get(PREDICTION)
+    if not isinstance(given, list) or not all(type(token) is int and 0 <= token <= MOST_TOKEN for token in given):
+        return ()
+    return tuple(given)
 
 
 class Continuation(NamedTuple):

@@ -1,4 +1,7 @@
-"""Settings of the drafter in a vLLM server, as environment variables, since the server has its own options."""
+"""Settings of the drafter in an engine's server, as environment variables, since the server has its own options.
+
+`engine` is the name of the engine in the variables that each engine has for itself: `VLLM` or `SGLANG`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from agentspec.errors import ConfigurationError
 PREFIX = "AGENTSPEC_"
 CACHE = f"{PREFIX}CACHE__"
 LOCATIONS = (f"{PREFIX}CACHE_PATH", f"{PREFIX}STORE_URL", f"{CACHE}PATH")
-SWITCH = f"{PREFIX}VLLM"
 
 
 class DrafterSettings(BaseModel):
@@ -25,31 +27,33 @@ class DrafterSettings(BaseModel):
 
     tenant: str = Field(default="default", min_length=1, description="Whom the server belongs to; `AGENTSPEC_TENANT`")
     salts: dict[str, str] = Field(
-        default={}, description="Tenant of each `cache_salt` that is known, as JSON; `AGENTSPEC_VLLM_SALTS`"
+        default={}, description="Tenant of each `cache_salt` that is known, as JSON; `AGENTSPEC_<engine>_SALTS`"
     )
     cache: CacheSettings = Field(default=CacheSettings(), description="`AGENTSPEC_CACHE__KEY`, and the location")
 
 
-def enabled(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether our drafter replaces vLLM's suffix method. Raises `ConfigurationError` unless the switch is on or off."""
-    chosen = environment.get(SWITCH, "on").lower()
+def enabled(engine: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether our drafter takes the place of the engine's own. Raises `ConfigurationError` if the switch is neither."""
+    switch = f"{PREFIX}{engine}"
+    chosen = environment.get(switch, "on").lower()
     if chosen not in ("on", "1", "true", "off", "0", "false"):
-        raise ConfigurationError(f"{SWITCH} must be on or off, not {chosen!r}")
+        raise ConfigurationError(f"{switch} must be on or off, not {chosen!r}")
     return chosen in ("on", "1", "true")
 
 
-def read_settings(environment: Mapping[str, str] = os.environ) -> DrafterSettings:
+def read_settings(engine: str, environment: Mapping[str, str] = os.environ) -> DrafterSettings:
     """The settings. Raises `ConfigurationError`, naming the variable, for an invalid value."""
     values: dict[str, Any] = {"cache": _cache(environment)}
     if tenant := environment.get(f"{PREFIX}TENANT"):
         values["tenant"] = tenant
-    if salts := environment.get(f"{PREFIX}VLLM_SALTS"):
-        values["salts"] = _json_object(f"{PREFIX}VLLM_SALTS", salts)
+    if salts := environment.get(name := f"{PREFIX}{engine}_SALTS"):
+        values["salts"] = _json_object(name, salts)
     try:
         return DrafterSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         name = "__".join(str(part).upper() for part in first["loc"])
+        name = name.replace("SALTS", f"{engine}_SALTS", 1) if first["loc"][0] == "salts" else name
         raise ConfigurationError(f"{PREFIX}{name}: {first['msg']}") from None
 
 

@@ -1,0 +1,232 @@
+"""Our replacement for SGLang's `NgramCorpus`: it drafts from the token cache, for all requests of a scheduler."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from agentspec.backends.engine_plugin.recorder import Open
+from agentspec.backends.engine_plugin.request_state import RequestInfo, labels_in, prediction_in
+from agentspec.backends.sglang.drafting import TreeDrafter, TreeRequest, TreeTurn
+from agentspec.backends.sglang.external_text import ExternalTexts
+from agentspec.backends.sglang.tree_layout import EMPTY_TREE, Int64s, TokenTree, to_arrays
+from agentspec.cache.index import DEPTH
+from agentspec.cache.tokens import Tokens
+from agentspec.telemetry.safe_errors import safe_message
+
+logger = logging.getLogger(__name__)
+
+
+class RankGroup(Protocol):
+    """The ranks that compute one model together; SGLang's `GroupCoordinator` is one."""
+
+    world_size: int
+    rank_in_group: int
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
+
+
+class DrafterPlace(NamedTuple):
+    """Where drafts come from: how a request's cache is opened and all are closed, and the model's vocabulary."""
+
+    open_cache: Open
+    close: Callable[[], None]
+    vocabulary: int
+
+
+class _Live:
+    """A request of the scheduler that has been in a decoding batch, and how far its text has been read."""
+
+    def __init__(self, req: Any, request: TreeRequest) -> None:
+        self._req = weakref.ref(req)  # SGLang may drop a request without a word
+        self.request = request
+        self.prompt_length = len(req.origin_input_ids_unpadded)
+        self.prompt_end = list(req.origin_input_ids_unpadded[-DEPTH:])
+        self.recorded = 0  # tokens of output
+        self.seen = self.prompt_length  # tokens of prompt and output
+
+    @property
+    def req(self) -> Any:
+        """SGLang's request; None once it is gone."""
+        return self._req()
+
+
+class TokenCacheCorpus:
+    """Takes the place of `sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus` in SGLang's NGRAM worker.
+
+    The worker tells it of its requests by `see` and `finish`. Only the first rank of a group drafts; all ranks call
+    `batch_get` for the same requests and get the same trees, since drafts depend on timing. What fails costs drafts
+    and is logged once; only what concerns external texts raises errors.
+    """
+
+    def __init__(
+        self, place: DrafterPlace | None, group: RankGroup, *, draft_token_num: int, external_corpus_max_tokens: int
+    ) -> None:
+        """`place` is None where another rank drafts. `draft_token_num` counts the last token of the context too."""
+        self.draft_token_num = draft_token_num
+        self._group = group
+        self._live: dict[str, _Live] = {}
+        self._failed = False
+        self._external = ExternalTexts(external_corpus_max_tokens)
+        self._drafter = place and TreeDrafter(
+            place.open_cache, place.vocabulary, shared=[self._external.sourced], on_close=place.close
+        )
+
+    def see(self, reqs: Iterable[Any]) -> None:
+        """Begin those of a batch's requests that are new, and record the output that SGLang has processed so far."""
+        if self._drafter is None:
+            return
+        for req in reqs:
+            with self._errors_logged():
+                live = self._live.get(req.rid)
+                if live is None or live.req is not req:
+                    self._begin(req)
+                else:
+                    self._record(live, req.output_ids)
+
+    def finish(self, rid: str) -> None:
+        """End a finished request and keep its output up to where it stopped."""
+        live = self._live.pop(rid, None)
+        if live is None or self._drafter is None:
+            return
+        with self._errors_logged():
+            if live.req is not None:
+                self._record(live, live.req.output_ids_through_stop)
+        self._drafter.end(live.request)
+
+    def close(self) -> None:
+        if self._drafter is not None:
+            self._drafter.close()
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until everything so far is recorded; false if that took longer than `timeout` seconds."""
+        return self._drafter is None or self._drafter.flush(timeout)
+
+    def batch_get(
+        self, req_ids: Sequence[str], batch_tokens: Sequence[Sequence[int]], total_lens: Sequence[int]
+    ) -> tuple[Int64s, Int64s]:
+        """Trees for requests, by their last tokens and the length of all their text. Shapes as in `to_arrays`."""
+        trees = self._draft(req_ids, batch_tokens, total_lens)
+        if self._group.world_size > 1:
+            trees = self._group.broadcast_object(trees, src=0)
+        return to_arrays([tokens[-1] for tokens in batch_tokens], trees, self.draft_token_num)
+
+    def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
+        """Does nothing: `see` and `finish` record whole outputs."""
+
+    def synchronize(self) -> None:
+        """Does nothing: drafting does not wait for the recording of outputs."""
+
+    def erase_match_state(self, req_ids: Sequence[str]) -> None:
+        """End requests that are over; one that left the batch because memory ran short comes again."""
+        over = [rid for rid, live in self._live.items() if live.req is None]
+        over += [rid for rid in req_ids if (live := self._live.get(rid)) and live.req and live.req.finished()]
+        for rid in over:
+            self.finish(rid)
+
+    def reset(self) -> None:
+        """Ends all requests. What the cache learned stays: `agentspec cache forget` deletes it."""
+        for rid in list(self._live):
+            self.finish(rid)
+
+    @property
+    def remaining_token_budget(self) -> int:
+        return self._external.remaining
+
+    def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
+        """Draft from a text for every request, whoever sent it; returns its tokens. Raises `ValueError`."""
+        return self._external.load(corpus_id, chunks)
+
+    def commit_external_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        self._external.commit(corpus_id, loaded_token_count)
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        self._external.remove(corpus_id)
+
+    def list_external_corpora(self) -> dict[str, int]:
+        return self._external.sizes()
+
+    @contextmanager
+    def _errors_logged(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            logger.log(
+                logging.DEBUG if self._failed else logging.WARNING,
+                "agentspec: a request goes without drafts: %s",
+                safe_message(error),
+            )
+            self._failed = True
+
+    def _begin(self, req: Any) -> None:
+        if self._drafter is None or req.input_embeds is not None:
+            return  # a prompt without token ids
+        if (before := self._live.pop(req.rid, None)) is not None:
+            self._drafter.end(before.request)
+        prompt = np.array(req.origin_input_ids_unpadded, dtype=np.int32)
+        live = self._live[req.rid] = _Live(req, self._drafter.begin(prompt, request_info(req)))
+        self._record(live, req.output_ids)
+
+    def _record(self, live: _Live, output: Sequence[int]) -> None:
+        if self._drafter is not None and len(output) > live.recorded:
+            self._drafter.record(live.request, np.array(output[live.recorded :], dtype=np.int32))
+            live.recorded = len(output)
+
+    def _draft(
+        self, req_ids: Sequence[str], batch_tokens: Sequence[Sequence[int]], total_lens: Sequence[int]
+    ) -> list[TokenTree]:
+        if self._drafter is None:
+            return []
+        turns: dict[int, TreeTurn] = {}
+        for row, (rid, tail, total) in enumerate(zip(req_ids, batch_tokens, total_lens, strict=True)):
+            if (live := self._live.get(rid)) is not None:
+                with self._errors_logged():
+                    turns[row] = _turn(live, tail, total)
+        drafted = self._drafter.draft(list(turns.values()), self.draft_token_num - 1) if turns else []
+        found = dict(zip(turns, drafted, strict=True))
+        return [found.get(row, EMPTY_TREE) for row in range(len(req_ids))]
+
+
+def _turn(live: _Live, tail: Sequence[int], total: int) -> TreeTurn:
+    """The draft turn of a request with `total` tokens, of which `tail` are the last.
+
+    Under overlap scheduling the last accepted tokens are in `tail` only, not yet in the request's output.
+    """
+    output = live.req.output_ids
+    pending = total - live.prompt_length - len(output)
+    if 0 <= pending <= len(tail):
+        known = [*live.prompt_end, *output[-DEPTH:]][-DEPTH:]
+        context = [*known, *(tail[-pending:] if pending else ())][-DEPTH:]
+    else:
+        context = list(tail)
+    fresh = max(0, total - live.seen)
+    live.seen = max(live.seen, total)
+    return TreeTurn(live.request, context[-fresh:] if 0 < fresh <= len(context) else [], _int32(context))
+
+
+def _int32(tokens: Sequence[int]) -> Tokens:
+    return np.array(tokens, dtype=np.int32)
+
+
+def request_info(req: Any) -> RequestInfo:
+    """What the drafter needs to know of SGLang's `Req`: labels, salt, adapter and prediction."""
+    given = req.sampling_params.custom_params
+    custom = given if isinstance(given, dict) else {}
+    labels = labels_in(custom)
+    session = labels.session or req.session_id or (req.session.session_id if req.session is not None else None)
+    return RequestInfo(
+        replace(labels, session=session), _salt(req), req.lora_id or "", prediction=prediction_in(custom)
+    )
+
+
+def _salt(req: Any) -> str | None:
+    """What keeps a request's text apart: its `cache_salt` or `extra_key`; both together are a salt of their own."""
+    key = (req.extra_key or "").removesuffix(req.lora_id or "")  # SGLang appends the adapter
+    given = [salt for salt in (req.cache_salt, key) if salt]
+    return "\0".join(dict.fromkeys(given)) if given else None

@@ -1,0 +1,150 @@
+"""The plug-in that SGLang loads in each of its processes: it makes SGLang's NGRAM algorithm draft from our cache."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
+from agentspec.backends.engine_plugin.settings import enabled, read_settings
+from agentspec.backends.engine_plugin.source_contract import Requirement, missing
+from agentspec.backends.sglang.corpus import DrafterPlace, TokenCacheCorpus
+
+ENGINE = "SGLANG"
+"""The name in the settings' environment variables."""
+
+_SPECULATIVE = "sglang.srt.speculative"
+_WORKER = f"{_SPECULATIVE}.ngram_worker"
+_REQUEST_PARTS = (
+    "rid origin_input_ids_unpadded output_ids output_ids_through_stop finished sampling_params input_embeds".split()
+    + "session session_id cache_salt extra_key lora_id".split()
+)
+_CORPUS_METHODS = (
+    "batch_put synchronize remaining_token_budget load_external_corpus_named commit_external_corpus_load".split()
+    + "remove_external_corpus list_external_corpora reset batch_get erase_match_state".split()
+)
+REQUIREMENTS = (
+    Requirement("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
+    Requirement("sglang.srt.plugins.hook_registry", "HookType", ("AROUND",)),
+    Requirement(f"{_SPECULATIVE}.spec_info", "SpeculativeAlgorithm.create_worker", ("server_args",)),
+    Requirement(_WORKER, "NgramCorpus"),
+    Requirement(_WORKER, "NGRAMWorker", ("ngram_corpus",)),
+    Requirement(_WORKER, "NGRAMWorker.__init__", ("server_args", "gpu_id", "nccl_port", "target_worker")),
+    Requirement(_WORKER, "NGRAMWorker._prepare_draft_tokens", ("batch",)),
+    Requirement(f"{_SPECULATIVE}.base_spec_worker", "BaseSpecWorker.note_request_finished"),
+    Requirement(f"{_SPECULATIVE}.cpp_ngram.ngram_corpus", "NgramCorpus", tuple(_CORPUS_METHODS)),
+    Requirement(
+        f"{_SPECULATIVE}.cpp_ngram.ngram_corpus", "NgramCorpus.batch_get", ("req_ids", "batch_tokens", "total_lens")
+    ),
+    Requirement("sglang.srt.managers.schedule_batch", "Req", tuple(_REQUEST_PARTS)),
+    Requirement("sglang.srt.managers.schedule_batch", "ScheduleBatch", ("reqs",)),
+    Requirement("sglang.srt.sampling.sampling_params", "SamplingParams", ("custom_params",)),
+    Requirement("sglang.srt.distributed.parallel_state", "get_tp_group"),
+    Requirement(
+        "sglang.srt.distributed.parallel_state",
+        "GroupCoordinator",
+        ("world_size", "rank_in_group", "broadcast_object"),
+    ),
+    Requirement("sglang.srt.runtime_context", "get_parallel"),
+    Requirement("sglang.srt.runtime_context", "get_serving"),
+    Requirement("sglang.srt.runtime_context", "get_model"),
+    Requirement("sglang.srt.configs.model_config", "ModelConfig", ("hf_config", "vocab_size")),
+)
+"""What the drafter calls, replaces or reads inside SGLang."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Model:
+    """What the cache's namespace is made of."""
+
+    hf_config: Any
+    tokenizer: str
+    tokenizer_revision: str | None
+
+
+def install() -> None:
+    """Entry point of `sglang.srt.plugins`."""
+    if not enabled(ENGINE):
+        return
+    if lacking := missing(_package(), REQUIREMENTS):
+        logger.warning("agentspec leaves SGLang alone: SGLang %s has no %s", version("sglang"), ", ".join(lacking))
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+
+    HookRegistry.register(
+        f"{_SPECULATIVE}.spec_info.SpeculativeAlgorithm.create_worker", create_worker, HookType.AROUND
+    )
+
+
+def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
+    """The class of the worker that drafts for a scheduler: SGLang's own unless that is the NGRAM worker."""
+    chosen = original(algorithm, server_args)
+    if (chosen.__module__, chosen.__name__) != (_WORKER, "NGRAMWorker"):
+        return chosen
+    from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
+
+    parallel = get_parallel()
+    if parallel.pp_size > 1 or parallel.attn_dp_size > 1:
+        logger.warning("agentspec leaves NGRAM alone: it drafts neither with pipeline parallelism nor DP attention")
+        return chosen
+    return worker_with_cache(chosen)
+
+
+def worker_with_cache(base: Any) -> Any:
+    """A subclass of SGLang's `NGRAMWorker` that drafts from the token cache."""
+
+    class TokenCacheWorker(base):  # type: ignore[misc]
+        def __init__(self, server_args: Any, gpu_id: Any, nccl_port: Any, target_worker: Any, **more: Any) -> None:
+            module = vars(sys.modules[base.__module__])
+            theirs = module["NgramCorpus"]
+            module["NgramCorpus"] = lambda **options: open_corpus(target_worker.model_runner.model_config, **options)
+            try:
+                super().__init__(server_args, gpu_id, nccl_port, target_worker, **more)
+            finally:
+                module["NgramCorpus"] = theirs
+
+        def _prepare_draft_tokens(self, batch: Any) -> Any:
+            self.ngram_corpus.see(batch.reqs)
+            return super()._prepare_draft_tokens(batch)
+
+        def note_request_finished(self, *, rid: str, **more: Any) -> None:
+            super().note_request_finished(rid=rid, **more)
+            self.ngram_corpus.finish(rid)
+
+    return TokenCacheWorker
+
+
+def open_corpus(model: Any, *, draft_token_num: int, external_corpus_max_tokens: int, **_: Any) -> TokenCacheCorpus:
+    """The corpus of this rank for SGLang's `ModelConfig`; options that size SGLang's own trie have no effect.
+
+    Raises `ConfigurationError` and `CacheError`s.
+    """
+    from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
+
+    group = get_tp_group()
+    place = _open_place(model) if group.rank_in_group == 0 else None
+    corpus = TokenCacheCorpus(
+        place, group, draft_token_num=draft_token_num, external_corpus_max_tokens=external_corpus_max_tokens
+    )
+    close_at_exit(corpus.close)
+    return corpus
+
+
+def _open_place(model: Any) -> DrafterPlace:
+    from sglang.srt.runtime_context import get_model, get_serving  # pyright: ignore[reportMissingImports]
+
+    described = _Model(model.hf_config, get_serving().tokenizer_path or get_model().model_path, get_model().revision)
+    router = open_router(read_settings(ENGINE), described)
+    return DrafterPlace(router.open, router.close, int(model.vocab_size))
+
+
+def _package() -> Path:
+    import sglang  # pyright: ignore[reportMissingImports]
+
+    return Path(sglang.__path__[0])

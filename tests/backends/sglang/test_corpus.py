@@ -1,0 +1,248 @@
+"""The corpus, driven as SGLang's NGRAM worker drives it."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.backends.engine_plugin.request_state import PREDICTION
+from agentspec.backends.sglang import drafting
+from agentspec.backends.sglang.corpus import TokenCacheCorpus, request_info
+from agentspec.backends.sglang.external_text import SEPARATOR
+from agentspec.cache import SuffixCache
+from agentspec.cache.index import DEPTH
+from agentspec.types import Labels
+from tests.backends.sglang.conftest import NODES, Corpora, NGRAMWorker, Req, Scheduler, parents_of, stored, verified
+
+TEXT = list(range(100, 160))
+OTHER = list(range(300, 360))
+
+
+def scheduler(corpus: TokenCacheCorpus, *, overlap: bool = True) -> Scheduler:
+    return Scheduler(NGRAMWorker(corpus, overlap=overlap), overlap=overlap)
+
+
+def first_tree(corpus: TokenCacheCorpus, req: Req, text: list[int]) -> int:
+    """How many of a text's tokens the first tree for a request holds, whose output begins with the first of them."""
+    req.output_ids.append(text[0])
+    corpus.see([req])
+    tail = [*req.origin_input_ids_unpadded, text[0]]
+    tokens, mask = corpus.batch_get([req.rid], [tail[-18:]], [len(tail)])
+    return verified(tokens.tolist(), parents_of(mask.reshape(NODES, NODES)), text[1:])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_second_answer_is_drafted_from_the_first(corpora: Corpora, cache: SuffixCache, overlap: bool) -> None:
+    server = scheduler(corpora(), overlap=overlap)
+    server.run(Req("a", [1, 2, 3], TEXT))
+    slow, server.steps = server.steps, 0
+    server.run(Req("b", [4, 5, 3], TEXT))
+    assert server.steps < len(TEXT) / 4 < slow
+    assert server.worker.ngram_corpus.flush()
+    assert stored(cache) == [TEXT, TEXT]
+    stats = cache.stats()
+    assert stats.accepted >= len(TEXT) / 2
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_requests_side_by_side_keep_to_their_own(corpora: Corpora, cache: SuffixCache, overlap: bool) -> None:
+    server = scheduler(corpora(), overlap=overlap)
+    server.run(Req("a", TEXT, TEXT), Req("b", OTHER, OTHER[:40]), Req("c", [7], [5, 6]))
+    assert server.worker.ngram_corpus.flush()
+    assert stored(cache) == [[5, 6], TEXT, OTHER[:40]]
+
+
+def test_an_answer_is_kept_up_to_where_it_stopped(corpora: Corpora, cache: SuffixCache) -> None:
+    corpus = corpora()
+    req = Req("a", [1], [])
+    req.output_ids.extend(TEXT[:5])
+    corpus.see([req])
+    req.output_ids.extend(TEXT[5:9])
+    req.finished_len = 7
+    corpus.finish("a")
+    corpus.finish("a")
+    assert corpus.flush()
+    assert stored(cache) == [TEXT[:7]]
+
+
+def test_a_request_that_was_set_back_goes_on(corpora: Corpora, cache: SuffixCache) -> None:
+    corpus = corpora()
+    req = Req("a", [1], [])
+    req.output_ids.extend(TEXT[:5])
+    corpus.see([req])
+    corpus.erase_match_state(["a", "unknown"])
+    req.output_ids.extend(TEXT[5:9])
+    corpus.see([req])
+    req.finished_len = 9
+    corpus.erase_match_state(["a"])
+    assert corpus.flush()
+    assert stored(cache) == [TEXT[:9]]
+
+
+def test_requests_that_vanish_are_ended(corpora: Corpora, cache: SuffixCache) -> None:
+    corpus = corpora()
+    req = Req("a", [1], [])
+    req.output_ids.extend(TEXT[:5])
+    corpus.see([req])
+    del req
+    gc.collect()
+    corpus.erase_match_state([])
+    assert corpus.flush()
+    assert stored(cache) == [TEXT[:5]]
+
+
+def test_another_request_of_the_same_name(corpora: Corpora, cache: SuffixCache) -> None:
+    corpus = corpora()
+    reqs = [Req("a", [1], []) for _ in range(2)]
+    for req, text in zip(reqs, (TEXT[:4], OTHER[:4]), strict=True):
+        req.output_ids.extend(text)
+        corpus.see([req])
+    corpus.reset()
+    assert corpus.flush()
+    assert stored(cache) == [TEXT[:4], OTHER[:4]]
+
+
+def test_salts_keep_requests_apart(corpora: Corpora, cache: SuffixCache) -> None:
+    server = scheduler(corpora())
+    server.run(Req("a", [1], TEXT))
+    for salts in ({"cache_salt": "x"}, {"extra_key": "x"}, {"cache_salt": "pepper", "extra_key": "x"}):
+        req = Req("salted", [3], TEXT, **salts)
+        assert first_tree(server.worker.ngram_corpus, req, TEXT) == 0
+        server.worker.ngram_corpus.reset()
+    server.run(Req("b", [1], OTHER, cache_salt="x"))
+    assert server.worker.ngram_corpus.flush()
+    assert stored(cache) == [TEXT]
+    server.run(Req("c", [1], OTHER, cache_salt="pepper"), Req("d", [1], OTHER[:30], extra_key="pepper"))
+    assert server.worker.ngram_corpus.flush()
+    assert stored(cache, "acme") == [OTHER[:30], OTHER]
+    assert first_tree(server.worker.ngram_corpus, Req("e", [1], OTHER, extra_key="pepper"), OTHER) > 3
+    assert first_tree(server.worker.ngram_corpus, Req("f", [1], OTHER), OTHER) == 0
+
+
+def test_adapters_keep_requests_apart(corpora: Corpora) -> None:
+    server = scheduler(corpora())
+    server.run(Req("a", [1], TEXT, lora_id="one", extra_key="one"))
+    corpus = server.worker.ngram_corpus
+    assert first_tree(corpus, Req("b", [1], TEXT), TEXT) == 0
+    assert first_tree(corpus, Req("c", [1], TEXT, lora_id="two", extra_key="two"), TEXT) == 0
+    assert first_tree(corpus, Req("d", [1], TEXT, lora_id="one", extra_key="one"), TEXT) > 3
+
+
+def custom(**params: Any) -> SimpleNamespace:
+    return SimpleNamespace(custom_params=params)
+
+
+def test_what_a_request_says_of_itself() -> None:
+    params = custom(agentspec_session="s", agentspec_workflow="w", agentspec_step=3, agentspec_prediction=[1, 2])
+    info = request_info(Req("a", [1], [], sampling_params=params, session_id="theirs", lora_id="l", extra_key="kl"))
+    assert info.labels == Labels("s", "w", None)
+    assert (info.prediction, info.salt, info.adapter) == ((1, 2), "k", "l")
+    assert request_info(Req("a", [1], [], session_id="theirs")).labels.session == "theirs"
+    session = SimpleNamespace(session_id="opened")
+    plain = request_info(Req("a", [1], [], session=session, sampling_params=custom(agentspec_prediction="no")))
+    assert (plain.labels.session, plain.prediction, plain.salt, plain.adapter) == ("opened", (), None, "")
+
+
+def test_a_prediction_is_drafted_from_before_everything_else(corpora: Corpora) -> None:
+    server = scheduler(corpora())
+    server.run(Req("a", [1], OTHER))
+    params = custom(**{PREDICTION: TEXT})
+    req = Req("b", [1], TEXT, sampling_params=params)
+    assert first_tree(server.worker.ngram_corpus, req, TEXT) == NODES - 1
+    server.steps = 0
+    edited = [*TEXT[:20], 7, 8, *TEXT[20:]]
+    server.run(Req("c", [1], edited, sampling_params=params))
+    assert server.steps < len(edited) / 3
+
+
+def test_external_texts_serve_everyone(corpora: Corpora) -> None:
+    corpus = corpora(most=60)
+    assert corpus.load_external_corpus_named("book", [[*TEXT[:25]], [*TEXT[25:30], SEPARATOR, *OTHER[:9]]]) == 40
+    assert corpus.remaining_token_budget == 60
+    corpus.commit_external_corpus_load("book", 40)
+    assert (corpus.remaining_token_budget, corpus.list_external_corpora()) == (20, {"book": 40})
+    assert first_tree(corpus, Req("a", [1], TEXT), TEXT) > 3
+    assert first_tree(corpus, Req("b", [1], OTHER, cache_salt="x"), OTHER) > 3
+    for name, chunks in (("book", [[1]]), ("long", [[1] * 15, [2] * 6]), ("empty", []), ("none", [[SEPARATOR]])):
+        with pytest.raises(ValueError, match=name):
+            corpus.load_external_corpus_named(name, chunks)
+    assert corpus.list_external_corpora() == {"book": 40}
+    corpus.remove_external_corpus("book")
+    corpus.remove_external_corpus("book")
+    assert (corpus.remaining_token_budget, corpus.list_external_corpora()) == (60, {})
+    assert first_tree(corpus, Req("c", [1], TEXT), TEXT) == 0
+
+
+def test_all_ranks_get_the_first_ones_trees(corpora: Corpora) -> None:
+    sent: list[Any] = []
+    first = SimpleNamespace(
+        world_size=2, rank_in_group=0, broadcast_object=lambda made, src: (sent.append(made), made)[1]
+    )
+    second = SimpleNamespace(world_size=2, rank_in_group=1, broadcast_object=lambda made, src: sent[-1])
+    ranks = corpora(first), corpora(second, here=False)
+    for step in range(3):
+        req = Req(f"r{step}", TEXT, [])
+        req.output_ids.extend(TEXT[: step + 1])
+        tail = [*TEXT, *TEXT[: step + 1]]
+        found = []
+        for corpus in ranks:
+            corpus.see([req])
+            found.append(corpus.batch_get([req.rid], [tail[-18:]], [len(tail)]))
+        for one, other in zip(*found, strict=True):
+            assert np.array_equal(one, other)
+        assert len(sent[-1][0].tokens) == NODES - 1
+        for corpus in ranks:
+            corpus.finish(req.rid)
+            assert corpus.flush()
+
+
+def test_prompts_without_token_ids_and_unknown_requests_get_no_drafts(corpora: Corpora, cache: SuffixCache) -> None:
+    corpus = corpora()
+    assert first_tree(corpus, Req("a", TEXT, TEXT, input_embeds=[[0.5]]), TEXT) == 0
+    tokens, _ = corpus.batch_get(["nobody"], [[5]], [1])
+    assert tokens.tolist() == [5] + [0] * (NODES - 1)
+    assert cache.stats().requests == 0
+
+
+@pytest.mark.parametrize("pending", [0, 1, 5])
+def test_more_text_counts_than_the_tail_that_is_given(
+    corpora: Corpora, monkeypatch: pytest.MonkeyPatch, pending: int
+) -> None:
+    """SGLang passes the last 18 tokens, of which the last `pending` are not in the request's output yet."""
+    searched: list[list[int]] = []
+    propose_batch = drafting.propose_batch
+    monkeypatch.setattr(
+        drafting,
+        "propose_batch",
+        lambda jobs, *more: (searched.extend(job[2].tolist() for job in jobs), propose_batch(jobs, *more))[1],
+    )
+    corpus = corpora()
+    for prompt, output in ((TEXT[:10], OTHER[:20]), (TEXT, OTHER[:20]), (TEXT, [*OTHER, *TEXT])):
+        req = Req("a", prompt, [])
+        req.output_ids.extend(output[: len(output) - pending])
+        corpus.see([req])
+        text = [*prompt, *output]
+        corpus.batch_get(["a"], [text[-18:]], [len(text)])
+        assert searched.pop() == text[-DEPTH:]
+        corpus.reset()
+
+
+def test_a_failure_costs_drafts_only(corpora: Corpora, caplog: pytest.LogCaptureFixture) -> None:
+    corpus = corpora()
+    for rid in ("a", "b"):
+        broken = Req(rid, [2**40], [])
+        corpus.see([broken])
+        tokens, _ = corpus.batch_get([rid], [[5]], [1])
+        assert tokens.tolist() == [5] + [0] * (NODES - 1)
+        corpus.finish(rid)
+    req = Req("c", [1], [])
+    corpus.see([req])
+    req.output_ids.append(2**40)
+    corpus.see([req])
+    assert corpus.batch_get(["c"], [[1, 2**40]], [2])[0].tolist() == [2**40] + [0] * (NODES - 1)
+    corpus.finish("c")
+    assert caplog.text.count("without drafts") == 1

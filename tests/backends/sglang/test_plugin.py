@@ -1,0 +1,163 @@
+"""What the plug-in changes in SGLang, on stand-ins for the modules that it touches; a release: test_contract.py."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentspec.backends.engine_plugin.source_contract import Requirement
+from agentspec.backends.sglang import plugin
+from agentspec.backends.sglang.corpus import TokenCacheCorpus
+from agentspec.errors import ConfigurationError
+from tests.backends.sglang.conftest import ALONE, NODES, Req
+
+WORKER = "sglang.srt.speculative.ngram_worker"
+
+
+class NgramCorpus:
+    """SGLang's own."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+
+def worker_class() -> Any:
+    class NGRAMWorker:
+        def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+            self.target_worker, self.finished = target_worker, list[str]()
+            made: Any = vars(sys.modules[WORKER])["NgramCorpus"]
+            self.ngram_corpus = made(capacity=5, draft_token_num=NODES, external_corpus_max_tokens=100)
+
+        def _prepare_draft_tokens(self, batch: Any) -> Any:
+            tails = [[*req.origin_input_ids_unpadded, *req.output_ids] for req in batch.reqs]
+            return self.ngram_corpus.batch_get([req.rid for req in batch.reqs], tails, [len(tail) for tail in tails])
+
+        def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+            self.finished.append(rid)
+
+    NGRAMWorker.__module__ = WORKER
+    return NGRAMWorker
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """An SGLang that is importable; `hooks` are those that were registered, `parallel` its sizes."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    stand_in = SimpleNamespace(
+        hooks={}, worker=worker_class(), parallel=SimpleNamespace(pp_size=1, attn_dp_size=1), group=ALONE
+    )
+    registry = SimpleNamespace(register=lambda target, hook, kind: stand_in.hooks.update({target: (hook, kind)}))
+    contents: dict[str, dict[str, object]] = {
+        "sglang": {"__path__": [str(tmp_path)]},
+        "sglang.srt": {},
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": SimpleNamespace(AROUND="around")},
+        "sglang.srt.speculative": {},
+        WORKER: {"NgramCorpus": NgramCorpus},
+        "sglang.srt.distributed": {},
+        "sglang.srt.distributed.parallel_state": {"get_tp_group": lambda: stand_in.group},
+        "sglang.srt.runtime_context": {
+            "get_parallel": lambda: stand_in.parallel,
+            "get_serving": lambda: SimpleNamespace(tokenizer_path=str(tmp_path)),
+            "get_model": lambda: SimpleNamespace(model_path="org/model", revision=None),
+        },
+    }
+    for name, content in contents.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    opened: list[Callable[[], None]] = []
+    monkeypatch.setattr(plugin, "close_at_exit", opened.append)
+    monkeypatch.setattr(plugin, "version", lambda name: "0.99.1")
+    monkeypatch.setattr(plugin, "missing", lambda package, requirements: [])
+    yield stand_in
+    for close in opened:
+        close()
+
+
+def created(sglang: SimpleNamespace, original: Any) -> Any:
+    """The class that the registered hook chooses."""
+    ((target, (hook, kind)),) = sglang.hooks.items()
+    assert (target, kind) == ("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", "around")
+    return hook(lambda algorithm, server_args: original, "NGRAM", "arguments")
+
+
+def start(chosen: Any) -> Any:
+    model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}), vocab_size=100)
+    return chosen("arguments", 0, 1, target_worker=SimpleNamespace(model_runner=SimpleNamespace(model_config=model)))
+
+
+def test_the_ngram_worker_drafts_from_our_cache(
+    sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AGENTSPEC_CACHE_PATH", str(tmp_path / "cache"))
+    monkeypatch.setenv("AGENTSPEC_TENANT", "acme")
+    plugin.install()
+    with caplog.at_level(logging.INFO, "agentspec"):
+        worker = start(created(sglang, sglang.worker))
+    assert "tenant 'acme'" in caplog.text
+    assert isinstance(worker, sglang.worker)
+    assert isinstance(worker.ngram_corpus, TokenCacheCorpus)
+    assert vars(sys.modules[WORKER])["NgramCorpus"] is NgramCorpus
+    req = Req("a", range(20), range(20))
+    req.take([0, 1, 2])
+    worker._prepare_draft_tokens(SimpleNamespace(reqs=[req]))
+    assert worker.ngram_corpus.flush()
+    tokens, mask = worker._prepare_draft_tokens(SimpleNamespace(reqs=[req]))
+    assert tokens.tolist() == [2, 3, 4, 5, 6, 7, 8, 9] and mask.sum() == NODES * (NODES + 1) / 2
+    worker.note_request_finished(rid="a", natural_stop=True)
+    assert worker.finished == ["a"]
+
+
+def test_ranks_but_the_first_open_no_cache(sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "open_router", lambda *_: pytest.fail("opened"))
+    sglang.group = SimpleNamespace(world_size=2, rank_in_group=1)
+    plugin.install()
+    assert start(created(sglang, sglang.worker)).ngram_corpus.flush()
+
+
+def test_wrong_settings_end_the_start(sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_SGLANG_SALTS", "pepper")
+    plugin.install()
+    with pytest.raises(ConfigurationError, match="AGENTSPEC_SGLANG_SALTS"):
+        start(created(sglang, sglang.worker))
+    assert vars(sys.modules[WORKER])["NgramCorpus"] is NgramCorpus
+
+
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"attn_dp_size": 2}])
+def test_where_it_cannot_draft_sglang_does(
+    sglang: SimpleNamespace, caplog: pytest.LogCaptureFixture, sizes: dict[str, int]
+) -> None:
+    vars(sglang.parallel).update(sizes)
+    plugin.install()
+    assert created(sglang, sglang.worker) is sglang.worker
+    assert "leaves NGRAM alone" in caplog.text
+
+
+def test_other_algorithms_are_left_alone(sglang: SimpleNamespace) -> None:
+    plugin.install()
+    assert created(sglang, NgramCorpus) is NgramCorpus
+
+
+def test_switched_off_nothing_changes(sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_SGLANG", "off")
+    plugin.install()
+    assert sglang.hooks == {}
+
+
+def test_what_lacks_something_is_left_alone(
+    sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[tuple[Path, tuple[Requirement, ...]]] = []
+    monkeypatch.setattr(plugin, "missing", lambda *asks: (asked.append(asks), ["a.b", "c.d (e)"])[1])
+    plugin.install()
+    assert sglang.hooks == {}
+    assert "leaves SGLang alone: SGLang 0.99.1 has no a.b, c.d (e)" in caplog.text
+    ((package, requirements),) = asked
+    assert requirements is plugin.REQUIREMENTS and package == Path(sys.modules["sglang"].__path__[0])
