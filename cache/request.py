@@ -39,10 +39,12 @@ class CacheRequest:
         store: bool,
         decode: Decode | None = None,
         group: str | None = None,
+        share: bool = True,
     ) -> None:
         self.pool = pool
         self.labels = labels
         self.store = store
+        self.share = share
         self._decode = decode
         self._partition = partition
         self._session = session
@@ -120,9 +122,10 @@ class CacheRequest:
         """Register a draft that begins `behind` tokens after the output so far; `extend` counts its accepted tokens."""
         self._drafts[self._length + behind] = draft
 
-    def extend(self, tokens: TokensLike) -> None:
+    def extend(self, tokens: TokensLike, *, learn: bool = True) -> None:
         """Record the tokens committed in this step, the target's own included. The session drafts from them at once.
 
+        Without `learn` drafts are not judged by these tokens, say because they were when another request got them.
         Raises `InvalidRequestError` unless `tokens` are token ids, `CacheClosedError` after close.
         """
         self._require_open()
@@ -131,7 +134,8 @@ class CacheRequest:
         self._count(committed)
         for start in range(0, len(committed), _ROUND):
             part = committed[start : start + _ROUND]
-            self.drafter.observe(self._indexes, self._context, part)
+            if learn:
+                self.drafter.observe(self._indexes, self._context, part)
             if not self._session.forgotten:
                 self._session.index.append(TRANSCRIPT, part)
             self._context = np.concatenate((self._context, part))[-DEPTH:]
@@ -166,7 +170,7 @@ class CacheRequest:
             if self.store:
                 if not clean:
                     self.pool.count(partial=1)
-                elif self._output:
+                elif self._output and self.share:
                     self.pool.add_output(
                         self._partition, self._session, self.labels, self.output, self._prompt_end, self._decode
                     )

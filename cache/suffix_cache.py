@@ -177,8 +177,10 @@ class SuffixCache:
         store: bool = True,
         decode: Decode | None = None,
         group: str | None = None,
+        share: bool = True,
     ) -> CacheRequest:
-        """Begin a request that continues `prompt`. With `store=False` the cache keeps nothing of it once it is closed.
+        """Begin a request that continues `prompt`. With `store=False` the cache keeps nothing of it once it is closed,
+        with `share=False` only its session keeps its output, and nothing is written.
 
         Requests of one namespace that name the same `group`, such as several answers to one prompt, draft from each
         other's outputs as these grow; what they put out is dropped with the group when its last request ends. A cache
@@ -197,7 +199,9 @@ class SuffixCache:
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
         try:
-            return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode, group=group)
+            return CacheRequest(
+                self._pool, partition, found, tokens, labels, store=store, decode=decode, group=group, share=share
+            )
         except BaseException:
             self._pool.release(partition, found)
             raise
