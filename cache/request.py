@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -101,9 +101,13 @@ class CacheRequest:
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
-        drafter, indexes, context, *_ = self.job(max_tokens, min_probability, chain=chain)
-        if len(behind):
-            context = np.concatenate((context, as_tokens(behind, "behind")))
+        drafter, indexes, context, *_, chain = self.job(max_tokens, min_probability, chain=chain)
+        if behind is not EMPTY:
+            behind = as_tokens(behind, "behind")
+            context = np.concatenate((context, behind))
+        if patience is not None and not (isinstance(patience, int | float) and patience >= 0):
+            message = f"patience must be seconds, 0 or more, or None, not {patience!r}"
+            raise InvalidRequestError(message, param="patience")
         if patience is None:
             draft = drafter.propose(indexes, context, max_tokens, min_probability, chain)
         else:
@@ -116,7 +120,7 @@ class CacheRequest:
         self._require_open()
         require_budget(max_tokens, min_probability)
         self._leave_forgotten()
-        return self.drafter, self._indexes, self._context, max_tokens, min_probability, chain
+        return self.drafter, self._indexes, self._context, max_tokens, min_probability, bool(chain)
 
     def expect(self, draft: Draft, behind: int = 0) -> None:
         """Register a draft that begins `behind` tokens after the output so far; `extend` counts its accepted tokens."""
@@ -216,6 +220,9 @@ def draft_batch(
 ) -> list[Draft]:
     """`SuffixCache.draft_batch` for requests of this pool."""
     pool.require_open()
+    requests = list(requests) if isinstance(requests, Iterable) else [requests]
+    if not all(isinstance(request, CacheRequest) for request in requests):
+        raise InvalidRequestError("requests must be open requests of this cache", param="requests")
     budgets = list(max_tokens) if isinstance(max_tokens, Sequence | np.ndarray) else [max_tokens] * len(requests)
     if len(budgets) != len(requests):
         message = f"{len(requests)} requests need as many budgets, not {len(budgets)}"
