@@ -40,7 +40,6 @@ ITEM_BYTES: PartCounts = (32, 12, 4, 4)
 """Bytes of one item of each part. The record of a sequence begins with the sequence's number."""
 
 _SCAN_LIMIT = 64
-_LONG = 1e6  # seconds: a longer patience is none that a clock could end
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,11 +360,10 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
 
     A draft that is not complete after `patience` seconds is what there is of it then: its likeliest part.
     """
+    patience = None if patience is None else min(patience, 1e6)  # the native clock knows no infinity
     native = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:
-        return [
-            Draft(*tree) for tree in _native.draft_batch(native, None if patience is None else min(patience, _LONG))
-        ]
+        return [Draft(*tree) for tree in _native.draft_batch(native, patience)]
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
 
