@@ -195,6 +195,8 @@ class GenerateRequest:
     refused earlier. `speculation=False` never changes the answer, only how it is computed. A request with a lower
     `priority` is served first, as in vLLM. `latency_target_ms_per_token` is the time per token that the stream should
     keep after its first token: drafts serve this target before they serve throughput. No request is refused for it.
+    With `share=False` the local engine lets only requests of the same session draft from what it generates, for one
+    part of an answer that `RecordsAnswers.record` gets as a whole.
     """
 
     model: str
@@ -215,6 +217,7 @@ class GenerateRequest:
     prediction: str | None = None
     speculation: bool = True
     store: bool = True
+    share: bool = True
     priority: int = 0
     latency_target_ms_per_token: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)

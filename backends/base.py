@@ -99,6 +99,18 @@ def tokenization_of(backend: Backend) -> Tokenization | None:
 
 
 @runtime_checkable
+class RecordsAnswers(Protocol):
+    """A backend with a token cache that can be given an answer."""
+
+    async def record(self, request: GenerateRequest, token_ids: Sequence[int]) -> None:
+        """Keep `token_ids` as the answer to the prompt of token ids in `request`.
+
+        For an answer of several requests with `share=False`. If the cache fails, that is logged.
+        """
+        ...
+
+
+@runtime_checkable
 class Forwards(Protocol):
     """A backend whose server speaks OpenAI's protocol itself: a gateway forwards bytes in both directions unchanged."""
 

@@ -16,6 +16,9 @@ class ContentFilter:
     """Regular expressions that no shared text may match anywhere. Raises `ConfigurationError` for an invalid one."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
+        if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+            message = f"refuse_patterns must be a list of regular expressions, not {patterns!r}"
+            raise ConfigurationError(message, param="refuse_patterns")
         try:
             self._patterns = [re.compile(pattern) for pattern in patterns]
         except (re.error, TypeError) as error:

@@ -128,6 +128,8 @@ def select(
             raise InvalidRequestError(f"{name} must be a string or None, not {value!r}", param=name)
     if all(condition is None for condition in (session, tenant, older_than, tokens, text)):
         raise InvalidRequestError("say what to forget: session, tenant, older_than, tokens or text")
+    if decode is not None and not callable(decode):
+        raise InvalidRequestError(f"decode must be a function of token ids, not {decode!r}", param="decode")
     if text is not None and (not text or decode is None):
         raise InvalidRequestError("text must not be empty, and needs decode, the tokenizer's", param="text")
     pattern = None if tokens is None else as_tokens(tokens).copy()

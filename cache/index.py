@@ -212,8 +212,8 @@ class SuffixIndex:
 
         Called with one prompt for many sessions, so an int32 array is taken as it is.
         """
-        ready = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.flags.c_contiguous
-        array = cast(Tokens, tokens) if ready else as_tokens(tokens)
+        flat = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1
+        array = cast(Tokens, tokens) if flat and cast(Tokens, tokens).flags.c_contiguous else as_tokens(tokens)
         return self._known(sequence, lambda known: self.native.common_prefix(known, array))
 
     def count(self, context: TokensLike) -> int:
@@ -328,7 +328,7 @@ class IndexDrafter:
 
     def observe_end(self, token: int) -> None:
         """Learn that an output ended with `token`, so that fewer tokens are drafted after it."""
-        self.native.observe_end(token)
+        self.native.observe_end(int(as_tokens([token], "token")[0]))
 
     def state(self) -> NDArray[np.float64]:
         """The learned state, as plain numbers for `restore`."""
@@ -337,7 +337,7 @@ class IndexDrafter:
     def restore(self, state: NDArray[np.float64]) -> None:
         """Load a learned state. Raises `CacheFormatError` unless this version wrote it."""
         try:
-            self.native.restore(np.ascontiguousarray(state, dtype=np.float64))
+            self.native.restore(np.asarray(state, dtype=np.float64).reshape(-1))
         except ValueError as error:
             raise CacheFormatError(str(error)) from error
 
@@ -360,6 +360,7 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
 
     A draft that is not complete after `patience` seconds is what there is of it then: its likeliest part.
     """
+    patience = None if patience is None else min(patience, 1e6)  # the native clock knows no infinity
     native = [(job[0].native, _natives(job[1]), job[2][-DEPTH:], *job[3:]) for job in jobs]
     try:
         return [Draft(*tree) for tree in _native.draft_batch(native, patience)]

@@ -10,7 +10,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Protocol
+from typing import Literal, Protocol
 
 from agentspec.cache.deletion import Scope
 from agentspec.cache.memory.learned import KeptLearned
@@ -71,6 +71,7 @@ class NamespaceTable:
         self._sizes: Totals[str] = Totals()  # by tenant, less what merging will give back
         self._owed = 0  # bytes that merging will give back
         self._due: dict[Partition, None] = {}  # partitions with something to merge
+        self._used: dict[str, dict[Partition, None]] = {"hits": {}, "segments": {}}
         self._kept = KeptLearned(memory_bytes // _LEARNED)
 
     def clear(self) -> None:
@@ -78,6 +79,7 @@ class NamespaceTable:
             tenants, self._tenants = self._tenants, {}
             self._sizes, self._owed = Totals(), 0
             self._due = {}
+            self._used = {reader: {} for reader in self._used}
         tenants.clear()  # what takes time is freed without the lock
 
     def leave_behind(self) -> None:
@@ -144,6 +146,13 @@ class NamespaceTable:
             pass
         self.settle(partition)
         return partition
+
+    def take_used(self, reader: Literal["hits", "segments"]) -> list[Partition]:
+        """What was loaded, used or deleted from since `reader` asked last, or has open requests; for caches on disk."""
+        with self._lock:
+            used = list(self._used[reader])
+            self._used[reader] = {one: None for one in used if one.sessions.busy}
+        return used
 
     # What was learned by namespaces that left.
 
@@ -234,6 +243,9 @@ class NamespaceTable:
         due, size = partition.shared.merging_due, partition.memory_bytes() - owed
         with self._lock:
             self._account(partition, size, owed)
+            if self.source and not partition.retired:
+                for used in self._used.values():
+                    used[partition] = None
             first = due and partition not in self._due and not partition.retired
             if first:
                 self._due[partition] = None
@@ -333,7 +345,8 @@ class NamespaceTable:
         with self._lock:
             self._account(partition, 0)
             partition.retired = True
-            self._due.pop(partition, None)
+            for noted in (self._due, *self._used.values()):
+                noted.pop(partition, None)
             if learned:
                 self._kept.put(partition.namespace, learned, hits)
             tenant = self._tenants.get(partition.namespace.tenant)

@@ -48,6 +48,7 @@ class Partition:
         "namespace",
         "owed",
         "retired",
+        "saved",
         "sessions",
         "shared",
         "used_at",
@@ -63,6 +64,7 @@ class Partition:
         self.loaded = loaded  # whether it has what the store has
         self.retired = False
         self.added = 0  # tokens added since this object was made
+        self.saved = 0  # of them, those of them in the segment on disk
         self.measured = 0  # bytes that the table has booked for it,
         self.owed = 0  # and for its text that is gone but not merged away
         self.used_at = time.monotonic()

@@ -210,7 +210,7 @@ class CachePool:
     def take_usage(self) -> tuple[list[tuple[int, int]], dict[str, bytes]]:
         """The hits of sequences since the last call, and by key the learned states that changed since."""
         hits, learned = self.namespaces.take_unsaved()
-        for partition in self.namespaces.partitions():
+        for partition in self.namespaces.take_used("hits"):
             with partition.lock:
                 hits.extend(partition.fresh_hits())
                 if (state := partition.fresh_learned()) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -39,10 +39,12 @@ class CacheRequest:
         store: bool,
         decode: Decode | None = None,
         group: str | None = None,
+        share: bool = True,
     ) -> None:
         self.pool = pool
         self.labels = labels
         self.store = store
+        self.share = share
         self._decode = decode
         self._partition = partition
         self._session = session
@@ -99,9 +101,13 @@ class CacheRequest:
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
-        drafter, indexes, context, *_ = self.job(max_tokens, min_probability, chain=chain)
-        if len(behind):
-            context = np.concatenate((context, as_tokens(behind, "behind")))
+        drafter, indexes, context, *_, chain = self.job(max_tokens, min_probability, chain=chain)
+        if behind is not EMPTY:
+            behind = as_tokens(behind, "behind")
+            context = np.concatenate((context, behind))
+        if patience is not None and not (isinstance(patience, int | float) and patience >= 0):
+            message = f"patience must be seconds, 0 or more, or None, not {patience!r}"
+            raise InvalidRequestError(message, param="patience")
         if patience is None:
             draft = drafter.propose(indexes, context, max_tokens, min_probability, chain)
         else:
@@ -114,15 +120,16 @@ class CacheRequest:
         self._require_open()
         require_budget(max_tokens, min_probability)
         self._leave_forgotten()
-        return self.drafter, self._indexes, self._context, max_tokens, min_probability, chain
+        return self.drafter, self._indexes, self._context, max_tokens, min_probability, bool(chain)
 
     def expect(self, draft: Draft, behind: int = 0) -> None:
         """Register a draft that begins `behind` tokens after the output so far; `extend` counts its accepted tokens."""
         self._drafts[self._length + behind] = draft
 
-    def extend(self, tokens: TokensLike) -> None:
+    def extend(self, tokens: TokensLike, *, learn: bool = True) -> None:
         """Record the tokens committed in this step, the target's own included. The session drafts from them at once.
 
+        Without `learn` drafts are not judged by these tokens, say because they were when another request got them.
         Raises `InvalidRequestError` unless `tokens` are token ids, `CacheClosedError` after close.
         """
         self._require_open()
@@ -131,7 +138,8 @@ class CacheRequest:
         self._count(committed)
         for start in range(0, len(committed), _ROUND):
             part = committed[start : start + _ROUND]
-            self.drafter.observe(self._indexes, self._context, part)
+            if learn:
+                self.drafter.observe(self._indexes, self._context, part)
             if not self._session.forgotten:
                 self._session.index.append(TRANSCRIPT, part)
             self._context = np.concatenate((self._context, part))[-DEPTH:]
@@ -166,7 +174,7 @@ class CacheRequest:
             if self.store:
                 if not clean:
                     self.pool.count(partial=1)
-                elif self._output:
+                elif self._output and self.share:
                     self.pool.add_output(
                         self._partition, self._session, self.labels, self.output, self._prompt_end, self._decode
                     )
@@ -212,6 +220,9 @@ def draft_batch(
 ) -> list[Draft]:
     """`SuffixCache.draft_batch` for requests of this pool."""
     pool.require_open()
+    requests = list(requests) if isinstance(requests, Iterable) else [requests]
+    if not all(isinstance(request, CacheRequest) for request in requests):
+        raise InvalidRequestError("requests must be open requests of this cache", param="requests")
     budgets = list(max_tokens) if isinstance(max_tokens, Sequence | np.ndarray) else [max_tokens] * len(requests)
     if len(budgets) != len(requests):
         message = f"{len(requests)} requests need as many budgets, not {len(budgets)}"

@@ -118,20 +118,26 @@ class SuffixCache:
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
         disk = {"disk_bytes": disk_bytes, "tenant_disk_bytes": tenant_disk_bytes}
         for name, limit in {"memory_bytes": memory_bytes, "tenant_memory_bytes": tenant_memory_bytes, **disk}.items():
-            if limit is not None and not (isinstance(limit, int) and limit > 0):
+            missing = limit is None and name != "memory_bytes"
+            if not missing and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
                 raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}")
-        if tenant_namespaces is not None and not (isinstance(tenant_namespaces, int) and tenant_namespaces > 0):
+        many = tenant_namespaces
+        if many is not None and (isinstance(many, bool) or not isinstance(many, int) or many < 1):
             raise ConfigurationError(f"tenant_namespaces must be 1 or more, or None, not {tenant_namespaces!r}")
         try:
             kept = None if retention is None else seconds_of(retention, "retention")
+            age = None if responses_age is None else seconds_of(responses_age, "responses_age")
+            if isinstance(responses_bytes, bool) or not isinstance(responses_bytes, int) or responses_bytes < 0:
+                message = f"responses_bytes must be a number of bytes, 0 or more, not {responses_bytes!r}"
+                raise InvalidRequestError(message, param="responses_bytes")
             default = namespace_of(namespace)
         except InvalidRequestError as error:
             raise ConfigurationError(error.message, param=error.param) from None
-        content_filter = ContentFilter(refuse_patterns) if refuse_patterns else None
-        store, missing = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
-        limits = ResponseLimits.within(responses_bytes, responses_age, kept, disk_bytes, tenant_disk_bytes)
+        content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
+        store, why_not = cls._open_store(path, mode, disk_bytes, tenant_disk_bytes)
+        limits = ResponseLimits.within(responses_bytes, age, kept, disk_bytes, tenant_disk_bytes)
         memory = memory_bytes, tenant_memory_bytes, tenant_namespaces
-        cache = cls(store, default, *memory, kept, content_filter, missing, limits)
+        cache = cls(store, default, *memory, kept, content_filter, why_not, limits)
         try:
             lifetime.register(cache)
             cache._start(mode)
@@ -177,8 +183,10 @@ class SuffixCache:
         store: bool = True,
         decode: Decode | None = None,
         group: str | None = None,
+        share: bool = True,
     ) -> CacheRequest:
-        """Begin a request that continues `prompt`. With `store=False` the cache keeps nothing of it once it is closed.
+        """Begin a request that continues `prompt`. With `store=False` the cache keeps nothing of it once it is closed,
+        with `share=False` only its session keeps its output, and nothing is written.
 
         Requests of one namespace that name the same `group`, such as several answers to one prompt, draft from each
         other's outputs as these grow; what they put out is dropped with the group when its last request ends. A cache
@@ -197,7 +205,9 @@ class SuffixCache:
         partition, found = self._pool.acquire(chosen, session, tokens)
         labels = Labels(session if session is not None else found.label, workflow, step)
         try:
-            return CacheRequest(self._pool, partition, found, tokens, labels, store=store, decode=decode, group=group)
+            return CacheRequest(
+                self._pool, partition, found, tokens, labels, store=store, decode=decode, group=group, share=share
+            )
         except BaseException:
             self._pool.release(partition, found)
             raise

@@ -38,8 +38,7 @@ class StoreSync:
         self._segments = store.segments
         self._deleter = deleter
         self._started = False
-        self._saved: dict[str, int] = {}  # Partition.added when the segment on disk was saved, by namespace key
-        self._tried: dict[str, float] = {}
+        self._tried: dict[Partition, float] = {}  # segments that were to be saved within the last `_PAUSE`, and when
         self._load_at = 0.0  # when loading is tried again
 
     @property
@@ -98,7 +97,6 @@ class StoreSync:
         namespace, row = partition.namespace, 0
         if not partition.learning and (learned := self._store.learned_of(namespace)):
             partition.restore(learned)
-        self._saved[namespace.key] = 0
         if self._segments.kept and not partition.shared.sequence_count:
             loaded = self._segments.load(namespace.key, lambda segment: self._wanted(segment, room))
             if loaded and (self._adopt(loaded, partition) or partition.memory_bytes() > room // 2):
@@ -124,7 +122,7 @@ class StoreSync:
         segment, cover = loaded.segment, loaded.segment.coverage
         meta = dict(zip(loaded.sequences, segment.meta, strict=True))
         partition.adopt(loaded.index, meta)
-        self._saved[segment.namespace.key] = partition.added
+        partition.saved = partition.added
         if self._store.extent(segment.namespace, until=cover.row) != (cover.rows, cover.newest):
             partition.forget(meta.keys() - self._store.numbers(segment.namespace, until=cover.row))
             if not partition.shared.sequence_count:
@@ -159,12 +157,18 @@ class StoreSync:
             self._store.put_usage(*self._pool.take_usage())
 
     def maintain(self) -> None:
-        """Called periodically: enforce the disk budgets, whichever process wrote, and save segments that lack much."""
+        """Called periodically: enforce the disk budgets, whichever process wrote, and save segments that lack much.
+
+        Looks at those namespaces only that were used since the last call; a process that becomes the writer at all.
+        """
         self._store.enforce_budget()
-        saved = self._saved_keys()
-        for partition in self._pool.namespaces.partitions():
-            paused = time.monotonic() - self._tried.get(partition.namespace.key, -_PAUSE) >= _PAUSE
-            if paused and self._lacks(partition, saved, _GROWN, _GROWN_SHARE):
+        if not self._writes:
+            return
+        ended = [one for one, tried in self._tried.items() if time.monotonic() - tried >= _PAUSE]
+        for partition in ended:
+            del self._tried[partition]
+        for partition in dict.fromkeys([*ended, *self._pool.namespaces.take_used("segments")]):
+            if partition not in self._tried and self._lacks(partition, _GROWN, _GROWN_SHARE):
                 self._try_to_save(partition)
 
     def compact(self) -> int:
@@ -186,8 +190,8 @@ class StoreSync:
 
     def close(self) -> None:
         """Save the segments that lack so many tokens that the next start would be slow."""
-        saved, partitions = self._saved_keys(), self._pool.namespaces.partitions()
-        lacking = [one for one in partitions if self._lacks(one, saved, _CLOSING, _CLOSING_SHARE)]
+        partitions = self._pool.namespaces.partitions()
+        lacking = [one for one in partitions if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
         if not self._started or not lacking:
             return
         with contextlib.suppress(CacheError):  # sequences not in the database are left out of the segments
@@ -195,23 +199,23 @@ class StoreSync:
         for partition in lacking:
             self._try_to_save(partition)
 
-    def _saved_keys(self) -> set[str]:
-        """The namespaces that have a segment; empty in a process that writes none."""
-        writes = self._store.mode == "writer" and self._segments.kept
-        return set(self._segments.namespaces()) if writes else set()
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes segments."""
+        return self._store.mode == "writer" and self._segments.kept
 
-    def _lacks(self, partition: Partition, saved: set[str], least: int, share: float) -> bool:
-        """Whether at least `least` tokens, and at least `share` of all, are in no segment of those `saved`."""
-        if self._store.mode != "writer" or not self._segments.kept:
+    def _lacks(self, partition: Partition, least: int, share: float) -> bool:
+        """Whether at least `least` tokens, and at least `share` of all, are in no segment."""
+        tokens = partition.shared.token_count
+        if tokens < least or partition.retired or not self._writes:
             return False
-        tokens, key = partition.shared.token_count, partition.namespace.key
-        lacking = min(tokens, partition.added - self._saved.get(key, 0))
-        if lacking < tokens and key not in saved:  # a deletion removed the segment
+        lacking = min(tokens, partition.added - partition.saved)
+        if lacking < tokens and not self._segments.size(partition.namespace.key):  # a deletion removed the segment
             lacking = tokens
         return lacking >= max(least, share * tokens)
 
     def _try_to_save(self, partition: Partition) -> None:
-        self._tried[partition.namespace.key] = time.monotonic()
+        self._tried[partition] = time.monotonic()
         try:
             self._save(partition)
         except Exception as error:  # a segment can be built again: nothing that fails here may keep the cache open
@@ -229,11 +233,11 @@ class StoreSync:
             segment = segment_of(partition.namespace, Coverage(row, len(numbers), newest, deletion), frozen, known)
             if segment.meta and self._fits(segment):
                 self._segments.save(segment, frozen)
-                self._saved[partition.namespace.key] = added
+                partition.saved = added
 
     def _fits(self, segment: Segment) -> bool:
         limit = self._store.disk_limit
         if limit is None:
             return True
-        others = self._segments.total_bytes() - self._segments.size(segment.namespace.key)
+        others = self._segments.known_bytes() - self._segments.size(segment.namespace.key)
         return self._store.disk_bytes() + others + segment.index_bytes <= limit

@@ -167,6 +167,12 @@ class TorchBackend:
         if not inbox.put(request, item):  # the loop is closed: nobody reads the answer any more
             self._engine.cancel(request)
 
+    async def record(self, request: GenerateRequest, token_ids: Sequence[int]) -> None:
+        """Keep `token_ids` in the token cache as the answer to the prompt of token ids in `request`."""
+        if request.store:
+            session = self._cache_session(request, request.token_ids or (), late=False)
+            await asyncio.to_thread(session.record, token_ids)
+
     @property
     def fingerprint(self) -> str:
         """A hash that identifies the weights, including an adapter's."""
@@ -341,11 +347,13 @@ class TorchBackend:
 
     def _open_session(self, engine_request: EngineRequest) -> CacheSession:
         request = engine_request.original
+        return self._cache_session(request, engine_request.prompt, late=is_async_device(self.target.device))
+
+    def _cache_session(self, request: GenerateRequest, prompt: Sequence[int], *, late: bool) -> CacheSession:
         wanted = request.store or (request.speculation and self.capabilities.speculation)
-        namespace = self._loaded.namespace(request.tenant)
-        cache, late = self._cache if wanted else None, is_async_device(self.target.device)
+        namespace, cache = self._loaded.namespace(request.tenant), self._cache if wanted else None
         decode, health = self._tokenizer.decode, self._cache_health
-        return CacheSession.open(cache, request, engine_request.prompt, namespace, decode, late=late, health=health)
+        return CacheSession.open(cache, request, prompt, namespace, decode, late=late, health=health)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._loaded.target.vocab_size

@@ -26,11 +26,8 @@ class DiskBudget:
         self._tenant_limit = tenant_limit
         self._measured_until = 0.0
 
-    def enforce(self, *, thorough: bool = True) -> None:
-        """If this process is the writer, delete sequences until the budgets hold. Raises `DBAPIError`.
-
-        Unless `thorough`, segments that other processes wrote or deleted meanwhile may be left out of account.
-        """
+    def enforce(self) -> None:
+        """If this process is the writer, delete sequences until the budgets hold. Raises `DBAPIError`."""
         if not self._database.is_writer:
             return
         if self._tenant_limit is not None and time.monotonic() >= self._measured_until:
@@ -38,9 +35,8 @@ class DiskBudget:
             self._enforce_shares(self._tenant_limit)
             now = time.monotonic()
             self._measured_until = now + _SHARE * (now - begun)
-        if self.limit is None:
-            return
-        if not thorough and self._database.disk_bytes() + self._segments.known_bytes() <= self.limit:
+        # Only the writer makes segments, so that there are no more of them than it knows.
+        if self.limit is None or self._database.disk_bytes() + self._segments.known_bytes() <= self.limit:
             return
         if self._database.disk_bytes() + self._segments.total_bytes() > self.limit:
             self._segments.clear()  # segments go first: the database can restore them

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,8 @@ class SegmentFolder:
 
     def __init__(self, folder: Path, files: LocalFiles | None = None) -> None:
         self.error: str | None = None
-        self._known: int | None = None  # what `total_bytes` said last; None: it changed since
+        self._known: int | None = None  # bytes of all files, as far as this process knows; None: they must be listed
+        self._counting = threading.Lock()
         self._folder = folder
         self._files = files or LocalFiles(folder)
 
@@ -130,14 +132,15 @@ class SegmentFolder:
     def total_bytes(self) -> int:
         """Size of all files."""
         total = 0
-        with contextlib.suppress(OSError):  # other processes may delete files meanwhile
-            for name in self._named(_SUFFIX, _NEW, _CORRUPT):
-                total += self._files.size(name)
-        self._known = total
+        with self._counting:
+            with contextlib.suppress(OSError):  # other processes may delete files meanwhile
+                for name in self._named(_SUFFIX, _NEW, _CORRUPT):
+                    total += self._files.size(name)
+            self._known = total
         return total
 
     def known_bytes(self) -> int:
-        """Size of all files when they were last looked at or changed by this process: without a look at each."""
+        """Size of all files when they were last listed, with this process's changes since: without a look at each."""
         known = self._known
         return self.total_bytes() if known is None else known
 
@@ -169,26 +172,32 @@ class SegmentFolder:
     def save(self, segment: Segment, frozen: Frozen) -> None:
         """Replace the segment of its namespace. Raises `OSError` on failure; the old segment stays then."""
         key = segment.namespace.key
+        head, replaced = segment.head(), 0 if self._known is None else self.size(key)
         try:
             with self._files.create(key + _NEW) as file:
-                self._files.write(file, segment.head())
+                self._files.write(file, head)
                 for part in frozen.parts:
                     self._files.write(file, part.data)
                 self._files.sync(file)
-            self._files.rename(key + _NEW, key + _SUFFIX)
+            with self._counting:
+                self._files.rename(key + _NEW, key + _SUFFIX)
+                if self._known is not None:
+                    self._known += len(head) + segment.index_bytes - replaced
         except BaseException:
+            self._known = None
             with contextlib.suppress(OSError):
                 self._files.unlink(key + _NEW)
             raise
-        finally:
-            self._known = None
         self.error = None
 
     def delete(self, key: str) -> None:
         """Delete a namespace's segment. A failure is only recorded."""
-        self._known = None
+        size = 0 if self._known is None else self.size(key)
         try:
-            self._files.unlink(key + _SUFFIX)
+            with self._counting:
+                self._files.unlink(key + _SUFFIX)
+                if self._known is not None:
+                    self._known -= size
         except OSError as error:
             self.failed(f"the segment {key}{_SUFFIX} cannot be deleted", error)
 
@@ -203,6 +212,7 @@ class SegmentFolder:
 
     def sweep(self) -> None:
         """Delete unfinished files of a writer that was killed. Only the present writer may call this."""
+        self._known = None
         with contextlib.suppress(OSError):  # such files do no harm
             for name in self._named(_NEW):
                 self._files.unlink(name)

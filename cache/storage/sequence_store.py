@@ -343,17 +343,19 @@ class SequenceStore(SequenceReader):
                 if isinstance(job, _UsageUpdate):
                     self._save_usage(connection, job)
         try:
-            self._budget.enforce(thorough=False)
+            self._budget.enforce()
         except (exc.DBAPIError, OSError) as error:
             _log.warning("the database cannot be kept within its budget: %s", reason(error))
 
     def _save_usage(self, connection: sa.Connection, usage: _UsageUpdate) -> None:
-        for number, hits in usage.hits:
-            mine = sequences.update().where(sequences.c.number == number)
-            connection.execute(mine.values(hits=sequences.c.hits + hits))
-        for namespace, state in self._mine(connection, usage.learned).items():
-            saved = self._database.insert(learned).values(namespace=namespace, state=state)
-            connection.execute(saved.on_conflict_do_update(index_elements=["namespace"], set_={"state": state}))
+        if usage.hits:
+            mine = sequences.update().where(sequences.c.number == sa.bindparam("of"))
+            more = mine.values(hits=sequences.c.hits + sa.bindparam("more"))
+            connection.execute(more, [{"of": number, "more": hits} for number, hits in usage.hits])
+        if states := self._mine(connection, usage.learned):
+            insert = self._database.insert(learned)
+            saved = insert.on_conflict_do_update(index_elements=["namespace"], set_={"state": insert.excluded.state})
+            connection.execute(saved, [{"namespace": key, "state": state} for key, state in states.items()])
 
     def _mine(self, connection: sa.Connection, states: dict[str, bytes]) -> dict[str, bytes]:
         return states if states and self._database.confirm_writer(connection) else {}

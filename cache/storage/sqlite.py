@@ -78,9 +78,8 @@ class SqliteDatabase(Database):
         self._lock: WriterLock | None = None
         self._is_candidate = False
         self._electing = threading.Lock()
-        self.engine = sa.create_engine(
-            f"sqlite:///{self._path}", connect_args={"timeout": _TIMEOUT}, hide_parameters=True
-        )
+        place = sa.URL.create("sqlite", database=str(self._path))  # a `?` in the path begins no options
+        self.engine = sa.create_engine(place, connect_args={"timeout": _TIMEOUT}, hide_parameters=True)
         event.listen(self.engine, "connect", _configure)
 
     def acquire_writer(self) -> None:

@@ -53,6 +53,7 @@ async def sequential(
         yield VerifiedText(text[sent:], *fresh, name_of(document))
         sent = len(text)
     assert answer.finish is not None
+    await generator.record(answer)
     yield AnswerEnded(answer.finish, generator.prompt.tokens, answer.stop_reason)
 
 
@@ -93,4 +94,5 @@ async def ralmspec(
             for event in await state.collect():
                 yield event
         assert state.answer.finish is not None
+        await generator.record(state.answer)
         yield AnswerEnded(state.answer.finish, generator.prompt.tokens, state.answer.stop_reason)

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from agentspec.backends.base import Backend, Tokenization, closing_items, tokenization_of
+from agentspec.backends.base import Backend, RecordsAnswers, Tokenization, closing_items, tokenization_of
 from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.partial_answer import PartialAnswer, RoundOutput
 from agentspec.reasoning.retrieval.prompt import DocumentPrompt
 from agentspec.reasoning.settings import RetrievalSettings
 from agentspec.text.detokenizer import REPLACEMENT
-from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, SamplingParams, TokenLogprob
+from agentspec.types import Delta, FinishReason, GenerateRequest, SamplingParams, TokenLogprob
 
 # Parameters of a whole answer, which a round cannot honour: it knows only its own tokens.
 WHOLE_ANSWER = ("n", "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "structured_outputs")
@@ -78,8 +78,8 @@ class RoundGenerator:
             text=None,
             token_ids=await self.prompt.with_document(document, answer.token_ids, tokens),
             sampling=self._sampling(len(answer.token_ids), tokens),
-            labels=self._labels(document),
             split_reasoning=False,
+            share=False,
         )
         return await answer.extended(await _generate(self.backend, request), self.tokenization, self.limit, self.stops)
 
@@ -88,12 +88,12 @@ class RoundGenerator:
         seed = None if self.seed is None else _mixed(self.seed, position)
         return replace(self.request.sampling, max_tokens=tokens, seed=seed)
 
-    def _labels(self, document: Document | None) -> Labels:
-        """Labels with one session for each document: prompts with the same document extend each other."""
-        labels = self.request.labels
-        if labels.session is None or document is None:
-            return labels
-        return replace(labels, session=f"{labels.session}/{document.id}")
+    async def record(self, answer: PartialAnswer) -> None:
+        """Let the backend's token cache keep the whole answer, not its rounds: they are short, and some are dropped."""
+        if self.request.store and answer.token_ids and isinstance(self.backend, RecordsAnswers):
+            question = (*self.prompt.head, *self.prompt.tail)
+            request = replace(self.request, messages=None, text=None, token_ids=question)
+            await self.backend.record(request, answer.token_ids)
 
 
 async def _generate(backend: Backend, request: GenerateRequest) -> RoundOutput:

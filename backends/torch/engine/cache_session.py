@@ -92,6 +92,7 @@ class CacheSession:
                 workflow=labels.workflow,
                 step=labels.step,
                 store=request.store,
+                share=request.share,
                 decode=decode,
             )
         except Exception as error:
@@ -135,6 +136,15 @@ class CacheSession:
             return
         self._release()
         self._end(clean=clean)
+
+    def record(self, answer: Sequence[int]) -> None:
+        """Close the session of an answer whose parts were answers of requests before, so that the cache has learned."""
+        if self._request is not None:
+            try:
+                self._request.extend(np.asarray(answer, dtype=np.int32), learn=False)
+            except Exception as error:
+                self._give_up(error)
+        self._end(clean=True)
 
     def _release(self) -> None:
         """Pass the held tokens to the cache."""

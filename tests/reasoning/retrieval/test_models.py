@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from agentspec.reasoning.retrieval.knowledge.memory import IndexKnowledge, Snaps
 from agentspec.reasoning.retrieval.knowledge.search_client import SearchStats
 from agentspec.reasoning.retrieval.ralmspec import ralmspec, sequential
 from agentspec.reasoning.settings import RetrievalSettings
-from agentspec.types import GenerateRequest, SamplingParams
+from agentspec.types import GenerateRequest, Labels, SamplingParams
 
 pytest.importorskip("torch")
 
@@ -27,11 +28,11 @@ PASSAGES = [json.loads(line) for line in (Path(__file__).parent / "passages.json
 
 
 @contextmanager
-def loaded(model: str, **options: Any) -> Iterator[Any]:
+def loaded(model: str, cache: Any = None, **options: Any) -> Iterator[Any]:
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
 
-    backend = TorchBackend.load(TorchSettings(model=model, **options))
+    backend = TorchBackend.load(TorchSettings(model=model, **options), cache=cache)
     try:
         yield backend
     finally:
@@ -68,6 +69,28 @@ def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
     with loaded(str(tiny_model)) as backend:
         asyncio.run(check(backend))
     assert stats.guesses and stats.rounds
+
+
+def test_a_cache_gets_whole_answers(tiny_model: Path) -> None:
+    """Rounds of four tokens, each with what stands before it, would take the room of everything else."""
+    from agentspec.cache import SuffixCache
+
+    async def check(backend: Any, cache: SuffixCache) -> None:
+        for number, passage in enumerate(PASSAGES[:3]):
+            request = replace(asking(passage["question"], number, 24), labels=Labels(session=f"s{number}"))
+            run = (sequential, ralmspec, ralmspec)[number]
+            _, answer = await said(run, request, backend=backend, settings=RetrievalSettings(stride=3))
+            stats = cache.stats()
+            assert (stats.sequences, stats.partial) == (number + 1, 0)
+            [namespace] = cache._pool.namespaces.partitions()
+            assert tuple(namespace.shared.tokens(number).tolist()) == answer
+        await said(ralmspec, replace(request, store=False), backend=backend)
+        assert cache.stats().sequences == 3
+        assert cache.forget(session="s1") == 1
+        assert cache.stats().sequences == 2
+
+    with SuffixCache.open() as cache, loaded(str(tiny_model), cache=cache) as backend:
+        asyncio.run(check(backend, cache))
 
 
 @pytest.mark.slow

@@ -392,11 +392,45 @@ async def test_in_a_conversation_the_document_stands_before_the_last_question() 
     assert seen[0].endswith("<|user|>\nTitle\nIt says < |end|> here.\n\nmix?<|end|>\n<|assistant|>\n")
 
 
-async def test_every_document_has_a_session_of_its_own() -> None:
-    model = FakeBackend("a b c d", "e f")
-    request = replace(asking(max_tokens=6), labels=Labels(session="s", workflow="w"))
+async def test_rounds_keep_the_labels_of_the_request() -> None:
+    """To forget the session therefore reaches them, whatever document they read."""
+    model, labels = FakeBackend("a b c d", "e f"), Labels(session="s", workflow="w")
+    request = replace(asking(max_tokens=6), labels=labels)
     await outcome(ralmspec, request, backend=model, knowledge=FakeKnowledge(corpus(1)))
-    assert {one.labels for one in model.requests} == {Labels(session="s/d000", workflow="w")}
+    assert {one.labels for one in model.requests} == {labels}
+
+
+class RecordingModel(HashedModel):
+    """Notes which rounds may be shared, and what it is to record."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.shared = 0
+        self.recorded: list[tuple[GenerateRequest, tuple[int, ...]]] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        self.shared += request.share
+        async for delta in super().generate(request):
+            yield delta
+
+    async def record(self, request: GenerateRequest, token_ids: Sequence[int]) -> None:
+        self.recorded.append((request, tuple(token_ids)))
+
+
+@pytest.mark.parametrize("run", [sequential, ralmspec])
+async def test_the_answer_is_recorded_and_not_its_rounds(run: Callable[..., AsyncGenerator[Event]]) -> None:
+    model, request = RecordingModel(ends=10**9), replace(asking(), labels=Labels(session="s"))
+    knobs = RetrievalSettings(stride=3)
+    found = await outcome(run, request, backend=model, knowledge=FakeKnowledge(corpus(9)), settings=knobs)
+    assert model.calls > 5 and not model.shared
+    [(recorded, answer)] = model.recorded
+    assert answer == found.answer[1]
+    assert await model.detokenize(recorded.token_ids or ()) == request.text and recorded.labels == request.labels
+    await outcome(run, replace(request, store=False), backend=model, knowledge=FakeKnowledge(corpus(9)))
+    failing = FakeKnowledge(corpus(9), failing=lambda n: KnowledgeBaseError("away") if n == 2 else None)
+    with pytest.raises(KnowledgeBaseError):
+        await outcome(run, request, backend=model, knowledge=failing)
+    assert len(model.recorded) == 1
 
 
 REFUSED: list[dict[str, object]] = [

@@ -50,6 +50,26 @@ def test_what_is_not_to_be_stored_or_was_cut_is_not_shared(cache: SuffixCache, s
     assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6]) == []
 
 
+def test_a_part_of_an_answer_is_its_sessions_and_the_whole_is_shared(cache: SuffixCache) -> None:
+    for at in range(0, len(ANSWER), 4):
+        prompt = PROMPT + ANSWER[:at]
+        part = CacheSession.open(
+            cache, GenerateRequest("m", token_ids=prompt, labels=Labels("s"), share=False), prompt, SPACE
+        )
+        part.extend(ANSWER[at : at + 4])
+        part.close(clean=True)
+    assert cache.stats().sequences == 0 and drafted(opened(cache, [1, 2, 3]), ANSWER[:6]) == []
+    assert drafted(opened(cache, PROMPT, session="s"), ANSWER[:6]) == []  # its transcript is replaced by the prompt
+    with cache.request([1], namespace=SPACE, store=False) as other:
+        learned = other.drafter.state()
+        opened(cache, PROMPT, session="s").record(ANSWER)
+        assert len(other.drafter.state()) == len(learned) + 3  # only how it ended
+        assert (other.drafter.state()[: len(learned)] == learned).all()
+    assert cache.stats().sequences == 1
+    assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6])[:2] == ANSWER[6:8]
+    opened(None).record(ANSWER)
+
+
 def test_without_a_cache_nothing_happens() -> None:
     assert drafted(opened(None), ANSWER) == []
 
