@@ -25,6 +25,7 @@ TINY_TEMPLATE = (
     "{% for m in messages %}<|{{ 'assistant' if m['role'] == 'assistant' else 'user' }}|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+ENCODER_WORDS = "[PAD] [UNK] [CLS] [SEP] cat dog bird fish tree house river stone the a".split()
 
 
 # On how many examples a property is tried; `make check` asks for the second, always the same ones.
@@ -110,6 +111,33 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random encoder of two layers that knows a dozen words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(ENCODER_WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    torch.manual_seed(5)
+    config = BertConfig(
+        vocab_size=len(ENCODER_WORDS),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=40,
+        initializer_range=0.5,
+    )
+    path = tmp_path_factory.mktemp("encoders") / "tiny"
+    BertModel(config).save_pretrained(path)
+    fast.save_pretrained(path)
+    return path
 
 
 class Server:

@@ -15,7 +15,7 @@ from agentspec.backends.base import EmbedsCounted, is_forwarding
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import Body, Refused, Text, kind_of, must, short
-from agentspec.proxy.body.amounts import check_amounts
+from agentspec.proxy.body.amounts import check_amounts, check_characters
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint, respond
 from agentspec.types import Delta, Usage
 
@@ -73,7 +73,10 @@ def _check_dimensions(wanted: int | None, dimensions: int) -> None:
 
 async def _counted(backend: EmbedsCounted, body: _EmbeddingBody, texts: Sequence[str]) -> list[int]:
     """The tokens of each text that are read. Raises `ContextLengthError` for one that is too long and not to be cut."""
-    counts, most = await backend.count_tokens(texts), backend.capabilities.context_length
+    most = backend.capabilities.context_length
+    for at, text in enumerate(texts):
+        check_characters(len(text), most, f"input[{at}]")
+    counts = await backend.count_tokens(texts)
     cut = body.truncate_prompt_tokens
     if cut not in (None, -1, most):
         message = f"truncate_prompt_tokens must be -1 or {most}, where this model cuts texts"

@@ -13,7 +13,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import encode
 from agentspec.protocol.validation import Body, Text, TokenIds
-from agentspec.proxy.body.amounts import check_amounts
+from agentspec.proxy.body.amounts import check_amounts, check_characters
 from agentspec.proxy.body.head import check_head
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint, respond
 from agentspec.proxy.forwarding.inspection import StreamInspector
@@ -64,7 +64,7 @@ class TokenizationEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             if self.path == TOKENIZE:
                 length = route.backend.capabilities.context_length
-                answer = {**await self._tokenize(side, exchange.fields), "max_model_len": length}
+                answer = {**await self._tokenize(side, exchange.fields, length), "max_model_len": length}
             else:
                 answer = await self._detokenize(side, exchange.fields)
         await respond(exchange.send, Response(encode(answer), media_type="application/json"))
@@ -79,12 +79,13 @@ class TokenizationEndpoint(GenerationEndpoint):
         scope, send, at, account = exchange.scope, exchange.send, exchange.deadline, exchange.account
         await pass_through(scope, send, backend, self.path, body, at, StreamInspector(0), account=account, above=True)
 
-    async def _tokenize(self, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
+    async def _tokenize(self, side: Tokenization, fields: Mapping[str, Any], length: int | None) -> dict[str, Any]:
         body = _TokenizeBody.parse(fields)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("send either prompt or messages", param="prompt")
         _TokenizeBody.finish(fields)
         if body.prompt is not None:
+            check_characters(len(body.prompt), length, "prompt")
             tokens = await side.tokenize(body.prompt, begins=body.add_special_tokens is not False)
         else:
             chat = {name: fields[name] for name in _OF_CHAT if fields.get(name) is not None}
@@ -95,6 +96,7 @@ class TokenizationEndpoint(GenerationEndpoint):
                     f"{param} is not supported here: prompts end ready for an answer", param=param
                 )
             text = await side.render(request.messages or (), request.tools, request.template_arguments)
+            check_characters(len(text), length, "messages")
             tokens = await side.tokenize(text, begins=bool(body.add_special_tokens))
         if body.return_token_strs and len(tokens) > MAX_STRINGS:
             message = f"return_token_strs is for at most {MAX_STRINGS} tokens; these are {len(tokens)}"

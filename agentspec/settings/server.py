@@ -127,6 +127,12 @@ class ServerSettings(BaseModel):
         le=64,
         description="Processes that serve the port; with more than one, local models run in a process of their own",
     )
+    hang_timeout: float = Field(
+        default=60.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds of silence after which one of several processes is killed and started again; 0: never",
+    )
 
     @model_validator(mode="after")
     def _tenants_fit(self) -> Self:

@@ -19,6 +19,7 @@ PLACES, PLACE_SECONDS = 16, 0.16  # the upstream whose capacity the overload exc
 PLACED = Script("placed", 0, PLACE_SECONDS)
 CAPACITY = PLACES / PLACE_SECONDS  # calls per second
 PATIENCE = 10.0  # seconds after which a client of the overload gives up
+SOAK_PATIENCE = 60.0  # the same of the soak, which is about failures and not about haste
 MOST_CONNECTIONS = 8192  # of the client
 RECOVERED = 2.0  # times the latency before the overload
 SHED = ("429", "503")
@@ -157,7 +158,7 @@ def soak(bench: Bench, plan: GatewayPlan, length: float, progress: Progress) -> 
         progress(f"soak: {passed:.0f} of {length:.0f} s")
         bench.client.do("streams", target=bench.gateway.target, count=20, every=0.05, ramp=0.5, seconds=0.5)
         seconds = min(plan.window, max(1.0, length - passed))
-        result = _arrivals(bench, plan.soak_rate, seconds, Script("whole", 0, 0.02))
+        result = _arrivals(bench, plan.soak_rate, seconds, Script("whole", 0, 0.02), SOAK_PATIENCE)
         found.seconds.append(time.monotonic() - started)
         found.resident.append(bench.gateway.resident())
         found.p99.append(1000 * (result["p99"] or 0.0))
@@ -187,8 +188,10 @@ def _calls(bench: Bench, connections: int, count: int) -> dict[str, Any]:
     return bench.client.do("calls", target=target, script=Script(), connections=connections, count=count)
 
 
-def _arrivals(bench: Bench, rate: float, seconds: float, script: Script = PLACED) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"rate": rate, "seconds": seconds, "patience": PATIENCE, "connections": MOST_CONNECTIONS}
+def _arrivals(
+    bench: Bench, rate: float, seconds: float, script: Script = PLACED, patience: float = PATIENCE
+) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"rate": rate, "seconds": seconds, "patience": patience, "connections": MOST_CONNECTIONS}
     return bench.client.do("arrivals", target=bench.gateway.target, script=script, **sizes)
 
 

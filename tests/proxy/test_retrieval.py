@@ -110,7 +110,7 @@ def test_a_client_that_leaves_cancels_the_work(gateway: Any, corpus: Path, until
     model = Reader(latency=0.3)
     running = gateway({"large": model}, settings(corpus))
     url = f"{running.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=30) as answer:
+    with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=300) as answer:
         next(answer.iter_lines())
     until(lambda: model.cancelled and not model.active)  # between two rounds nothing is active either
 

@@ -117,6 +117,7 @@ def test_any_json_object(client: openai.OpenAI) -> None:
     ("extra", "param"),
     [
         ({"guided_regex": "(a"}, "structured_outputs"),
+        ({"guided_regex": "a\\"}, "structured_outputs"),
         ({"guided_grammar": "start: nothing"}, "structured_outputs"),
         ({"guided_json": {"type": "nothing"}}, "structured_outputs"),
         ({"guided_json": {"$ref": "http://elsewhere/x"}}, "structured_outputs"),

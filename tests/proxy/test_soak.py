@@ -135,7 +135,7 @@ class Server:
         return Sample(time.monotonic(), rss, len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")))
 
     def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        text = httpx.get(f"{self.url}/metrics", timeout=300).text
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
     @property
@@ -145,7 +145,7 @@ class Server:
 
     def at_rest(self) -> Sample:
         """What it holds once nobody asks anything."""
-        wait(lambda: self.idle, 60)
+        wait(lambda: self.idle, 300)
         return self.sample()
 
     def entries(self) -> list[dict[str, Any]]:
@@ -164,8 +164,8 @@ def serving(model: str, folder: Path) -> Iterator[Server]:
     with log.open("wb") as out, subprocess.Popen(command, stderr=out, env=environment, cwd=folder) as popen:
         server = Server(popen, log)
         try:
-            wait(lambda: server.started, 120)
-            wait(lambda: server.started and httpx.get(f"{server.url}/ready", timeout=60).status_code == 200, 240)
+            wait(lambda: server.started, 300)
+            wait(lambda: server.started and httpx.get(f"{server.url}/ready", timeout=300).status_code == 200, 300)
             yield server
         finally:
             popen.kill()
@@ -342,11 +342,11 @@ def soak(load: Load, folder: Path) -> None:
         asyncio.run(trial.run())
         _, warm, _ = trial.rests
         if load.growth < math.inf:  # thread pools and connections grow to their bounds only under a longer load
-            wait(lambda: server.sample().files <= warm.files and server.sample().threads <= warm.threads, 60)
+            wait(lambda: server.sample().files <= warm.files and server.sample().threads <= warm.threads, 300)
         print(f"\n{trial.report()}")
         served = server.metric("agentspec_engine_forwards_total"), server.metric("agentspec_accepted_tokens_total")
         server.popen.send_signal(signal.SIGTERM)
-        assert server.popen.wait(60) == 0
+        assert server.popen.wait(300) == 0
         entries = server.entries()
     assert not trial.errors, trial.errors[:5]
     assert not trial.wrong()

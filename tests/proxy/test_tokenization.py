@@ -18,7 +18,7 @@ def url(tiny_model: Any, shared_gateway: Any) -> str:
 
 
 def post(url: str, path: str, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{url}{path}", json={"model": "m", **fields}, timeout=60)
+    return httpx.post(f"{url}{path}", json={"model": "m", **fields}, timeout=300)
 
 
 def test_a_prompt_and_back(url: str) -> None:
@@ -66,3 +66,16 @@ def test_an_upstreams_tokenizer_is_asked(gateway: Any, upstream: Any) -> None:
     assert answer.content == b'{"tokens":[1],  "count":1}'
     [request] = server.requests
     assert request.target == "/tokenize" and request.json == {"model": "org/big", "prompt": "a"}
+
+
+def test_a_text_that_is_too_long_to_tokenize_costs_no_memory(url: str) -> None:
+    """A megabyte is tokenized; what the model could never read is refused by its length."""
+    assert post(url, "/tokenize", prompt="x y " * 250_000).json()["count"] == 1_000_000
+    long = "x y " * 250_000 + "x"
+    for path, fields, param in (
+        ("/tokenize", {"prompt": long}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": long}]}, "messages"),
+    ):
+        refused = post(url, path, **fields)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param

@@ -45,7 +45,7 @@ def started(folder: Path, streams: int = 0) -> Iterator[Bench]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < limit, "waited in vain"
         time.sleep(0.1)
@@ -89,6 +89,14 @@ def test_c7_five_times_the_capacity_for_a_minute(tmp_path: Path) -> None:
     assert figures["goodput"] >= 80
     assert figures["failed"] == 0 and figures["shed"] > 0
     assert figures["recovery"] <= 5
+
+
+@pytest.mark.slow
+def test_c8_an_even_load_fails_no_call(tmp_path: Path) -> None:
+    plan = GatewayPlan(soak_rate=20.0, window=1.0)
+    with started(tmp_path) as bench:
+        windows = measures.soak(bench, plan, 3.0, progress=lambda message: None)
+    assert windows.figures()["soak_failures"] == 0 and len(windows.resident) == len(windows.p99) > 0
 
 
 @pytest.mark.long

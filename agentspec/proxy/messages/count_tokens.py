@@ -14,6 +14,7 @@ from agentspec.errors import UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import encode
+from agentspec.proxy.body.amounts import check_characters
 from agentspec.proxy.endpoint import Exchange, respond
 from agentspec.proxy.messages.endpoint import MessagesEndpoint
 from agentspec.types import GenerateRequest
@@ -39,7 +40,7 @@ class CountTokensEndpoint(MessagesEndpoint):
             raise HTTPException(404)
         most = len(parsed.chat["messages"])
         request, _ = await self._run(exchange, lambda: parse_chat(parsed.chat, max_messages=most))
-        await self._send(exchange, _of_model(base.backend, request))
+        await self._send(exchange, _of_model(base.backend, request, base.backend.capabilities.context_length))
 
     async def _translate(self, exchange: Exchange, backend: Forwards) -> None:
         async with exchange.deadline.limit():
@@ -52,9 +53,10 @@ class CountTokensEndpoint(MessagesEndpoint):
         await respond(exchange.send, Response(encode({"input_tokens": count}), media_type="application/json"))
 
 
-async def _of_model(base: Tokenization, request: GenerateRequest) -> int:
+async def _of_model(base: Tokenization, request: GenerateRequest, context_length: int | None) -> int:
     """By a model of this process. Tools that its template cannot take are refused as for an answer."""
     text = await base.render(request.messages or (), request.tools, request.template_arguments)
+    check_characters(len(text), context_length, "messages")
     return len(await base.tokenize(text))
 
 

@@ -20,6 +20,7 @@ MOST_FAILED_STARTS = 5
 FIRST_DELAY, LONGEST_DELAY = 0.25, 10.0  # seconds before a process is started again
 STEADY_SECONDS = 10.0  # a process that lived for so long is started again at once
 KILL_SECONDS = 5.0  # that a process has to exit once its channel is closed
+LATE_SECONDS = 3.0  # of silence; every process reports its metrics once a second
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Life:
     """A process from its start to its end. `places` and `recipient` are a worker's.
 
     `ready`: it has loaded everything; `ending`: it takes no more connections. `failure`: the class and the message of
-    the error that it reported.
+    the error that it reported. `silence`: seconds since its last message, by the parent's ticks.
     """
 
     process: subprocess.Popen[bytes]
@@ -38,6 +39,7 @@ class Life:
     started: bool = False
     ready: bool = False
     ending: bool = False
+    silence: float = 0.0
     gone: float | None = None  # when its channel was closed
     failure: tuple[str, str] | None = None
 
@@ -90,7 +92,7 @@ class Child:
             for one in pairs:
                 one.close()
         loop = asyncio.get_running_loop()
-        channel = Channel(lambda message: received(self, message), lambda: self._gone(loop.time()))
+        channel = Channel(lambda message: self._heard(message, received), lambda: self._gone(loop.time()))
         await channel.open(ours)
         places = make_places(channel.send) if self.is_worker else None
         self.life = Life(process, channel, loop.time(), places, recipient)
@@ -114,6 +116,27 @@ class Child:
         self.life, self.failure = None, life.failure
         self._decide(life, now)
         return life
+
+    def watch(self, seconds: float, patience: float) -> None:
+        """Count a tick of `seconds` without a message, and kill a loaded process after `patience`; 0 is without end.
+
+        Ticks are counted and not the clock, so that a machine or a terminal that stops all processes kills none.
+        """
+        life = self.life
+        if life is None or life.gone is not None:
+            return
+        life.silence += seconds
+        if life.recipient is not None:
+            life.recipient.late = life.silence > LATE_SECONDS
+        if patience and life.ready and life.silence > patience:
+            logger.error("process does not answer and is killed", process=self.name, seconds=patience)
+            life.silence = 0.0
+            life.process.kill()
+
+    def _heard(self, message: Message, received: Callable[[Child, Message], None]) -> None:
+        if self.life is not None:
+            self.life.silence = 0.0
+        received(self, message)
 
     def _decide(self, life: Life, now: float) -> None:
         self.ever_ready |= life.ready

@@ -25,11 +25,15 @@ _NOT_INHERITED = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 @dataclass(slots=True, eq=False)
 class Recipient:
-    """One worker as the parent sees it: where connections are sent, those that it has, and those on their way."""
+    """One worker as the parent sees it: where connections are sent, those that it has, and those on their way.
+
+    `late`: it has said nothing for seconds, and gets connections only where all others are late, too.
+    """
 
     way: socket.socket
     open: set[int] = field(default_factory=set)
     sent: dict[int, tuple[socket.socket, str]] = field(default_factory=dict)
+    late: bool = False
 
 
 class Handover:
@@ -107,7 +111,7 @@ class Handover:
         while self._waiting:
             number, connection, address = self._waiting[0]
             # One that does not say what it has got is busy.
-            order = sorted(self._recipients, key=lambda one: (len(one.sent), len(one.open)))
+            order = sorted(self._recipients, key=lambda one: (one.late, len(one.sent), len(one.open)))
             if not any(_send(one, number, connection, address) for one in order):
                 return
             self._waiting.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -22,7 +23,7 @@ from agentspec.proxy.workers.channel import Channel, Message
 from agentspec.proxy.workers.process import Start, adopt, unpacked
 from agentspec.settings.load import Settings
 
-PUSH_TICKS = 10  # of the main loop between two reports of the metrics
+PUSH_TICKS = 10  # of the main loop between two signs of life, with the metrics
 ORPHANED_SECONDS = 10.0  # that a process has to end once its parent is gone
 
 
@@ -38,6 +39,7 @@ class MemberServer(GatewayServer):
         self.channel = Channel(self._received, self._orphaned)
         self._socket = adopt(start.channel)
         self._told: str | None = None
+        self._pushing: asyncio.Task[None] | None = None
         self.orphaned = False  # the parent is gone
         app.loading.when_ready = self._ready
 
@@ -63,7 +65,9 @@ class MemberServer(GatewayServer):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % PUSH_TICKS == PUSH_TICKS - 1:
-            self.channel.send("metrics", await self.collect())
+            self.channel.send("alive")  # whatever keeps the metrics waiting
+            if self._pushing is None or self._pushing.done():
+                self._pushing = asyncio.get_running_loop().create_task(self._push())
         ends = await super().on_tick(counter)
         failure = self.app.loading.failure
         if failure is not None and self._told is None:
@@ -76,8 +80,13 @@ class MemberServer(GatewayServer):
         self.channel.send("ending")
         self.channel.flush()
         await super().shutdown(sockets)
-        self.channel.send("metrics", await self.collect())
+        if self._pushing is not None:
+            await asyncio.gather(self._pushing, return_exceptions=True)  # or it would come behind the last ones
+        await self._push()
         self.channel.flush()
+
+    async def _push(self) -> None:
+        self.channel.send("metrics", await self.collect())
 
     def _log_started_message(self, listeners: Any) -> None:
         """Nothing: the parent says it once."""

@@ -162,6 +162,7 @@ class Supervisor:
         if self._draining_since is not None:
             return self._drained(now)
         for child in self._children():
+            child.watch(TICK_SECONDS, self._reloader.settings.server.hang_timeout)
             if child.life is None and now >= child.restart_at and self._failure is None:
                 await self._start(child)
         before = self._reloader.settings

@@ -126,6 +126,8 @@ def _form(form: StructuredOutputs) -> tuple[dict[str, Any], Complexity]:
         return {"json_schema": closed_schema(schema)}, complexity
     if form.regex is not None:
         _check_text(form.regex, MAX_REGEX)
+        if (len(form.regex) - len(form.regex.rstrip("\\"))) % 2:  # the compiler would leave it out
+            raise InvalidRequestError("the regular expression ends in a backslash that escapes nothing", param=FORM)
         complexity = measure_regex(form.regex)
         complexity.check(FORM)
         return {"lark_grammar": f"start: {lark_regex(form.regex)}"}, complexity

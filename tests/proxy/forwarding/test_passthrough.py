@@ -133,7 +133,7 @@ def test_events_pass_as_they_come(gateway: Any, upstream: Any) -> None:
 
     running = gateway(*passing(upstream(script).url))
     pieces = []
-    with httpx.stream("POST", f"{running.url}{CHAT}", json=BODY, timeout=30) as response:
+    with httpx.stream("POST", f"{running.url}{CHAT}", json=BODY, timeout=300) as response:
         for piece in response.iter_raw():
             pieces.append(piece)
             came.release()

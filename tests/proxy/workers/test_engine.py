@@ -22,6 +22,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONFIGURATION = """
 [server]
 workers = {workers}
+hang_timeout = 600
 [[server.api_keys]]
 tenant = "a \u00e9"
 key_file = "{folder}/key"
@@ -31,8 +32,16 @@ key_file = "{folder}/operator"
 [backends.local]
 kind = "torch"
 model = "{model}"
+[backends.texts]
+kind = "encoder"
+model = "{encoder}"
+device = "cpu"
 [models.tiny]
 backend = "local"
+[models.vectors]
+backend = "texts"
+[model_aliases]
+"gpt-*" = "tiny"
 """
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -60,12 +69,13 @@ CHATS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def gateways(shared_workers: Any, tiny_model: Path, tmp_path_factory: Any) -> Any:
+def gateways(shared_workers: Any, tiny_model: Path, tiny_encoder: Path, tmp_path_factory: Any) -> Any:
     """The same configuration in one process, and in two workers and an engine's process."""
     folder = tmp_path_factory.mktemp("keys")
     (folder / "key").write_text("canary")
     (folder / "operator").write_text("operator-canary")
-    texts = [CONFIGURATION.format(workers=number, folder=folder, model=tiny_model) for number in (1, 2)]
+    given = {"folder": folder, "model": tiny_model, "encoder": tiny_encoder}
+    texts = [CONFIGURATION.format(workers=number, **given) for number in (1, 2)]
     started = [shared_workers(text) for text in texts]
     started[0].said("ready")
     return started[0], started[1].ready()
@@ -187,6 +197,48 @@ def test_messages_and_responses_are_the_single_process_s(both: Any) -> None:
         one, several = (client.post(path, json=sent, headers=OFF) for client in both)
         assert shape(several) == shape(one)
         assert one.status_code in (200, 400, 404)
+
+
+def test_tokens_and_vectors_are_the_single_process_s(both: Any) -> None:
+    for path, body in (
+        ("/tokenize", {"model": "tiny", "prompt": "a\u00f1b", "return_token_strs": True}),
+        ("/tokenize", {"model": "gpt-5", "messages": HI, "tools": [TOOL]}),
+        ("/tokenize", {"model": "tiny", "prompt": "x" * 200_000}),
+        ("/tokenize", {"model": "tiny", "prompt": 5}),
+        ("/tokenize", {"model": "vectors", "prompt": "cat"}),
+        ("/detokenize", {"model": "tiny", "tokens": [104, 105]}),
+        ("/detokenize", {"model": "tiny", "tokens": [2**31 - 1]}),
+        ("/detokenize", {"model": "none", "tokens": [1]}),
+        ("/v1/embeddings", {"model": "vectors", "input": ["the cat", "a river"]}),
+        ("/v1/embeddings", {"model": "vectors", "input": "the cat", "encoding_format": "base64"}),
+        ("/v1/embeddings", {"model": "vectors", "input": "cat " * 100}),
+        ("/v1/embeddings", {"model": "vectors", "input": "cat " * 100, "truncate_prompt_tokens": -1}),
+        ("/v1/embeddings", {"model": "tiny", "input": "cat"}),
+        (CHAT, {"model": "vectors", "messages": HI}),
+        ("/v1/messages", {"model": "gpt-5", "max_tokens": 5, "messages": HI, "stream": True, "seed": 7}),
+    ):
+        one, several = (client.post(path, json=body, headers=OFF) for client in both)
+        assert shape(several) == shape(one), (path, body)
+        assert one.status_code in (200, 400, 404), one.text
+        assert b"\0" not in several.content
+
+
+def test_a_message_is_answered_by_every_worker_and_told_apart(gateways: Any) -> None:
+    """Both workers are asked, each on its own connection, and what they were asked is in the log with their numbers."""
+    asked = {
+        "/v1/messages": {"model": "tiny", "max_tokens": 3, "messages": HI},
+        "/tokenize": {"model": "tiny", "prompt": "hi"},
+        "/detokenize": {"model": "tiny", "tokens": [104]},
+        "/v1/embeddings": {"model": "vectors", "input": "cat"},
+    }
+    with gateways[1].clients(2, "canary") as clients:
+        for path, body in asked.items():
+            for number, client in enumerate(clients):
+                name = f"both{path.replace('/', '-')}-{number}"
+                answer = client.post(path, json=body, headers={"x-request-id": name})
+                assert answer.status_code == 200, answer.text
+            served = {gateways[1].said("request", request_id=f"{name[:-1]}{at}")[0]["worker"] for at in (0, 1)}
+            assert served == {1, 2}, path
 
 
 def test_the_socket_is_this_user_s_alone(gateways: Any) -> None:

@@ -101,6 +101,20 @@ def test_what_a_dead_worker_had_not_taken_goes_to_another() -> None:
     run(main)
 
 
+def test_a_worker_that_says_nothing_gets_connections_last() -> None:
+    async def main(workers: Workers) -> None:
+        workers.recipients[0].late = True
+        for _ in range(5):
+            workers.connect()
+        assert [len(one.sent) for one in workers.recipients] == [0, 5]
+        workers.recipients[1].late = True
+        workers.connect()
+        assert [len(one.sent) for one in workers.recipients] == [1, 5]
+        workers.handover.close()
+
+    run(main)
+
+
 def test_limits_count_the_connections_of_all_workers() -> None:
     async def main(workers: Workers) -> None:
         for _ in range(2):

@@ -136,6 +136,56 @@ def test_a_connection_that_waits_for_a_worker_outlives_it(start_workers: Any, up
         assert [answer.result() for answer in answers] == [200] * 6
 
 
+@pytest.mark.parametrize("name", [1, "engine"])
+def test_a_process_that_hangs_is_killed_and_replaced(start_workers: Any, upstream: Any, name: Any) -> None:
+    """Its connections break, those that wait for it go to the other worker, and its places are free again."""
+    more = "hang_timeout = 8\nmax_concurrent = 2\nqueue_timeout = 300"
+    program = Streaming()
+    gateway = start_workers(CONFIGURATION.format(url=upstream(program).url, drain=1, more=more)).ready()
+    gateway.said("ready", worker="engine")
+    before, other = gateway.pid(name), gateway.pid(2)
+    lines: list[list[str]] = [[], []]
+    with ThreadPoolExecutor(8) as pool:
+        begun = [begin(pool, gateway, into) for into in lines]  # one on each worker; both places are taken
+        os.kill(before, signal.SIGSTOP)
+
+        def health() -> int:
+            with gateway.client() as client:
+                return int(client.get("/health").status_code)
+
+        answers = [pool.submit(health) for _ in range(4)]
+        gateway.said("process does not answer and is killed", process=str(name))
+        gateway.said("process ended", process=str(name), status=-signal.SIGKILL)
+        assert [answer.result() for answer in answers] == [200] * 4
+        if name == 1:
+            third: list[str] = []
+            begun.append(begin(pool, gateway, third))  # takes the place that has come back
+        program.let.set()
+        ended = [result.exception() for result in begun]
+    assert sum(error is not None for error in ended) == (1 if name == 1 else 0)
+    assert all(isinstance(error, httpx.TransportError) for error in ended if error)
+    assert gateway.pid(2) == other
+    gateway.said("ready", 2, worker=name)
+    with gateway.client() as client:
+        assert client.get("/ready").status_code == 200
+    assert gateway.end() == 0
+
+
+def test_a_stop_of_all_processes_ends_none(start_workers: Any, upstream: Any) -> None:
+    """As of a terminal, or of a machine that sleeps."""
+    more = "hang_timeout = 8"  # long enough for a busy machine
+    gateway = start_workers(CONFIGURATION.format(url=upstream(Streaming()).url, drain=1, more=more)).ready()
+    pids = [gateway.process.pid, *(gateway.pid(name) for name in ("engine", 1, 2))]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(9)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    with gateway.clients(4) as clients:
+        assert {client.get("/health").status_code for client in clients} == {200}
+    assert not [line for line in gateway.lines if line["event"] == "process ended"]
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_https_is_served_by_every_worker(start_workers: Any, upstream: Any, tmp_path: Path) -> None:
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=x"

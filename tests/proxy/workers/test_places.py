@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,7 +13,8 @@ from starlette.requests import ClientDisconnect
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.proxy.admission.concurrency import ConcurrencyLimiter
 from agentspec.proxy.workers.places import SharedLimiter, WorkerPlaces
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.api_keys import ApiKey
+from agentspec.settings.server import ServerSettings, TenantLimits
 
 
 class Parent:
@@ -194,3 +196,40 @@ def test_a_drain_refuses_what_waits(by_parent: bool) -> None:
         await first
 
     run(main())
+
+
+def test_weights_hold_across_workers_to_the_place(in_virtual_time: Any) -> None:
+    """Both tenants always wait on both workers; requests take equally long by a clock that jumps."""
+    limits = {"heavy": TenantLimits(weight=3.0)}
+    keys = tuple(ApiKey(tenant=name, key_env="unused") for name in ("heavy", "light"))
+    got: Counter[tuple[str, int]] = Counter()
+
+    async def ask(parent: Parent, tenant: str, worker: int) -> None:
+        async with parent.workers[worker].enter(tenant, silent):
+            got[tenant, worker] += 1
+            await asyncio.sleep(0.1)
+
+    async def main() -> None:
+        parent = Parent(max_concurrent=4, queue_timeout=1000, max_queued=1000, tenants=limits, api_keys=keys)
+        for tenant in ("heavy", "light"):  # so that it is known how long their requests take
+            await ask(parent, tenant, 0)
+            await turns()
+        got.clear()
+        tasks = [
+            asyncio.create_task(ask(parent, tenant, number % 2))
+            for number in range(200)
+            for tenant in ("heavy", "light")
+        ]
+        await asyncio.sleep(0.1 * 50 + 0.01)  # 200 places later, when both still wait
+        shares = Counter[str]()
+        for (tenant, _), count in got.items():
+            shares[tenant] += count
+        assert sum(shares.values()) == 204 and abs(shares["heavy"] - 3 * shares["light"]) <= 4, shares
+        assert abs(got["heavy", 0] - got["heavy", 1]) <= 4 >= abs(got["light", 0] - got["light", 1])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await turns()
+        assert parent.limiter.running == 0 == parent.limiter.waiting
+
+    in_virtual_time(main())
