@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
+from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
@@ -31,7 +32,8 @@ from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import log_unexpected, outcome
 from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
-from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
+from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, with_fields
+from agentspec.proxy.forwarding.prediction_usage import PredictionUsage
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
 from agentspec.proxy.streaming.pacing import paced
@@ -153,15 +155,17 @@ class GenerationEndpoint:
     async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
         check_head(exchange.scope)
         await self._run(exchange, self._check, exchange.fields, backend)
+        fields, model = exchange.fields, exchange.route.upstream_model
         async with exchange.deadline.limit():
-            body = await upstream_body(
-                backend, self.path, exchange.body, exchange.fields, exchange.caller, exchange.route.upstream_model
-            )
-        choices = expected_choices(self.path, exchange.fields)
+            added = await added_fields(backend, self.path, fields, exchange.caller, model)
+            body = await with_fields(exchange.body, fields, added)
+        counter = prediction_counter(backend, model, {**fields, **added})
+        inspector = StreamInspector(expected_choices(self.path, fields))
+        del fields, added
         exchange.release()
-        inspector = StreamInspector(choices)
-        scope, send, account = exchange.scope, exchange.send, exchange.account
-        await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
+        sending: dict[str, Any] = {"account": exchange.account, "usage": PredictionUsage(counter) if counter else None}
+        scope, send = exchange.scope, exchange.send
+        await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, **sending)
         backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
