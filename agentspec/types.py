@@ -195,6 +195,7 @@ class GenerateRequest:
     refused earlier. `speculation=False` never changes the answer, only how it is computed. A request with a lower
     `priority` is served first, as in vLLM. `latency_target_ms_per_token` is the time per token that the stream should
     keep after its first token: drafts serve this target before they serve throughput. No request is refused for it.
+    `thinking_budget` is the most tokens of thoughts; only local models can keep to it.
     """
 
     model: str
@@ -218,6 +219,7 @@ class GenerateRequest:
     priority: int = 0
     latency_target_ms_per_token: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("messages", "text", "token_ids") if getattr(self, name) is not None]

@@ -69,6 +69,7 @@ class MessagesRequest:
     """A request as a chat: `chat` is the body of a chat completion, which may continue the last message (`prefilled`).
 
     `thoughts`: whether the answer may show the model's thoughts; with `omitted` only that there were some.
+    `thinking_budget`: the most tokens of thoughts, which chats have no field for.
     """
 
     chat: dict[str, Any]
@@ -76,6 +77,7 @@ class MessagesRequest:
     thoughts: bool = True
     omitted: bool = False
     prefilled: bool = False
+    thinking_budget: int | None = None
 
     def bare(self) -> MessagesRequest:
         """The same without the chat, which a long conversation fills and an answer does not need."""
@@ -113,6 +115,7 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
         thoughts=thinking.get("type") != "disabled",
         omitted=thinking.get("display") == "omitted",
         prefilled=prefilled,
+        thinking_budget=thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None,
     )
 
 
@@ -153,7 +156,7 @@ def _response_format(form: Any, name: str) -> dict[str, Any]:
 
 
 def _thinking(value: Any) -> Mapping[str, Any]:
-    """`thinking`, checked. Its budget is bounded by `max_tokens` and otherwise the model's own business."""
+    """`thinking`, checked. Local models keep to its budget; elsewhere `max_tokens` alone bounds thoughts."""
     if value is None:
         return {}
     thinking = validated(_OBJECT, value, "thinking")

@@ -77,6 +77,7 @@ class MessagesEndpoint(GenerationEndpoint):
     ) -> tuple[GenerateRequest, ResponseWriter]:
         parsed = self._local(fields, backend, record)
         request, _ = parse_chat(parsed.chat, max_messages=len(parsed.chat["messages"]))
+        request = replace(request, thinking_budget=parsed.thinking_budget)
         if parsed.stream and backend in self.runtime.backends().values():  # no strategy: its prompt is counted first
             request = replace(request, return_prompt=True)
         request, record.stream = caller.sign(request), parsed.stream
