@@ -109,7 +109,9 @@ def test_good_drafts_are_accepted_and_save_steps(family: Any, tree_of: Any) -> N
     assert outcome.speculation.steps == outcome.rounds
 
 
-@pytest.mark.parametrize("name", ["greedy", "cold nucleus", "penalties"])
+@pytest.mark.parametrize(
+    "name", ["greedy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cold nucleus", "penalties"))]
+)
 def test_the_end_of_thinking_falls_where_it_would_without_drafts(lab: Any, tree_of: Any, name: str) -> None:
     sampling, limit = SAMPLINGS[name], ThinkingLimit(7, end=47, begun=True)
     bounded: dict[str, Any] = {"constraints": ConstraintSpec(thinking=limit)}

@@ -126,7 +126,7 @@ def test_the_last_chunk_of_a_stream_gets_the_counts(gateway: Any, upstream: Any,
         ({"usage": [1]}, {}),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_bytes_stay_where_there_is_nothing_to_tell(
     gateway: Any, upstream: Any, script: dict[str, Any], fields: dict[str, Any], stream: bool
 ) -> None:
@@ -136,6 +136,7 @@ def test_all_bytes_stay_where_there_is_nothing_to_tell(
     assert post(running, messages=[], stream=stream, **fields).content == sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"no JSON", b'{"choices": 7, "usage": {}}', b'{"choices": [7]}'])
 def test_odd_answers_pass(gateway: Any, upstream: Any, content: bytes) -> None:
     running = gateway({}, settings(upstream(vllm(content)).url))
