@@ -135,6 +135,7 @@ RECORDED: dict[str, dict[str, Any]] = {
         "text": {"format": {"type": "json_schema", "name": "codex_output_schema", "strict": True, "schema": FORM}},
     },
     "no thinking": {"reasoning": None, "include": [], "text": None},
+    "thoughts of all turns": {"reasoning": {"effort": "low", "context": "all_turns", "mode": "standard"}},
     "another tier": {"service_tier": "priority", "reasoning": {"effort": "high", "summary": "detailed"}},
     "a compacted history": {
         "input": [said("user", "before"), said("developer", "later rules"), said("user", "a summary of the work")]
