@@ -34,7 +34,7 @@ MIN_SEEN = 3  # answers of a kind that must have been compared before one is pre
 MAX_CHARACTERS = 1 << 18  # of an answer that is kept
 MAX_KINDS = 4096  # whose rates are known
 REFUSED_SECONDS = 600.0  # without predictions, after one went with a request that was refused
-PATIENCE = 5.0  # seconds to keep an answer
+PATIENCE = 20.0  # seconds to keep an answer
 _RATE_STEP = 0.2  # how far the newest answer moves the rate
 _WORD = re.compile(r"\s*\w+|\s*[^\w\s]|\s+")
 # Fields with which OpenAI refuses a prediction, or which make several answers of one.
