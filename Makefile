@@ -65,14 +65,19 @@ check-tests: test
 
 check: lint docs-check types contracts check-tests
 
-# vLLM is a download of 400 MB into an environment of its own; without it the tests of real servers are skipped.
+# vLLM is a download of 400 MB into an environment of its own, agent frameworks are one of 150 MB into another; without
+# them the tests of real servers and of these clients are skipped.
 check-long: CHOICE = -m long
 check-long: WORKERS = 0
 check-long: export AGENTSPEC_VLLM_ENV = $(CURDIR)/.ci/vllm
-check-long: .ci/vllm/bin/vllm test
+check-long: export AGENTSPEC_CLIENTS_ENV = $(CURDIR)/.ci/clients
+check-long: .ci/vllm/bin/vllm .ci/clients/.complete test
 
 .ci/vllm/bin/vllm:
 	-PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/vllm-env .ci/vllm
+
+.ci/clients/.complete: .ci/clients-env
+	-PYTHON=$(PYTHON) .ci/clients-env .ci/clients && touch $@
 
 mutants: CHOICE = -m mutants
 mutants: test

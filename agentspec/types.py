@@ -197,6 +197,7 @@ class GenerateRequest:
     keep after its first token: drafts serve this target before they serve throughput. No request is refused for it.
     With `share=False` the local engine lets only requests of the same session draft from what it generates, for one
     part of an answer that `RecordsAnswers.record` gets as a whole.
+    `thinking_budget` is the most tokens of thoughts; only local models can keep to it.
     """
 
     model: str
@@ -221,6 +222,7 @@ class GenerateRequest:
     priority: int = 0
     latency_target_ms_per_token: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("messages", "text", "token_ids") if getattr(self, name) is not None]

@@ -92,6 +92,15 @@ class Tokenization(Protocol):
         ...
 
 
+@runtime_checkable
+class SpellsTokens(Protocol):
+    """A backend whose tokens can be written out, the special ones included."""
+
+    async def spell(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` with special tokens by their names, such as the marks of a chat template."""
+        ...
+
+
 def tokenization_of(backend: Backend) -> Tokenization | None:
     """The backend's tokenization if it takes prompts of token ids, else None; an endpoint's is known after a probe."""
     shown = getattr(backend, "tokenization", backend)

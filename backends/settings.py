@@ -122,6 +122,13 @@ class OpenAISettings(BaseModel):
         default="auto",
         description="Whether it has OpenAI's /responses; auto asks it. Without, requests become chats",
     )
+    auto_prediction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="For a hosted API that knows `prediction`: the share of right tokens, such as 0.8, from which chats"
+        " get the tenant's own earlier answer as one. Unset sends none, since wrong tokens are billed",
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

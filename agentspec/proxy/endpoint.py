@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import Headers
@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend, Forwards, is_forwarding
+from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
@@ -29,9 +30,11 @@ from agentspec.proxy.body.json_object import parse_object
 from agentspec.proxy.body.reading import read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import log_unexpected, outcome
+from agentspec.proxy.forwarding.auto_prediction import AutoPredictions, PredictedAnswer
 from agentspec.proxy.forwarding.engine_link import EngineLink, Follows, FramedStream
 from agentspec.proxy.forwarding.inspection import StreamInspector, expected_choices
-from agentspec.proxy.forwarding.passthrough import pass_through, upstream_body
+from agentspec.proxy.forwarding.passthrough import added_fields, pass_through, with_fields
+from agentspec.proxy.forwarding.prediction_usage import PredictionUsage
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.proxy.streaming.framing import CHUNKS, Framing
 from agentspec.proxy.streaming.pacing import paced
@@ -90,6 +93,7 @@ class GenerationEndpoint:
     deadlines: Deadlines
     places: EnginePlaces
     engine: EngineLink | None = None
+    _predictions: AutoPredictions | None = field(default=None, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
@@ -153,16 +157,38 @@ class GenerationEndpoint:
     async def _forward(self, exchange: Exchange, backend: Forwards) -> None:
         check_head(exchange.scope)
         await self._run(exchange, self._check, exchange.fields, backend)
+        fields, model = exchange.fields, exchange.route.upstream_model
         async with exchange.deadline.limit():
-            body = await upstream_body(
-                backend, self.path, exchange.body, exchange.fields, exchange.caller, exchange.route.upstream_model
-            )
-        choices = expected_choices(self.path, exchange.fields)
+            predicted = await self._predicted(exchange, backend)
+            added = await added_fields(backend, self.path, fields, exchange.caller, model)
+            added |= predicted.fields if predicted else {}
+            body = await with_fields(exchange.body, fields, added)
+        counter = prediction_counter(backend, model, {**fields, **added})
+        inspector = StreamInspector(expected_choices(self.path, fields))
+        del fields, added
         exchange.release()
-        inspector = StreamInspector(choices)
+        edits = predicted or (PredictionUsage(counter) if counter else None)
         scope, send, account = exchange.scope, exchange.send, exchange.account
-        await pass_through(scope, send, backend, self.path, body, exchange.deadline, inspector, account=account)
+        try:
+            await pass_through(
+                scope, send, backend, self.path, body, exchange.deadline, inspector, account=account, edits=edits
+            )
+        finally:  # a client that has its answer may have left
+            if predicted:
+                await predicted.finish(exchange.record.status)
         backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, exchange.record.usage)
+
+    async def _predicted(self, exchange: Exchange, backend: Forwards) -> PredictedAnswer | None:
+        """The answer as it may be predicted, where the operator wants that."""
+        if self.path != CHAT or backend.settings.auto_prediction is None:
+            return None
+        self._predictions = self._predictions or AutoPredictions(self.runtime)
+        name, model = exchange.route.backend_name, exchange.route.upstream_model
+        predicted = await self._predictions.begin(backend, name, model, exchange.fields, exchange.caller)
+        if predicted:
+            predicted.tells = self.settings.speculation_object
+            exchange.record.response_headers = predicted.headers
+        return predicted
 
     async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the exchange's body, in a thread if the body is large."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from agentspec.backends.base import TOKENIZE, Forwards, Tokenization, is_forwarding, tokenization_of
+from agentspec.backends.base import TOKENIZE, Forwards, SpellsTokens, Tokenization, is_forwarding, tokenization_of
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import encode
@@ -101,7 +101,7 @@ class TokenizationEndpoint(GenerationEndpoint):
         if body.return_token_strs and len(tokens) > MAX_STRINGS:
             message = f"return_token_strs is for at most {MAX_STRINGS} tokens; these are {len(tokens)}"
             raise InvalidRequestError(message, param="return_token_strs")
-        strings = [await side.detokenize([token]) for token in tokens] if body.return_token_strs else None
+        strings = [await _spelled(side, [token]) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "tokens": tokens, "token_strs": strings}
 
     async def _detokenize(self, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +110,11 @@ class TokenizationEndpoint(GenerationEndpoint):
             raise InvalidRequestError("tokens is missing", param="tokens")
         _DetokenizeBody.finish(fields)
         try:
-            return {"prompt": await side.detokenize(list(body.tokens))}
+            return {"prompt": await _spelled(side, list(body.tokens))}
         except (IndexError, OverflowError, TypeError):  # a tokenizer that looks ids up
             raise InvalidRequestError("tokens holds an id that the model has not", param="tokens") from None
+
+
+async def _spelled(side: Tokenization, tokens: list[int]) -> str:
+    """The text of `tokens`, with special tokens where the backend can write them out, so that it gives them again."""
+    return await (side.spell(tokens) if isinstance(side, SpellsTokens) else side.detokenize(tokens))

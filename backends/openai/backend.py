@@ -31,7 +31,7 @@ from agentspec.backends.openai.hints import (
 )
 from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
 from agentspec.backends.openai.payload import payload
-from agentspec.backends.openai.prediction import prediction_fields
+from agentspec.backends.openai.prediction import prediction_counter, prediction_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.routes import RouteDetector
 from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
@@ -114,9 +114,11 @@ class OpenAIBackend:
             **label_headers(labels, speculation=request.speculation, store=request.store),
         }
         told = self._session_headers(request.tenant, labels, {})
+        counter = prediction_counter(self, str(body["model"]), body)
         async with (
             self._endpoint.send("POST", path, headers=headers, body=_encode(body), told=told) as response,
-            aclosing(self.deltas(response)) as deltas,
+            aclosing(self.deltas(response)) as plain,
+            aclosing(counter.counted(plain) if counter else plain) as deltas,
         ):
             async for delta in deltas:
                 self.observe_answer(request.tenant, request.labels, delta.usage)

@@ -291,6 +291,10 @@ class TorchBackend:
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self._tokenizer.decode, token_ids)
 
+    async def spell(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` with special tokens by their names."""
+        return await asyncio.to_thread(self._tokenizer.decode, token_ids, special=True)
+
     async def metrics(self, name: str) -> EngineSample:
         """The part of `stats` that the gateway's metrics show."""
         stats = await asyncio.to_thread(self.stats)

@@ -41,7 +41,8 @@ def system_text(value: Any, name: str) -> str:
 def chat_messages(value: Any, *, images: bool, most: int) -> list[dict[str, Any]]:
     """The field `messages` as the messages of a chat. `images` says whether the model may be sent any.
 
-    A message with tool results becomes several. Raises `InvalidRequestError` whose `param` is the place in `value`.
+    A message with tool results becomes several, one that only sets the effort (`output_config`) none. Raises
+    `InvalidRequestError` whose `param` is the place in `value`.
     """
     if not isinstance(value, list):
         raise wrong_type("messages", "an array", value)
@@ -49,7 +50,10 @@ def chat_messages(value: Any, *, images: bool, most: int) -> list[dict[str, Any]
         raise InvalidRequestError("messages must hold at least one message", param="messages")
     if len(value) > most:
         raise InvalidRequestError(f"messages has {len(value)} entries; {most} are allowed", param="messages")
-    return [chat for index, one in enumerate(value) for chat in _message(one, f"messages[{index}]", images)]
+    chats = [chat for index, one in enumerate(value) for chat in _message(one, f"messages[{index}]", images)]
+    if not chats:
+        raise InvalidRequestError("messages must hold at least one message with content", param="messages")
+    return chats
 
 
 def _message(value: Any, name: str, images: bool) -> Iterator[dict[str, Any]]:
@@ -59,14 +63,15 @@ def _message(value: Any, name: str, images: bool) -> Iterator[dict[str, Any]]:
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidRequestError(f"{name}.role must be user, assistant or system", param=f"{name}.role")
     role = _ROLES[role]
-    _only_known(value, {"role", "content"}, name)
+    configures = role == "system" and value.get("output_config") is not None
+    _only_known(value, {"role", "content", *(("output_config",) if configures else ())}, name)
     kinds = _OF_ROLE[role] if images else tuple(kind for kind in _OF_ROLE[role] if kind != "image")
     blocks = list(_blocks(value.get("content"), f"{name}.content", kinds))
     if role == "assistant":
         yield _assistant(blocks)
-    elif role == "system":
+    elif role == "system" and (blocks or not configures):
         yield {"role": "system", "content": _BETWEEN.join(block["text"] for block in blocks)}
-    else:
+    elif role == "user":
         yield from _user(blocks, name, images)
 
 

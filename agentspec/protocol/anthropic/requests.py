@@ -69,6 +69,7 @@ class MessagesRequest:
     """A request as a chat: `chat` is the body of a chat completion, which may continue the last message (`prefilled`).
 
     `thoughts`: whether the answer may show the model's thoughts; with `omitted` only that there were some.
+    `thinking_budget`: the most tokens of thoughts, which chats have no field for.
     """
 
     chat: dict[str, Any]
@@ -76,6 +77,7 @@ class MessagesRequest:
     thoughts: bool = True
     omitted: bool = False
     prefilled: bool = False
+    thinking_budget: int | None = None
 
     def bare(self) -> MessagesRequest:
         """The same without the chat, which a long conversation fills and an answer does not need."""
@@ -113,6 +115,7 @@ def parse_messages(body: Mapping[str, Any], limits: MessagesLimits, *, count: bo
         thoughts=thinking.get("type") != "disabled",
         omitted=thinking.get("display") == "omitted",
         prefilled=prefilled,
+        thinking_budget=thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None,
     )
 
 
@@ -125,23 +128,36 @@ def _tools(fields: _MessagesBody, most: int) -> dict[str, Any]:
 
 
 def _output(fields: _MessagesBody) -> dict[str, Any]:
-    """`output_config`, and the older `output_format`, as `response_format` and `reasoning_effort`."""
-    config = {} if fields.output_config is None else validated(_OBJECT, fields.output_config, "output_config")
-    for name, value in config.items():
-        if name not in ("effort", "format") and value is not None:
-            param = f"output_config.{shown_name(name)}"
-            raise InvalidRequestError(f"{param} is not supported by this model", param=param)
+    """`output_config`, and the older `output_format`, as `response_format` and `reasoning_effort`.
+
+    The effort is the last one that a system message in the conversation sets, if one does.
+    """
+    config = _config(fields.output_config, "output_config", ("effort", "format"))
+    effort, named = config.get("effort"), "output_config.effort"
+    for index, message in enumerate(fields.messages):  # all of them were read: they are objects
+        name = f"messages[{index}].output_config"
+        later = _config(message.get("output_config"), name, ("effort",)).get("effort")
+        effort, named = (effort, named) if later is None else (later, f"{name}.effort")
     place = "output_format" if fields.output_format is not None else "output_config.format"
     form = fields.output_format if fields.output_format is not None else config.get("format")
     chat: dict[str, Any] = {}
     if form is not None:
         chat["response_format"] = _response_format(form, place)
-    if (effort := config.get("effort")) is not None:
+    if effort is not None:
         if not isinstance(effort, str) or effort not in _EFFORTS:
-            message = f"output_config.effort must be one of {', '.join(_EFFORTS)}"
-            raise InvalidRequestError(message, param="output_config.effort")
+            raise InvalidRequestError(f"{named} must be one of {', '.join(_EFFORTS)}", param=named)
         chat["reasoning_effort"] = _EFFORTS[effort]
     return chat
+
+
+def _config(value: Any, name: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """The object `value`, which may set the `known` fields."""
+    config = {} if value is None else validated(_OBJECT, value, name)
+    for key, given in config.items():
+        if key not in known and given is not None:
+            param = f"{name}.{shown_name(key)}"
+            raise InvalidRequestError(f"{param} is not supported by this model", param=param)
+    return config
 
 
 def _response_format(form: Any, name: str) -> dict[str, Any]:
@@ -153,7 +169,7 @@ def _response_format(form: Any, name: str) -> dict[str, Any]:
 
 
 def _thinking(value: Any) -> Mapping[str, Any]:
-    """`thinking`, checked. Its budget is bounded by `max_tokens` and otherwise the model's own business."""
+    """`thinking`, checked. Local models keep to its budget; elsewhere `max_tokens` alone bounds thoughts."""
     if value is None:
         return {}
     thinking = validated(_OBJECT, value, "thinking")

@@ -11,12 +11,20 @@ from agentspec.types import Delta, Usage
 
 
 def responses_usage(usage: Usage) -> dict[str, Any]:
-    """The `usage` object of a response. No tokens are said to be written to a cache: nobody is charged for that."""
+    """The `usage` object of a response. It has prediction counts only if the request carried a prediction.
+
+    No tokens are said to be written to a cache: nobody is charged for that.
+    """
+    accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
+    predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "output_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens or 0,
+            **({} if accepted is None else predicted),
+        },
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

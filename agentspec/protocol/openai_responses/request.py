@@ -68,6 +68,8 @@ class _Reasoning(Body):
     effort: Annotated[Text, _one_of(*_EFFORTS)] | None = None
     summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
     generate_summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
+    context: Annotated[Text, _one_of("auto", "all_turns")] | None = None  # the thoughts of all turns are shown
+    mode: Annotated[Text, _one_of("standard")] | None = None
 
 
 class _ResponsesStreamOptions(Body):

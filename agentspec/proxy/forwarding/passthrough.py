@@ -21,6 +21,7 @@ from agentspec.proxy.admission.limits import Deadline
 from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
 from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.errors import outcome, refused_key
+from agentspec.proxy.forwarding.answer_edits import AnswerEdits
 from agentspec.proxy.forwarding.inspection import Inspector, read_answer
 from agentspec.proxy.request_record import RequestRecord
 
@@ -39,9 +40,19 @@ async def upstream_body(
     Every other byte is kept. Token ids are not requested on behalf of a client, which would otherwise get events and
     fields that it did not request.
     """
+    return await with_fields(body, fields, await added_fields(backend, path, fields, caller, model))
+
+
+async def added_fields(
+    backend: Forwards, path: str, fields: Mapping[str, Any], caller: Caller, model: str
+) -> dict[str, Any]:
+    """What a body with `fields` gets on its way to the upstream: see `upstream_body`."""
     added = await backend.body_fields(path, caller.tenant, caller.labels, fields)
-    if model != fields["model"]:
-        added = {**added, "model": model}
+    return added if model == fields["model"] else {**added, "model": model}
+
+
+async def with_fields(body: bytes, fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
+    """`body`, which holds `fields`, with the values `added`. Every other byte is kept."""
     if not added:
         return body
     if len(body) <= INLINE_BYTES:
@@ -61,12 +72,13 @@ async def pass_through(
     *,
     account: BodyAccount,
     above: bool = False,
+    edits: AnswerEdits | None = None,
 ) -> None:
     """Forward `body` to the upstream and send its answer back: streamed, followed by `inspector`, or whole.
 
-    `above`: `path` stands beside the upstream's /v1. A large whole answer waits until `account` has room for it, and
-    its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
-    later ends with an error event.
+    `edits` sets fields of the answer; all other bytes stay. `above`: `path` stands beside the upstream's /v1. A large
+    whole answer waits until `account` has room for it, and its upstream meanwhile. Raises `UpstreamError` and
+    `AnswerMemoryError` before anything is sent; a stream that fails later ends with an error event.
     """
     record = RequestRecord.of(scope)
     query = scope.get("query_string", b"").decode("latin-1")
@@ -83,11 +95,11 @@ async def pass_through(
                 raise refused_key(f"upstream {response.name}")
             content = b"" if record.stream else await response.aread(room=account.wait_for)
         if not record.stream:
-            await _send_whole(response, content, record, send, account)
+            await _send_whole(response, content, record, send, account, edits)
         elif response.is_encoded:
             await _send_encoded(response, record, send, deadline)
         else:
-            await _send_stream(response, record, send, deadline, inspector)
+            await _send_stream(response, record, send, deadline, inspector, edits)
 
 
 def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
@@ -99,7 +111,12 @@ def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
 
 
 async def _send_whole(
-    response: UpstreamResponse, content: bytes, record: RequestRecord, send: Send, account: BodyAccount
+    response: UpstreamResponse,
+    content: bytes,
+    record: RequestRecord,
+    send: Send,
+    account: BodyAccount,
+    edits: AnswerEdits | None,
 ) -> None:
     if response.status >= 400:
         record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
@@ -107,6 +124,7 @@ async def _send_whole(
         if record.anthropic:
             content = anthropic_error(content, response.status, record.request_id)
     elif not response.is_encoded:
+        content = content if edits is None else await edits.whole(content)
         counts, error = await account.run(len(content), read_answer, content)
         record.read(counts)
         _note_error(record, error)
@@ -117,7 +135,12 @@ async def _send_whole(
 
 
 async def _send_stream(
-    response: UpstreamResponse, record: RequestRecord, send: Send, deadline: Deadline, inspector: Inspector
+    response: UpstreamResponse,
+    record: RequestRecord,
+    send: Send,
+    deadline: Deadline,
+    inspector: Inspector,
+    edits: AnswerEdits | None,
 ) -> None:
     """Send whole events, byte for byte. If the upstream stops before its answer is complete, an error event follows."""
     await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
@@ -126,12 +149,14 @@ async def _send_stream(
         async with deadline.limit(), aclosing(response.aiter_raw()) as pieces:
             async for piece in pieces:
                 if events := splitter.feed(piece):
+                    if edits is not None:
+                        events = events[: splitter.whole_from] + await edits.events(events[splitter.whole_from :])
                     inspector.read(events[splitter.whole_from :])
                     if inspector.error and response.own_key:
                         events = without_account(events)
                     record.token_arrived()
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-        rest = splitter.rest()
+        rest = splitter.rest() if edits is None else await edits.events(splitter.rest())
         inspector.read(rest + b"\n\n")
         if not inspector.finished:
             raise UpstreamError("the upstream ended the answer before it was finished")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from agentspec.backends.base import CHAT, MESSAGES, AddsHeaders, Backend, Forwards
+from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.requests import MessagesLimits, MessagesRequest, parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
@@ -56,10 +57,11 @@ class MessagesEndpoint(GenerationEndpoint):
             request = await self._chat(exchange, backend)
             chat = await chat_fields(backend, request, exchange.caller, exchange.route.upstream_model)
             body = await self._run(exchange, encode, chat)
+        counter = prediction_counter(backend, exchange.route.upstream_model, chat)
         del chat
         writer = MessagesWriter(exchange.fields["model"], request.bare(), self.settings.speculation_object)
         record.stream, record.response_headers = request.stream, TRANSLATED
-        deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record)
+        deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record, counter)
         exchange.release()
         await self._answer(deltas, writer, record, exchange.send, exchange.deadline)
         backend.observe_answer(exchange.caller.tenant, exchange.caller.labels, record.usage)
@@ -75,6 +77,7 @@ class MessagesEndpoint(GenerationEndpoint):
     ) -> tuple[GenerateRequest, ResponseWriter]:
         parsed = self._local(fields, backend, record)
         request, _ = parse_chat(parsed.chat, max_messages=len(parsed.chat["messages"]))
+        request = replace(request, thinking_budget=parsed.thinking_budget)
         if parsed.stream and backend in self.runtime.backends().values():  # no strategy: its prompt is counted first
             request = replace(request, return_prompt=True)
         request, record.stream = caller.sign(request), parsed.stream

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import Scope
 
 from agentspec.backends.base import CHAT, Forwards
+from agentspec.backends.openai.prediction import PredictionCounter
 from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.proxy.admission.auth import Caller
@@ -49,17 +50,25 @@ def chat_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
 
 
 async def chat_deltas(
-    backend: Forwards, body: bytes, headers: Mapping[str, str], record: RequestRecord
+    backend: Forwards,
+    body: bytes,
+    headers: Mapping[str, str],
+    record: RequestRecord,
+    counter: PredictionCounter | None = None,
 ) -> AsyncGenerator[Delta]:
-    """The upstream's answer to the chat in `body`. Raises `UpstreamError`."""
+    """The upstream's answer to the chat in `body`; `counter` adds prediction counts. Raises `UpstreamError`."""
     sending = backend.forward("POST", CHAT, headers=headers, body=body, tenant=record.tenant)
     try:
-        async with sending as response, aclosing(backend.deltas(response)) as deltas:
+        async with sending as response, aclosing(_counted(backend.deltas(response), counter)) as deltas:
             async for delta in deltas:
                 yield _readable(delta)
     except UpstreamStatusError as error:
         error.for_client = not (record.has_gateway_key or error.own_key)
         raise
+
+
+def _counted(deltas: AsyncGenerator[Delta], counter: PredictionCounter | None) -> AsyncGenerator[Delta]:
+    return deltas if counter is None else counter.counted(deltas)
 
 
 def _readable(delta: Delta) -> Delta:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders, Backend, Forwards, is_forwarding
+from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.cache.responses import StoredResponse
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.counts import count_reasoning
@@ -120,7 +121,8 @@ class ResponsesEndpoint(GenerationEndpoint):
             chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, chat)
             body = await self._run_on(exchange, history, encode, chat)
         record.response_headers = TRANSLATED
-        deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record)
+        counter = prediction_counter(backend, exchange.route.upstream_model, chat)
+        deltas = chat_deltas(backend, body, chat_headers(exchange.scope, record), record, counter)
         exchange.release()
         await self._send_answer(exchange, request, deltas)
 

@@ -9,11 +9,11 @@ from functools import partial
 from agentspec.backends.torch.grammars.compile_queue import CompileQueue
 from agentspec.backends.torch.grammars.compiler import GrammarCompiler
 from agentspec.backends.torch.grammars.matcher import CompiledGrammar
-from agentspec.backends.torch.sampling.constraints import ConstraintSpec
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.backends.torch.text.chat_template import template_of, tool_format
 from agentspec.backends.torch.text.grammar_builder import GrammarSource, grammar_of
 from agentspec.backends.torch.text.output_parser import OutputParserSpec
-from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, expectation
+from agentspec.backends.torch.text.reasoning_parser import BEGIN, END, Expectation, expectation
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.backends.torch.text.tool_parser import ToolFormat
 from agentspec.errors import InvalidRequestError
@@ -28,10 +28,12 @@ class StructuredOutput:
     grammar: CompiledGrammar | None
     bad_words: tuple[tuple[int, ...], ...]
     shown: frozenset[int]
+    thinking: ThinkingLimit | None = None
 
     def constraints(self, choices: int) -> list[ConstraintSpec]:
         """The constraints of each choice."""
-        return [ConstraintSpec(self.grammar, self.bad_words, choice, self.shown) for choice in range(choices)]
+        common = (self.grammar, self.bad_words)
+        return [ConstraintSpec(*common, choice, self.shown, self.thinking) for choice in range(choices)]
 
 
 class LargeGrammarError(Exception):
@@ -74,6 +76,7 @@ class StructuredOutputBuilder:
             grammar=None if source is None else compiled or self._compiled(source, may_wait),
             bad_words=self._bad_words(request.sampling.bad_words),
             shown=self._shown(format, BEGIN, END) if chat else frozenset(),
+            thinking=self._thinking_limit(request.thinking_budget, expected) if chat else None,
         )
 
     async def compiled_in_turn(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
@@ -101,6 +104,13 @@ class StructuredOutputBuilder:
         return frozenset(
             self._vocabulary[text] for text in sought if not self._tokenizer.decode([self._vocabulary[text]])
         )
+
+    def _thinking_limit(self, tokens: int | None, expected: Expectation) -> ThinkingLimit | None:
+        """The limit of the request's thoughts, for models whose mark of their end is one token."""
+        end = self._vocabulary.get(END)
+        if tokens is None or end is None or end >= self._vocab_size or expected == "never":
+            return None
+        return ThinkingLimit(tokens, end, self._vocabulary.get(BEGIN), begun=expected == "begun")
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word alone and, if they begin with another token, of the word after a blank (as vLLM)."""

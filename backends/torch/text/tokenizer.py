@@ -89,12 +89,12 @@ class TokenizerAdapter:
         """A number of tokens that `text` has at least, found without tokenizing it; 0 if nothing is known."""
         return len(text) // self._longest if self._longest else 0
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` without special tokens."""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of `token_ids`, without special tokens unless `special`."""
         if self._fast is not None:
-            return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+            return str(self._fast.decode(list(token_ids), skip_special_tokens=not special))
         with self._lock:
-            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
     def decoder(self, shown: frozenset[int]) -> Decode:
         """A function like `decode` that writes out the special tokens in `shown`."""

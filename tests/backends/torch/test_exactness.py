@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.types import Draft, SamplingParams
 
 Script = Callable[[list[int], int], Draft | None]
@@ -106,6 +107,19 @@ def test_good_drafts_are_accepted_and_save_steps(family: Any, tree_of: Any) -> N
     assert outcome.rounds == -(-len(want) // 6)
     assert outcome.speculation.accepted == len(want) - outcome.rounds
     assert outcome.speculation.steps == outcome.rounds
+
+
+@pytest.mark.parametrize(
+    "name", ["greedy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cold nucleus", "penalties"))]
+)
+def test_the_end_of_thinking_falls_where_it_would_without_drafts(lab: Any, tree_of: Any, name: str) -> None:
+    sampling, limit = SAMPLINGS[name], ThinkingLimit(7, end=47, begun=True)
+    bounded: dict[str, Any] = {"constraints": ConstraintSpec(thinking=limit)}
+    want = lab.run(PROMPT, sampling, **bounded).tokens
+    free = lab.run(PROMPT, sampling).tokens
+    assert 47 not in free[:7] and want[:8] == [*free[:7], 47] and len(want) > 8
+    for script in drafters(want, tree_of).values():
+        lab.require_same(PROMPT, sampling, lab.run(PROMPT, sampling, script, **bounded).tokens, want)
 
 
 @given(data=st.data())

@@ -97,6 +97,12 @@ def started(gateway: Any) -> tuple[str, FakeBackend]:
     return gateway({"m": backend}).url, backend
 
 
+@pytest.fixture(scope="module")
+def shared(shared_gateway: Any) -> tuple[str, FakeBackend]:
+    backend = FakeBackend(lambda request: Answer("Done.", extra={"reasoning_content": "Hm."}))
+    return shared_gateway({"m": backend}).url, backend
+
+
 def test_a_turn_with_a_tool_and_the_next(started: tuple[str, FakeBackend]) -> None:
     url, backend = started
     response = post(url, FIRST)
@@ -159,6 +165,70 @@ def test_its_side_requests(started: tuple[str, FakeBackend]) -> None:
     counted = {name: FIRST[name] for name in ("model", "messages", "system", "tools", "thinking")}
     answer = post(url, counted, "/v1/messages/count_tokens?beta=true")
     assert types.MessageTokensCount.model_validate(answer.json(), strict=True).input_tokens > 10
+
+
+GLOBAL = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
+LOADED = {"type": "tool_reference", "tool_name": "mcp__search"}
+CALLED = {"type": "tool_use", "id": "t1", "name": "Bash", "input": {}, "cache_control": EPHEMERAL}
+RECORDED: dict[str, dict[str, Any]] = {
+    "adaptive thinking with a budget of none": {"thinking": {"type": "adaptive", "budget_tokens": 0}},
+    "thinking bound to blocks": {"thinking": {"type": "adaptive", "block_binding": "strict", "display": "omitted"}},
+    "a budget": {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    "scopes of its cache": {"system": [{"type": "text", "text": "s", "cache_control": GLOBAL}]},
+    "another effort from here": {
+        "messages": [
+            *FIRST["messages"],
+            {"role": "system", "content": [], "output_config": {"effort": "xhigh"}},
+            {"role": "user", "content": "go on"},
+        ]
+    },
+    "a failed tool, and one that was looked up": {
+        "messages": [
+            *FIRST["messages"],
+            {"role": "assistant", "content": [CALLED, {**CALLED, "id": "t2"}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "is_error": True, "content": "boom"},
+                    {"type": "tool_result", "tool_use_id": "t2", "content": [LOADED], "cache_control": GLOBAL},
+                ],
+            },
+        ]
+    },
+    "thoughts that nobody can read": {
+        "messages": [
+            *FIRST["messages"],
+            {
+                "role": "assistant",
+                "content": [{"type": "redacted_thinking", "data": "Ev"}, {"type": "text", "text": "a"}],
+            },
+            {"role": "user", "content": "go on"},
+        ]
+    },
+    "a beginning for the answer": {"messages": [*FIRST["messages"], {"role": "assistant", "content": "{"}]},
+    "settings of the service": {"speed": "standard", "inference_geo": "us", "mcp_servers": [], "service_tier": "auto"},
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_requests_are_answered(shared: tuple[str, FakeBackend], name: str) -> None:
+    url, backend = shared
+    response = post(url, {**FIRST, **RECORDED[name]})
+    assert response.status_code == 200, response.text
+    kinds = [event["type"] if isinstance(event, dict) else event.type for event in events(response)]
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    effort = "high" if name == "another effort from here" else "medium"
+    assert backend.requests[-1].template_arguments["reasoning_effort"] == effort
+
+
+def test_an_effort_that_does_not_exist_is_named(shared: tuple[str, FakeBackend]) -> None:
+    for config, param in (({"effort": "odd"}, "effort"), ({"format": {}}, "format")):
+        wrong = {"role": "system", "content": [], "output_config": config}
+        refused = post(shared[0], {**FIRST, "messages": [*FIRST["messages"], wrong]})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == f"messages[1].output_config.{param}"
+    alone = post(shared[0], {**FIRST, "messages": [{"role": "system", "content": [], "output_config": {}}]})
+    assert alone.status_code == 400 and alone.json()["error"]["param"] == "messages"
 
 
 def test_tools_of_anthropics_servers_are_refused_by_name(started: tuple[str, FakeBackend]) -> None:

@@ -98,6 +98,7 @@ def test_thoughts_are_blocks_and_may_come_back(scripted: Any) -> None:
     assert [block.type for block in ask(client, thinking={"type": "disabled"}).content] == ["text"]
     assert backend.requests[0].template_arguments == {"enable_thinking": True}
     assert backend.requests[-1].template_arguments == {"enable_thinking": False}
+    assert [request.thinking_budget for request in backend.requests] == [1024, None, None, None]
 
 
 @pytest.mark.parametrize("stream", [False, True])

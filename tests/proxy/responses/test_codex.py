@@ -7,11 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
 # Shared: a client of its own costs more than a request.
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 SHELL = {
     "type": "function",
@@ -76,11 +79,15 @@ def running(shared_gateway: Any, backend: FakeBackend) -> Any:
     return shared_gateway({"fake": backend})
 
 
-def turn(running: Any, items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def turn(running: Any, items: list[dict[str, Any]], **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The items that are done, which Codex keeps, and the response that ends the turn."""
-    answer = HTTP.post(f"{running.url}/v1/responses", json={**BODY, "input": items}, headers=HEADERS, timeout=60)
+    body = {**BODY, **fields, "input": items}
+    answer = HTTP.post(f"{running.url}/v1/responses", json=body, headers=HEADERS, timeout=60)
     assert answer.status_code == 200, answer.text
     events = [json.loads(block.split("data: ")[1]) for block in answer.text.strip().split("\n\n")]
+    for number, event in enumerate(events):
+        EVENT.validate_python(event)
+        assert event["sequence_number"] == number
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert events[-1]["type"] == "response.completed"
     return done, events[-1]["response"]
@@ -105,6 +112,66 @@ def test_two_turns(running: Any, backend: FakeBackend) -> None:
     assert [message["role"] for message in messages] == ["system", "user", "user", "assistant", "tool"]
     assert messages[0]["content"].endswith("in a terminal.\n\n<permissions>")
     assert messages[3]["tool_calls"][0]["function"]["arguments"] == '{"command":["ls"]}'
+
+
+def said(role: str, text: str, **more: Any) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}], **more}
+
+
+PLAN = {
+    "type": "function",
+    "name": "update_plan",
+    "strict": False,
+    "parameters": {"type": "object", "properties": {"plan": {"type": "array", "items": {"type": "object"}}}},
+}
+FORM = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+CALL = {"type": "function_call", "name": "shell", "arguments": "{}", "call_id": "call_1"}
+RECORDED: dict[str, dict[str, Any]] = {
+    "several tools": {"tools": [SHELL, PLAN], "parallel_tool_calls": True},
+    "no tools": {"tools": [], "parallel_tool_calls": True},
+    "a form for the last message": {
+        "tools": [],
+        "text": {"format": {"type": "json_schema", "name": "codex_output_schema", "strict": True, "schema": FORM}},
+    },
+    "no thinking": {"reasoning": None, "include": [], "text": None},
+    "thoughts of all turns": {"reasoning": {"effort": "low", "context": "all_turns", "mode": "standard"}},
+    "another tier": {"service_tier": "priority", "reasoning": {"effort": "high", "summary": "detailed"}},
+    "a compacted history": {
+        "input": [said("user", "before"), said("developer", "later rules"), said("user", "a summary of the work")]
+    },
+    "remarks between calls": {
+        "input": [*FIRST, said("assistant", "I look.", phase="commentary"), said("user", "go on")]
+    },
+    "a result in parts": {
+        "input": [
+            *FIRST,
+            CALL,
+            {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "a.py"}]},
+        ]
+    },
+    "ids and states": {
+        "input": [
+            said("user", "hi", id="msg_1", status="completed"),
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+            {**CALL, "id": "fc_1", "status": "completed"},
+            {
+                "type": "function_call_output",
+                "call_id": "call_1",
+                "output": "a.py",
+                "id": "fo_1",
+                "status": "completed",
+            },
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_requests_are_answered(running: Any, name: str) -> None:
+    fields = dict(RECORDED[name])
+    done, response = turn(running, fields.pop("input", FIRST), **fields)
+    assert done and response["status"] == "completed"
 
 
 @pytest.mark.parametrize("tool", [{"type": "web_search", "external_web_access": False}, {"type": "local_shell"}])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agentspec.backends.torch.sampling.constraints import ThinkingLimit
 from agentspec.backends.torch.text.structured_output import StructuredOutput, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError
@@ -179,3 +180,20 @@ def test_special_tokens_that_mark_a_call_are_shown(tokenizer_of: Any) -> None:
     assert codec.decoder(form.shown)(ids) == "a[TOOL_CALLS]b" and codec.decode(ids) == "ab"
     assert codec.decoder(frozenset()) == codec.decode
     assert allows(form, tokenizer, '[TOOL_CALLS][{"name": "one", "arguments": {}}]')
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget", "limited"),
+    [("q", 5, True), ("q<think>\n", 5, True), ("q<think></think>\n", 5, False), ("q", None, False)],
+)
+def test_a_budget_bounds_thoughts_to_come(tokenizer_of: Any, prompt: str, budget: int | None, limited: bool) -> None:
+    marked = tokenizer_of(THINKING)
+    marked.add_tokens(["<think>", "</think>"], special_tokens=True)
+    begin, end = marked.convert_tokens_to_ids(["<think>", "</think>"])
+    builder = StructuredOutputBuilder(TokenizerAdapter(marked), len(marked), frozenset({END}))
+    found = {rules.thinking for rules in builder.build(ask(thinking_budget=budget), prompt).constraints(2)}
+    assert found == ({ThinkingLimit(5, end, begin, begun=prompt != "q")} if limited else {None})
+
+
+def test_a_budget_is_inert_without_a_token_for_the_end(thinking: StructuredOutputBuilder) -> None:
+    assert thinking.build(ask(thinking_budget=5), "q<think>").constraints(1)[0].thinking is None
