@@ -23,6 +23,7 @@ from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest, draft_batch
 from agentspec.cache.responses import ResponseLimits, open_responses
 from agentspec.cache.tokens import TokensLike, as_tokens
+from agentspec.cache.tool_turns import open_tool_turns
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft, Labels, Namespace
 
@@ -69,6 +70,7 @@ class SuffixCache:
             persist=store.put if store else None,
         )
         self.responses = open_responses(store, responses)
+        self.tool_turns = open_tool_turns(store, retention, content_filter, responses.total // 2, responses.tenant)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
         self._left_behind = False
@@ -255,6 +257,7 @@ class SuffixCache:
         count = self._deleter.forget(selection)
         if self._store is None:
             self.responses.forget(selection)
+            self.tool_turns.forget(selection)
         return count
 
     def flush(self) -> None:
@@ -262,6 +265,7 @@ class SuffixCache:
         self._pool.require_open()
         if self._sync:
             self._sync.flush()
+            self.tool_turns.close()
         elif self._store_error:
             raise CacheError(f"the cache is in memory only: {self._store_error}")
 
@@ -314,6 +318,7 @@ class SuffixCache:
             if self._maintenance:
                 self._maintenance.close()
             if self._sync and not self.closed:
+                self.tool_turns.close()
                 self._sync.close()
                 self._sync.report_usage()
 
@@ -368,6 +373,7 @@ class SuffixCache:
         if self._sync:
             self._sync.maintain()
         self.responses.maintain()
+        self.tool_turns.maintain()
 
 
 def namespace_of(value: str | Namespace) -> Namespace:
