@@ -9,8 +9,8 @@ from agentspec.tools.session import ToolSession
 from agentspec.tools.speculator import ToolSpeculator
 
 __all__ = [
-    "AuditEvent",
     "AgentCaller",
+    "AuditEvent",
     "LaunchLimits",
     "ToolCall",
     "ToolPolicy",

@@ -130,7 +130,7 @@ def test_any_conversation_can_be_learned(turns: list[tuple[str, dict[str, Any], 
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [
-        ("#W1234567", "#Aad7"),
+        ("#W1234567", "#A1d7"),
         ("mia_li_3668", "a_a_d4"),
         ("35V5SM", "X6"),
         ("JFK", "X3"),
