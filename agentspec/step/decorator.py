@@ -46,8 +46,17 @@ class _Scope:
     model: str | None = None
 
 
+@dataclass(slots=True)
+class CallMeter:
+    """What a model call cost: `usage` as its answer says, unless `observe` has counted it while it was made."""
+
+    usage: Usage | None = None
+    counted: bool = False
+
+
 _OUTSIDE = _Scope(Labels(), None)
 _scope: ContextVar[_Scope] = ContextVar("agentspec_scope", default=_OUTSIDE)
+_meter: ContextVar[CallMeter | None] = ContextVar("agentspec_meter", default=None)
 _statistics = StepStatistics()
 
 
@@ -95,6 +104,25 @@ def workflow(name: str, *, session: str | None = None, speculation: bool | None 
         _scope.set(around)  # not reset(): a block in an asynchronous generator may end in another context
 
 
+@contextmanager
+def model_call(labels: Labels) -> Iterator[CallMeter]:
+    """Label the model call made inside, and count it once: by the meter unless the model's client counts it."""
+    meter, began, failed = CallMeter(), time.perf_counter(), False
+    around, outer = _scope.get(), _meter.get()
+    _scope.set(replace(around, labels=labels))
+    _meter.set(meter)
+    try:
+        yield meter
+    except Exception:
+        failed = True
+        raise
+    finally:
+        _scope.set(around)
+        _meter.set(outer)
+        if not meter.counted:
+            observe(meter.usage, None, time.perf_counter() - began, labels=labels, failed=failed)
+
+
 def current_labels() -> Labels:
     """The labels that a model call made now would carry."""
     return _scope.get().labels
@@ -127,6 +155,8 @@ def observe(
 ) -> None:
     """Count one model call of `seconds` seconds on the current step, or on the step that `labels` names."""
     labels = current_labels() if labels is None else labels
+    if (meter := _meter.get()) is not None:
+        meter.counted = True
     _statistics.add_call((labels.workflow, labels.step), usage, speculation, seconds, failed=failed)
 
 
