@@ -19,6 +19,7 @@ from agentspec.errors import (
     NotReadyError,
     ShuttingDownError,
 )
+from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import Answer, FakeBackend
@@ -245,3 +246,47 @@ async def test_an_alias_is_answered_by_its_model() -> None:
     runtime = Runtime(Settings(backends={}, model_aliases={"gpt-5": "small"}), backends={"small": fake})
     assert await text_of(runtime.generate(ask("gpt-5"))) == "ok"
     assert fake.requests[0].model == "small"
+
+
+# Strategies asked for by a step --------------------------------------------------------------------------------------
+
+
+def strategies() -> Runtime:
+    return Runtime(
+        Settings(
+            backends={"big": TorchSettings(model="b"), "small": TorchSettings(model="s"), "up": upstream()},
+            models={
+                "fast": SpecReasonSettings(base="big", small="small"),
+                "shown": ModelSettings(backend="big"),
+                "little": ModelSettings(backend="small"),
+                "far": ModelSettings(backend="up", upstream_model="x"),
+            },
+            model_aliases={"gpt": "shown"},
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "answers"),
+    [
+        ("shown", None, "shown"),
+        ("gpt", None, "gpt"),
+        ("shown", "specreason", "fast"),
+        ("gpt", "fast", "fast"),
+        ("fast", "specreason", "fast"),
+        ("shown", "plain", "shown"),
+        ("fast", "plain", "shown"),
+        ("far", "specreason", "far"),
+        ("far", "plain", "far"),
+    ],
+)
+def test_a_strategy_leads_to_the_model_that_has_it(model: str, strategy: str | None, answers: str) -> None:
+    assert strategies().with_strategy(model, strategy) == answers
+
+
+def test_a_strategy_that_no_model_has_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="there is little, plain") as raised:
+        strategies().with_strategy("little", "specreason")
+    assert raised.value.param == "strategy"
+    with pytest.raises(ModelNotFoundError):
+        strategies().with_strategy("nobody", "specreason")

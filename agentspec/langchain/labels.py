@@ -7,7 +7,8 @@ from typing import Any
 
 from langchain_core.runnables import ensure_config
 
-from agentspec.step.decorator import WORKFLOW_KEY, current_labels
+from agentspec.step.decorator import WORKFLOW_KEY
+from agentspec.step.scope import current_labels
 from agentspec.types import Labels
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -16,7 +16,9 @@ from langgraph.prebuilt.tool_node import ToolCallRequest
 
 from agentspec.langchain.labels import labels_of_agent
 from agentspec.langchain.messages import usage_of
-from agentspec.step.decorator import headers, model_call
+from agentspec.protocol.headers import StepPolicy
+from agentspec.step.calls import headers, model_call
+from agentspec.step.scope import current_model
 from agentspec.types import Usage
 
 R = TypeVar("R")
@@ -33,28 +35,39 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     the node, or the agent's name where it is one of several in a workflow. The session is `session`, else the
     `thread_id`. `ChatAgentSpec` takes the labels over; ChatOpenAI, ChatAnthropic and ChatGroq send them as headers,
     unless their endpoint is the vendor's own (`send_headers` decides otherwise) or LangChain caches their answers.
+
+    `policy` is what the agent asks of its calls, `policies` what the steps of these names ask
+    before it.
     """
 
     def __init__(
-        self, *, workflow: str | None = None, session: str | None = None, send_headers: bool | None = None
+        self,
+        *,
+        workflow: str | None = None,
+        session: str | None = None,
+        policy: StepPolicy | None = None,
+        policies: Mapping[str, StepPolicy] | None = None,
+        send_headers: bool | None = None,
     ) -> None:
         super().__init__()
         self.tools = []
         self.workflow = workflow
         self.session = session
+        self.policy = policy or StepPolicy()
+        self.policies = dict(policies or {})
         self.send_headers = send_headers
 
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelCallResult[Any]:
         with self._labelled() as count:
-            return count(handler(self._with_headers(request)))
+            return count(handler(self._with_settings(request)))
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ModelCallResult[Any]:
         with self._labelled() as count:
-            return count(await handler(self._with_headers(request)))
+            return count(await handler(self._with_settings(request)))
 
     def wrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
         return handler(request)
@@ -65,7 +78,9 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     @contextmanager
     def _labelled(self) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:
         """Label the model call made inside. It is counted by its answer, unless its client counts it itself."""
-        with model_call(labels_of_agent(self.workflow, self.session)) as meter:
+        labels = labels_of_agent(self.workflow, self.session)
+        policy = self.policies.get(labels.step or "", self.policy).inside(self.policy)
+        with model_call(labels, policy) as meter:
 
             def count(response: ModelResponse[Any]) -> ModelResponse[Any]:
                 meter.usage = _usage(response.result)
@@ -73,17 +88,28 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
 
             yield count
 
-    def _with_headers(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        if not self._sends_headers(request.model):
-            return request
-        settings = request.model_settings
-        sent = {**headers(), **(settings.get("extra_headers") or {})}
-        return request.override(model_settings={**settings, "extra_headers": sent})
+    def _with_settings(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
+        """The request with the headers, and the model's name of the policy, for clients other than our own.
+
+        What is in the request's own settings comes first.
+        """
+        settings: dict[str, Any] = {}
+        model = current_model()
+        if model is not None and _takes_settings(request.model) and "model" not in request.model_settings:
+            settings["model"] = model
+        if self._sends_headers(request.model):
+            settings["extra_headers"] = {**headers(), **(request.model_settings.get("extra_headers") or {})}
+        return request.override(model_settings={**request.model_settings, **settings})
 
     def _sends_headers(self, model: BaseChatModel) -> bool:
-        if _is_cached(model) or not any(kind.__name__ in _TAKE_HEADERS for kind in type(model).__mro__):
+        if _is_cached(model) or not _takes_settings(model):
             return False
         return not _is_hosted(model) if self.send_headers is None else self.send_headers
+
+
+def _takes_settings(model: BaseChatModel) -> bool:
+    """Whether a call of the model takes `model` and `extra_headers`, and sends them."""
+    return any(kind.__name__ in _TAKE_HEADERS for kind in type(model).__mro__)
 
 
 def _is_cached(model: BaseChatModel) -> bool:
