@@ -36,7 +36,7 @@ from agentspec.langchain.labels import labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
 from agentspec.runtime import Runtime
 from agentspec.step.calls import observe
-from agentspec.step.scope import Scope, current, current_policy, loading
+from agentspec.step.scope import CallScope, current, current_policy, loading
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
@@ -274,7 +274,7 @@ class ChatAgentSpec(BaseChatModel):
         """What yields the answer to `call` on another loop; the steps of the caller's context are those around it."""
         return partial(self._counted, call, current.get())
 
-    async def _counted(self, call: GenerateRequest, scope: Scope) -> AsyncGenerator[Delta]:
+    async def _counted(self, call: GenerateRequest, scope: CallScope) -> AsyncGenerator[Delta]:
         """Yield the answer to `call`; count the call on its step when it finishes, fails or is aborted."""
         began = time.perf_counter()
         usage: Usage | None = None

@@ -11,6 +11,8 @@ from agentspec.step.decorator import WORKFLOW_KEY
 from agentspec.step.scope import current_labels
 from agentspec.types import Labels
 
+_RESUMING = "__pregel_resuming"  # what LangGraph sets for the first nodes that it runs after an interrupt
+
 
 def labels_of_call(session: str | None, metadata: Mapping[str, Any] | None) -> Labels:
     """The labels of a model call made now.
@@ -58,3 +60,13 @@ def _run_metadata() -> dict[str, Any]:
 
 def _text(value: Any) -> str | None:
     return None if value is None or value == "" else str(value)
+
+
+def is_replayed() -> bool:
+    """Whether LangGraph runs the present node again: from a checkpoint that a caller named, or after an interrupt.
+
+    What such a node did when it first ran may have happened already: nothing is to be started ahead of it.
+    """
+    config = ensure_config()
+    addressed = config.get("metadata", {}).get("checkpoint_id") is not None
+    return addressed or bool(config.get("configurable", {}).get(_RESUMING))

@@ -23,8 +23,8 @@ from agentspec.step.calls import (
 )
 from agentspec.step.report import Report, StepRow
 from agentspec.step.scope import (
+    CallScope,
     LoadingClock,
-    Scope,
     current,
     current_labels,
     current_model,
@@ -89,7 +89,7 @@ def step(
     labels = Labels(session, workflow, name)
     policy = StepPolicy(strategy, model, latency_ms_per_token, deadline_s, priority, store, speculation)
 
-    def inner() -> Scope:
+    def inner() -> CallScope:
         return current.get().narrowed(labels, policy)
 
     def decorate(function: T) -> T:
@@ -98,7 +98,7 @@ def step(
     return decorate
 
 
-def _decorated(function: Any, inner: Callable[[], Scope], name: str) -> Any:
+def _decorated(function: Any, inner: Callable[[], CallScope], name: str) -> Any:
     if _is_tool(function):
         return _tool(function, inner, name)
     if not callable(function):
@@ -112,7 +112,7 @@ def _decorated(function: Any, inner: Callable[[], Scope], name: str) -> Any:
     return stepped
 
 
-def _wrapper_of(function: Any) -> Callable[[Any, Callable[[], Scope]], Any]:
+def _wrapper_of(function: Any) -> Callable[[Any, Callable[[], CallScope]], Any]:
     if inspect.isasyncgenfunction(function):
         return _async_generator
     if inspect.isgeneratorfunction(function):
@@ -128,7 +128,7 @@ def _is_tool(function: Any) -> bool:
     return described and any(callable(getattr(function, part, None)) for part in _TOOL_FUNCTIONS)
 
 
-def _tool(tool: Any, inner: Callable[[], Scope], name: str) -> Any:
+def _tool(tool: Any, inner: Callable[[], CallScope], name: str) -> Any:
     """A copy of a tool whose functions are steps; the tool itself stays as it is."""
     stepped = copy.copy(tool)
     for part in _TOOL_FUNCTIONS:
@@ -140,7 +140,7 @@ def _tool(tool: Any, inner: Callable[[], Scope], name: str) -> Any:
 class _StepRun:
     """One run of a step's body. Each `with` enters the scope again: a generator's body runs in its caller's context."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: CallScope) -> None:
         self._clock = LoadingClock()
         self._inner = replace(scope, clocks=(*scope.clocks, self._clock))
         self._seconds = 0.0
@@ -162,7 +162,7 @@ class _StepRun:
         statistics.add_run((labels.workflow, labels.step), seconds, failed=self._failed)
 
 
-def _function(function: Any, inner: Callable[[], Scope]) -> Any:
+def _function(function: Any, inner: Callable[[], CallScope]) -> Any:
     @wraps(function)
     def run_step(*args: Any, **kwargs: Any) -> Any:
         run, later = _StepRun(inner()), False
@@ -187,7 +187,7 @@ async def _awaited(body: Coroutine[Any, Any, Any], run: _StepRun) -> Any:
         run.record()
 
 
-def _coroutine(function: Any, inner: Callable[[], Scope]) -> Any:
+def _coroutine(function: Any, inner: Callable[[], CallScope]) -> Any:
     @wraps(function)
     async def run_step(*args: Any, **kwargs: Any) -> Any:
         run = _StepRun(inner())
@@ -200,7 +200,7 @@ def _coroutine(function: Any, inner: Callable[[], Scope]) -> Any:
     return run_step
 
 
-def _generator(function: Any, inner: Callable[[], Scope]) -> Any:
+def _generator(function: Any, inner: Callable[[], CallScope]) -> Any:
     @wraps(function)
     def run_step(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         run, body = _StepRun(inner()), function(*args, **kwargs)
@@ -225,7 +225,7 @@ def _generator(function: Any, inner: Callable[[], Scope]) -> Any:
     return run_step
 
 
-def _async_generator(function: Any, inner: Callable[[], Scope]) -> Any:
+def _async_generator(function: Any, inner: Callable[[], CallScope]) -> Any:
     @wraps(function)
     async def run_step(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         run, body = _StepRun(inner()), function(*args, **kwargs)

@@ -24,7 +24,7 @@ SHORTEST_S = 0.001  # what is left of a deadline that is over: a deadline is a g
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class CallScope:
     """`deadline` is a time of `time.monotonic`; `policy` holds everything else that is asked of the calls."""
 
     labels: Labels = field(default_factory=Labels)
@@ -32,11 +32,11 @@ class Scope:
     deadline: float | None = None
     clocks: tuple[LoadingClock, ...] = ()
 
-    def narrowed(self, labels: Labels, policy: StepPolicy) -> Scope:
+    def narrowed(self, labels: Labels, policy: StepPolicy) -> CallScope:
         """The scope inside this one: what `labels` and `policy` leave open stays, the earlier deadline counts."""
         mine = None if policy.deadline_s is None else time.monotonic() + policy.deadline_s
         ends = [at for at in (self.deadline, mine) if at is not None]
-        return Scope(
+        return CallScope(
             Labels(
                 labels.session or self.labels.session,
                 labels.workflow or self.labels.workflow,
@@ -75,7 +75,7 @@ class LoadingClock:
                 self._seconds += time.perf_counter() - self._began
 
 
-current: ContextVar[Scope] = ContextVar("agentspec_scope", default=Scope())  # noqa: B039  (a Scope is frozen)
+current: ContextVar[CallScope] = ContextVar("agentspec_scope", default=CallScope())  # noqa: B039  (a CallScope is frozen)
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def workflow(
 
 
 @contextmanager
-def entered(scope: Scope) -> Iterator[None]:
+def entered(scope: CallScope) -> Iterator[None]:
     """Make calls inside the block in `scope`."""
     around = current.get()
     current.set(scope)
@@ -150,7 +150,7 @@ def keep_labels(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextmanager
-def loading(scope: Scope) -> Iterator[None]:
+def loading(scope: CallScope) -> Iterator[None]:
     """The time inside the block goes to loading a model: it does not count for the steps of `scope`."""
     for clock in scope.clocks:
         clock.start()

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, AgentState
 from langchain_core.caches import InMemoryCache
 from langchain_core.globals import set_llm_cache
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
@@ -15,11 +16,13 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.types import Send
+from langgraph.types import Command, Send, interrupt
 from pydantic import SecretStr
 
 from agentspec.langchain import AgentSpecMiddleware, ChatAgentSpec
+from agentspec.langchain.labels import is_replayed
 from agentspec.langgraph import label
+from agentspec.protocol.headers import StepPolicy
 from agentspec.runtime import Runtime
 from agentspec.step.decorator import httpx_hooks, report, step, workflow
 from agentspec.step.report import StepRow
@@ -212,3 +215,98 @@ async def test_an_agent_that_is_a_tool_of_another() -> None:
     )
     await outer.ainvoke(HI, THREAD)
     assert [request.labels for request in inner_fake.requests] == [Labels("t1", "inner", "model")]
+
+
+# A policy for each step ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_policy_is_the_agents_and_another_a_steps(asynchronous: bool) -> None:
+    model, fake = own("ok")
+    middleware = AgentSpecMiddleware(
+        policy=StepPolicy(priority=2, store=False, latency_ms_per_token=40),
+        policies={"critic": StepPolicy(priority=5, speculation=False)},
+    )
+    for name in ("writer", "critic"):
+        agent = create_agent(model, [], middleware=[middleware], name=name)
+        await ask(label(agent, "review"), asynchronous)
+    asked = [(one.priority, one.store, one.latency_target_ms_per_token, one.speculation) for one in fake.requests]
+    assert asked == [(2, False, 40, True), (5, False, 40, False)]
+
+
+def test_the_policy_reaches_other_clients_as_headers_and_as_the_models_name(server: Any) -> None:
+    policy = StepPolicy(model="small", priority=1, strategy="plain", store=False)
+    with workflow(deadline=60):
+        create_agent(openai(server), [look], middleware=[AgentSpecMiddleware(policy=policy)]).invoke(HI)
+    sent, body = server.request_headers[0], server.bodies[0]
+    assert body["model"] == "small"
+    assert (sent["x-agentspec-priority"], sent["x-agentspec-strategy"], sent["x-agentspec-store"]) == (
+        "1",
+        "plain",
+        "off",
+    )
+    assert 0 < float(sent["x-agentspec-deadline-s"]) <= 60
+
+
+# Interrupts, resumes and time travel ---------------------------------------------------------------------------------
+
+
+class Watching(AgentMiddleware[AgentState[Any], Any, Any]):
+    """Notes for each model call and tool call whether it is one that runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool]] = []
+
+    def wrap_model_call(self, request: Any, handler: Any) -> Any:
+        self.seen.append(("model", is_replayed()))
+        return handler(request)
+
+    def wrap_tool_call(self, request: Any, handler: Any) -> Any:
+        self.seen.append(("tools", is_replayed()))
+        return handler(request)
+
+
+def approve(city: str) -> str:
+    """Look a city up, if a person agrees."""
+    return f"{city}: {interrupt('may I?')}"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_step_that_runs_again_is_known_as_such(inside: bool) -> None:
+    watching, saver = Watching(), InMemorySaver()
+    call = {"name": "approve", "args": {"city": "Rome"}, "id": "c1"}
+    answers = [AIMessage("", tool_calls=[call]), AIMessage("sunny"), AIMessage("again")]
+    agent: Any = create_agent(
+        plain(*answers), [approve], middleware=[AgentSpecMiddleware(workflow="w"), watching], checkpointer=saver
+    )
+    if inside:
+        builder = StateGraph(MessagesState)
+        builder.add_node("agent", create_agent(plain(*answers), [approve], middleware=[watching]))
+        builder.add_edge(START, "agent")
+        agent = builder.compile(checkpointer=saver)
+    agent.invoke(HI, THREAD)
+    assert watching.seen == [("model", False), ("tools", False)]
+    agent.invoke(Command(resume="yes"), THREAD)
+    assert watching.seen[2:] == [("tools", True), ("model", False)]
+    first = list(agent.get_state_history(THREAD))[-2]
+    agent.invoke(None, first.config)
+    assert watching.seen[4:] == [("model", True)]
+
+
+def test_what_an_agent_did_is_the_same_with_and_without_the_middleware() -> None:
+    def transcript(*middleware: Any) -> list[tuple[str, Any]]:
+        call = {"name": "look", "args": {"city": "Rome"}, "id": "c1"}
+        model = plain(AIMessage("", tool_calls=[call]), AIMessage("sunny"))
+        messages = create_agent(model, [look], middleware=middleware).invoke(HI, THREAD)["messages"]
+        return [(message.type, message.content) for message in messages]
+
+    assert transcript(AgentSpecMiddleware()) == transcript()
+
+
+async def test_an_agents_tokens_stream_through() -> None:
+    model, _ = own("one two three")
+    agent = create_agent(model, [], middleware=[AgentSpecMiddleware()], name="a")
+    pieces = [message.text async for message, _ in agent.astream(HI, THREAD, stream_mode="messages")]
+    assert [piece for piece in pieces if piece] == ["one", " two", " three"]
+    assert rows()["a", "model"].calls == 1
