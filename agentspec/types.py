@@ -195,6 +195,8 @@ class GenerateRequest:
     refused earlier. `speculation=False` never changes the answer, only how it is computed. A request with a lower
     `priority` is served first, as in vLLM. `latency_target_ms_per_token` is the time per token that the stream should
     keep after its first token: drafts serve this target before they serve throughput. No request is refused for it.
+    `deadline_s` is the time in seconds that is left for the whole answer: a goal as well, which becomes a latency
+    target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`.
     """
 
     model: str
@@ -217,6 +219,8 @@ class GenerateRequest:
     store: bool = True
     priority: int = 0
     latency_target_ms_per_token: float | None = None
+    deadline_s: float | None = None
+    strategy: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
 from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.errors import outcome, refused_key
 from agentspec.proxy.forwarding.inspection import Inspector, read_answer
+from agentspec.proxy.forwarding.policy import with_policy
 from agentspec.proxy.request_record import RequestRecord
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ async def upstream_body(
     Every other byte is kept. Token ids are not requested on behalf of a client, which would otherwise get events and
     fields that it did not request.
     """
-    added = await backend.body_fields(path, caller.tenant, caller.labels, fields)
+    asked = with_policy(backend, fields, caller.policy)
+    added = await backend.body_fields(path, caller.tenant, caller.labels, asked)
     if model != fields["model"]:
         added = {**added, "model": model}
     if not added:
