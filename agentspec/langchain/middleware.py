@@ -14,11 +14,12 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langgraph.prebuilt.tool_node import ToolCallRequest
 
+from agentspec.langchain.early_tools import EarlyTools
 from agentspec.langchain.labels import labels_of_agent
 from agentspec.langchain.messages import usage_of
 from agentspec.protocol.headers import StepPolicy
 from agentspec.step.calls import headers, model_call
-from agentspec.step.scope import current_model
+from agentspec.step.scope import current, current_model, entered
 from agentspec.types import Usage
 
 R = TypeVar("R")
@@ -37,7 +38,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     unless their endpoint is the vendor's own (`send_headers` decides otherwise) or LangChain caches their answers.
 
     `policy` is what the agent asks of its calls, `policies` what the steps of these names ask
-    before it.
+    before it. `early_tools` starts tools before the model calls them.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         policy: StepPolicy | None = None,
         policies: Mapping[str, StepPolicy] | None = None,
         send_headers: bool | None = None,
+        early_tools: EarlyTools | None = None,
     ) -> None:
         super().__init__()
         self.tools = []
@@ -56,24 +58,49 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         self.policy = policy or StepPolicy()
         self.policies = dict(policies or {})
         self.send_headers = send_headers
+        self.early_tools = early_tools
 
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelCallResult[Any]:
         with self._labelled() as count:
-            return count(handler(self._with_settings(request)))
+            if self.early_tools is None:
+                return count(handler(self._with_settings(request)))
+            turn = self.early_tools.begin(request)
+            response = count(handler(self._with_settings(request)))
+            self.early_tools.end(turn, response)
+            return response
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ModelCallResult[Any]:
         with self._labelled() as count:
-            return count(await handler(self._with_settings(request)))
+            if self.early_tools is None:
+                return count(await handler(self._with_settings(request)))
+            turn = await self.early_tools.abegin(request)
+            response = count(await handler(self._with_settings(request)))
+            self.early_tools.end(turn, response)
+            return response
 
     def wrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
-        return handler(request)
+        if self.early_tools is None:
+            return handler(request)
+        with self._as_labelled():
+            return self.early_tools.run(request, handler)
 
     async def awrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[R]]) -> R:
-        return await handler(request)
+        if self.early_tools is None:
+            return await handler(request)
+        with self._as_labelled():
+            return await self.early_tools.arun(request, handler)
+
+    @contextmanager
+    def _as_labelled(self) -> Iterator[None]:
+        """Label what a tool does as the agent's model calls are."""
+        labels = labels_of_agent(self.workflow, self.session)
+        policy = self.policies.get(labels.step or "", self.policy).inside(self.policy)
+        with entered(current.get().narrowed(labels, policy)):
+            yield
 
     @contextmanager
     def _labelled(self) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:

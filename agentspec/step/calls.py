@@ -13,6 +13,7 @@ from agentspec.protocol.headers import StepPolicy, label_headers
 from agentspec.step.report import Report, StepStatistics
 from agentspec.step.response_tap import ResponseTap, tap
 from agentspec.step.scope import current, current_labels, current_policy, current_speculation, entered
+from agentspec.step.tool_report import statistics as tool_statistics
 from agentspec.types import Labels, Speculation, Usage
 
 _ANSWERS = ("application/json", "text/event-stream")
@@ -69,7 +70,7 @@ def observe(
 
 def report() -> Report:
     """What each step cost so far in this process, and what speculation did for it."""
-    return Report(tuple(statistics.rows()), statistics)
+    return Report(tuple(statistics.rows()), statistics, tool_statistics.rows())
 
 
 def headers(labels: Labels | None = None, *, speculation: bool | None = None) -> dict[str, str]:

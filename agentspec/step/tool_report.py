@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _MOST = 1024  # tools with a row of their own
 _OTHER = "(other)"
@@ -66,3 +71,16 @@ class ToolStatistics:
 
 statistics = ToolStatistics()
 """Those of the process."""
+
+
+def tool_table(rows: Sequence[ToolRow]) -> Table:
+    """The rows as a table for `rich`."""
+    from rich.table import Table
+
+    table = Table(title="agentspec: tools started early")
+    for column in fields(ToolRow):
+        table.add_column(column.name.replace("_", " "), justify="left" if column.name == "tool" else "right")
+    for row in rows:
+        values = (getattr(row, column.name) for column in fields(row))
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values))
+    return table

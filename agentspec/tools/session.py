@@ -61,6 +61,19 @@ class ToolSession:
         with self._lock:
             self._history.reads(text)
 
+    def restart(self) -> None:
+        """The conversation begins anew: tell it from its beginning. What was started is dropped."""
+        with self._lock:
+            self._drop_all()
+            self._history = ToolHistory()
+
+    def recalls(self, calls: Sequence[ToolCall]) -> None:
+        """Earlier calls of a conversation that is told again; they teach nothing."""
+        with self._lock:
+            for call in calls:
+                if is_json(call.arguments):
+                    self._history.makes(call)
+
     def returns(self, tool: str, content: str) -> None:
         """A tool returned `content`, as the model reads it."""
         with self._lock:
@@ -76,15 +89,15 @@ class ToolSession:
         await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
         return self._begin(lambda launch: TaskFlight(launch, invoke))
 
-    def end_turn(self, calls: Sequence[ToolCall]) -> None:
-        """The model has made these calls, in this order; none if it answered."""
+    def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
+        """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
         with self._lock:
             policy, tools = self._speculator.policy, self._tools
             if not all(policy.changes_nothing(tools.get(call.name)) for call in calls):
                 self._epoch.advance()
             self._drop_uncalled(calls)
             plain = [call for call in calls if is_json(call.arguments)]
-            self._learn(plain)
+            self._learn(plain, store and self.caller.store)
             for call in plain:
                 self._history.makes(call)
 
@@ -165,9 +178,9 @@ class ToolSession:
 
     # After a turn.
 
-    def _learn(self, calls: Sequence[ToolCall]) -> None:
+    def _learn(self, calls: Sequence[ToolCall], store: bool) -> None:
         forecast, self._forecast = self._forecast, None
-        if forecast is None or not self.caller.store:
+        if forecast is None or not store:
             return
         measured, self._measured = (*self._measured, (TURN, time.monotonic() - self._turn_began)), []
         self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early(), measured)
