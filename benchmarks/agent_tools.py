@@ -186,7 +186,8 @@ def replay(name: str, recorded: Iterator[RecordedCall], read_only: Sequence[str]
     """Predict every turn of the sessions, and learn it afterwards."""
     done, model = FileReplay(name), CallModel()
     for session, calls in groupby(recorded, key=lambda one: one.labels.session):
-        history, seen, waiting = ToolHistory(), 0, iter(())
+        history, seen = ToolHistory(), 0
+        waiting: Iterator[str] = iter(())
         for call in calls:
             if len(call.messages) < seen:  # its history was reset
                 history, seen = ToolHistory(), 0

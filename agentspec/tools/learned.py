@@ -30,6 +30,7 @@ class _Agent:
         self.ids: set[str] = set()
         self.generation = -1
         self.refresh_at = 0.0
+        self.seconds: list[tuple[str, float]] = []  # (tool, seconds) measured since the last turn that was learned
 
 
 class LearnedCalls:
@@ -63,6 +64,12 @@ class LearnedCalls:
             forecast = model.predict(history, tools)
             return forecast, worthwhile(forecast.predictions, model.seconds, self._cost_weight)
 
+    def took(self, caller: AgentCaller, tool: str, seconds: float) -> None:
+        """A tool, or a turn of the model, took so long. It counts from the next turn on that is learned."""
+        with self._lock:
+            agent = self._agent(caller)
+            agent.seconds = [*agent.seconds[-63:], (tool, seconds)]
+
     def add(
         self,
         caller: AgentCaller,
@@ -70,11 +77,11 @@ class LearnedCalls:
         calls: Sequence[ToolCall],
         forecast: CallForecast,
         tools: Collection[str],
-        seconds: Sequence[tuple[str, float]],
     ) -> None:
         """Learn a turn, and keep it."""
         with self._lock:
             agent = self._agent(caller)
+            seconds, agent.seconds = agent.seconds, []
             observation = agent.model.observe(history, calls, forecast, tools, seconds)
             turn = new_turn(caller.tenant, caller.agent, caller.session, observation.to_json())
             if self._store.put(turn):

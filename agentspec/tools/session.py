@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agentspec.tools.audit import Outcome
 from agentspec.tools.flights import Flight, FlightFailedError, Launch, TaskFlight, ThreadFlight
 from agentspec.tools.keys import call_key
-from agentspec.tools.policy import ToolSpec
+from agentspec.tools.policy import ToolPolicy, ToolSpec
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
 from agentspec.tools.prediction.model import TURN, CallForecast
 from agentspec.tools.prediction.values import is_json
@@ -34,8 +34,9 @@ class ToolSession:
     and run tools by `run` or `arun`.
     """
 
-    def __init__(self, speculator: ToolSpeculator, caller: AgentCaller) -> None:
+    def __init__(self, speculator: ToolSpeculator, caller: AgentCaller, policy: ToolPolicy | None = None) -> None:
         self.caller = caller
+        self._policy = policy or speculator.policy
         self._speculator = speculator
         self._epoch = speculator.epochs.of(caller.tenant, caller.session)
         self._lock = threading.RLock()
@@ -44,7 +45,6 @@ class ToolSession:
         self._forecast: CallForecast | None = None
         self._turn_began = 0.0
         self._tools: dict[str, ToolSpec] = {}
-        self._measured: list[tuple[str, float]] = []  # (tool, seconds) since the last turn
 
     def offers(self, tools: Sequence[ToolSpec]) -> None:
         """The tools that the model can call from now on. Calls of others count as calls that may change something."""
@@ -92,7 +92,7 @@ class ToolSession:
     def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
         """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
         with self._lock:
-            policy, tools = self._speculator.policy, self._tools
+            policy, tools = self._policy, self._tools
             if not all(policy.changes_nothing(tools.get(call.name)) for call in calls):
                 self._epoch.advance()
             self._drop_uncalled(calls)
@@ -173,7 +173,7 @@ class ToolSession:
 
     def _early(self) -> frozenset[str]:
         """The tools that may run early."""
-        policy = self._speculator.policy
+        policy = self._policy
         return frozenset(name for name, spec in self._tools.items() if policy.may_run_early(spec))
 
     # After a turn.
@@ -182,8 +182,9 @@ class ToolSession:
         forecast, self._forecast = self._forecast, None
         if forecast is None or not store:
             return
-        measured, self._measured = (*self._measured, (TURN, time.monotonic() - self._turn_began)), []
-        self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early(), measured)
+        learned = self._speculator.learned
+        learned.took(self.caller, TURN, time.monotonic() - self._turn_began)
+        learned.add(self.caller, self._history, calls, forecast, self._early())
 
     def _drop_uncalled(self, calls: Sequence[ToolCall]) -> None:
         wanted = {self._key(call) for call in calls}
@@ -208,7 +209,7 @@ class ToolSession:
     def _taken(self, call: ToolCall) -> Flight | None:
         """The flight whose result a call may use, which nobody else gets then; None if there is none."""
         spec = self._tools.get(call.name)
-        if not self._speculator.policy.may_run_early(spec):
+        if not self._policy.may_run_early(spec):
             return None
         self._speculator.audit.call(call.name)
         with self._lock:
@@ -216,7 +217,7 @@ class ToolSession:
         if flight is None:
             return None
         age = time.monotonic() - flight.launched_at
-        if flight.launch.epoch != self._epoch.number or age > self._speculator.policy.max_age(call.name):
+        if flight.launch.epoch != self._epoch.number or age > self._policy.max_age(call.name):
             self._drop(flight, "stale")
             return None
         return flight
@@ -226,7 +227,7 @@ class ToolSession:
         if flight.launch.epoch != self._epoch.number:
             self._drop(flight, "stale")
             return False
-        self._measured.append((flight.launch.call.name, flight.seconds))
+        self._speculator.learned.took(self.caller, flight.launch.call.name, flight.seconds)
         saved = min(called_at - flight.launched_at, flight.seconds)
         self._speculator.audit.record("hit", flight.launch, self.caller, saved)
         return True
@@ -234,13 +235,13 @@ class ToolSession:
     @contextmanager
     def _ordinary(self, call: ToolCall) -> Iterator[None]:
         """Around a tool that runs because the model called it."""
-        if not self._speculator.policy.changes_nothing(self._tools.get(call.name)):
+        if not self._policy.changes_nothing(self._tools.get(call.name)):
             with self._epoch.writing():
                 yield
             return
         began = time.monotonic()
         yield
-        self._measured.append((call.name, time.monotonic() - began))
+        self._speculator.learned.took(self.caller, call.name, time.monotonic() - began)
 
     def _key(self, call: ToolCall) -> str | None:
         """The key of a call; None for an unknown tool, or arguments that JSON cannot hold."""

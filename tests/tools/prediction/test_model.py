@@ -107,11 +107,20 @@ def test_what_cannot_be_read_is_refused(text: str) -> None:
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=20,
+    max_leaves=8,
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from(["user", "order", "x"]), st.dictionaries(st.text(), json_values), st.text())))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["user", "order", "x"]),
+            st.dictionaries(st.text(max_size=4), json_values, max_size=3),
+            st.text(),
+        ),
+        max_size=5,
+    )
+)
 def test_any_conversation_can_be_learned(turns: list[tuple[str, dict[str, Any], str]]) -> None:
     model, history = CallModel(), ToolHistory()
     for tool, arguments, text in turns:
