@@ -265,7 +265,7 @@ class SuffixCache:
         self._pool.require_open()
         if self._sync:
             self._sync.flush()
-            self.tool_turns.close()
+            self.tool_turns.flush()
         elif self._store_error:
             raise CacheError(f"the cache is in memory only: {self._store_error}")
 
@@ -318,7 +318,7 @@ class SuffixCache:
             if self._maintenance:
                 self._maintenance.close()
             if self._sync and not self.closed:
-                self.tool_turns.close()
+                released.callback(self.tool_turns.close)
                 self._sync.close()
                 self._sync.report_usage()
 
@@ -326,6 +326,7 @@ class SuffixCache:
         """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open."""
         self._left_behind = True
         self._maintenance = None
+        self.tool_turns.leave_behind()
         self._pool.leave_behind(reason)
         if self._store:
             self._store.leave_behind()

@@ -7,12 +7,14 @@ from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge
 from agentspec.langchain.speculative_retriever import Correction, SpeculativeRetriever
 
 if TYPE_CHECKING:
+    from agentspec.langchain.early_tools import EarlyTools
     from agentspec.langchain.middleware import AgentSpecMiddleware
 
 __all__ = [
     "AgentSpecMiddleware",
     "ChatAgentSpec",
     "Correction",
+    "EarlyTools",
     "KnowledgeRetriever",
     "RetrieverKnowledge",
     "SpeculativeRetriever",
@@ -20,8 +22,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "AgentSpecMiddleware":
+    if name not in ("AgentSpecMiddleware", "EarlyTools"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentspec.langchain import middleware  # needs `langchain`, which the chat model does without
+    from agentspec.langchain import early_tools, middleware  # need `langchain`, which the chat model does without
 
-    return middleware.AgentSpecMiddleware
+    return middleware.AgentSpecMiddleware if name == "AgentSpecMiddleware" else early_tools.EarlyTools

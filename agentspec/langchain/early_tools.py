@@ -135,7 +135,10 @@ class EarlyTools:
 
     def described(self, tool: BaseTool) -> ToolSpec:
         """What is known of a tool."""
-        schema = convert_to_openai_tool(tool)["function"].get("parameters") or {}
+        try:
+            schema = convert_to_openai_tool(tool)["function"].get("parameters") or {}
+        except Exception:  # an agent must not fail by a tool that we cannot describe: it does not start early
+            return ToolSpec(tool.name, injected=True)
         metadata = tool.metadata or {}
         server = next((name for name, tools in self._servers.items() if any(one is tool for one in tools)), None)
         return ToolSpec(

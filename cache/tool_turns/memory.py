@@ -61,7 +61,13 @@ class MemoryToolTurns:
             old = [turn for turns in self._turns.values() for turn in turns.values() if turn.created_at < before]
             self._remove(old)
 
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
+        pass
+
+    def leave_behind(self) -> None:
         pass
 
     def _remove_oldest(self) -> None:

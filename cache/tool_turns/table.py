@@ -15,7 +15,7 @@ from agentspec.cache.deletion import Selection
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.schema import Name
 from agentspec.cache.tool_turns.turn import LARGEST, ROW, StoredTurn, is_covered
-from agentspec.errors import CacheFormatError, CacheUnavailableError
+from agentspec.errors import CacheClosedError, CacheFormatError, CacheUnavailableError
 
 _MOST = 4000  # turns of an agent; then the older half goes
 _WAITING = 4096  # turns that may wait while the database cannot be written
@@ -68,10 +68,11 @@ class DatabaseToolTurns:
         self._erase_pending = False
         self._look_at = time.monotonic()
         self._added = 0  # bytes since the last look
+        self._closed = False
         self.generation = 0
 
     def put(self, turn: StoredTurn) -> bool:
-        if turn.size > LARGEST or (self._refuses is not None and self._refuses(turn.body)):
+        if self._closed or turn.size > LARGEST or (self._refuses is not None and self._refuses(turn.body)):
             return False
         with self._lock:
             self._waiting[turn.id] = turn
@@ -133,8 +134,18 @@ class DatabaseToolTurns:
             with self._using():
                 self._erase_pending = not self._database.secure_erase(rewrite=False)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         self._write()
+
+    def close(self) -> None:
+        try:
+            self._write()
+        finally:
+            self._closed = True
+
+    def leave_behind(self) -> None:
+        self._closed = True
+        self._waiting.clear()
 
     def _write(self) -> None:
         """Write what waits, in one transaction."""
@@ -213,6 +224,8 @@ class DatabaseToolTurns:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
+        if self._closed:
+            raise CacheClosedError("the cache that holds what was learned about tools is closed")
         try:
             yield
         except (exc.DBAPIError, exc.TimeoutError) as error:

@@ -60,8 +60,16 @@ class ToolTurnStore(Protocol):
         """Called periodically: write what waits, delete what is too old, and finish erasing what was deleted."""
         ...
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Write what waits."""
+        ...
+
+    def close(self) -> None:
+        """Write what waits. Nothing is kept or found afterwards."""
+        ...
+
+    def leave_behind(self) -> None:
+        """Called in a forked process, which keeps nothing."""
         ...
 
 

@@ -14,8 +14,7 @@ from langchain_core.tools import BaseTool, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.prebuilt import InjectedState
 
-from agentspec.langchain import AgentSpecMiddleware
-from agentspec.langchain.early_tools import EarlyTools
+from agentspec.langchain import AgentSpecMiddleware, EarlyTools
 from agentspec.protocol.headers import StepPolicy
 from agentspec.step.decorator import report
 from agentspec.tools import AuditEvent, ToolPolicy, ToolSpeculator
@@ -74,6 +73,12 @@ def agent(middleware: AgentSpecMiddleware, *script: AIMessage, tools: Any = (loo
     return create_agent(model, list(tools), middleware=[middleware, *more], checkpointer=InMemorySaver(), name="shop")
 
 
+def forgetful(middleware: AgentSpecMiddleware) -> Any:
+    """An agent without a thread."""
+    model = ScriptedModel(messages=iter(SCRIPT))
+    return create_agent(model, [look, buy, peek], middleware=[middleware], name="shop")
+
+
 def opened(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[AuditEvent]]:
     events: list[AuditEvent] = []
     speculator = ToolSpeculator(ToolPolicy(names or ["look"]), on_event=events.append)
@@ -124,6 +129,15 @@ async def test_asynchronous_agents_start_tools_too() -> None:
     )
     assert shown(found["messages"]) == shown(session(AgentSpecMiddleware(), 9))
     assert any(event.outcome == "hit" for event in events)
+
+
+def test_agents_without_a_thread_start_tools_too() -> None:
+    middleware, events = opened()
+    for _ in range(8):
+        stock.update({"#W1": 1, "#W2": 2})
+        forgetful(middleware).invoke({"messages": [HumanMessage("look at #W1, please")]})
+    assert any(event.outcome == "hit" for event in events)
+    assert len({event.session for event in events}) > 1
 
 
 def test_other_middleware_sees_every_call() -> None:

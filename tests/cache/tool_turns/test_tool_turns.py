@@ -17,7 +17,7 @@ from agentspec.cache.tool_turns import MemoryToolTurns, StoredTurn, ToolTurnStor
 from agentspec.cache.tool_turns import memory as memory_module
 from agentspec.cache.tool_turns import table as table_module
 from agentspec.cache.tool_turns.table import DatabaseToolTurns
-from agentspec.errors import CacheUnavailableError
+from agentspec.errors import CacheClosedError, CacheUnavailableError
 
 Open = Callable[..., Any]
 
@@ -66,7 +66,7 @@ def test_what_is_put_comes_back_to_its_agent_alone(store: Open) -> None:
     opened.put(last := made())
     assert kept(opened) == [*turns, last]
     opened.maintain()
-    opened.close()
+    opened.flush()
     assert kept(opened) == [*turns, last]
 
 
@@ -143,6 +143,14 @@ def test_turns_are_in_the_caches_database(tmp_path: Path) -> None:
         cache.forget(session="s")
         assert kept(cache.tool_turns) == []
     assert not any(b"word to find" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+def test_a_closed_cache_keeps_and_finds_nothing(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.tool_turns.put(made())
+    assert not cache.tool_turns.put(made())
+    with pytest.raises(CacheClosedError):
+        kept(cache.tool_turns)
 
 
 def test_a_cache_in_memory_forgets_turns_too() -> None:
