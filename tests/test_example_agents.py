@@ -1,0 +1,107 @@
+"""The example agents, each run as its reader runs it, at a gateway whose model plays a script, and with nonsense."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from agentspec.proxy import create_app
+from agentspec.recordings.formats import detect, read
+from agentspec.runtime import Runtime
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import GenerateRequest, Speculation
+
+pytestmark = pytest.mark.slow
+SPECULATION = Speculation(drafted=5, accepted=4, steps=2, estimated_seconds_saved=0.125)
+
+Play = Callable[[str], str]
+
+
+class Stage:
+    """A gateway whose model answers by what the prompt says, and the examples run against it."""
+
+    def __init__(self, repository: Path, url: str, play: list[Play]) -> None:
+        self._repository, self._url, self._play = repository, url, play
+
+    def run(self, name: str, play: Play, *arguments: str) -> str:
+        self._play[:] = [play]
+        command = [sys.executable, str(self._repository / "examples" / name), *arguments]
+        command += ["--base-url", self._url, "--model", "fake"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    play: list[Play] = []
+
+    def answer(asked: GenerateRequest) -> Answer:
+        last: Any = (asked.messages or [{}])[-1]
+        return Answer(play[0](str(last.get("content"))), speculation=SPECULATION)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = create_app(Runtime(backends={"fake": FakeBackend(answer)}))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield Stage(Path(__file__).parents[1], f"http://127.0.0.1:{listener.getsockname()[1]}/v1", play)
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+def steps(printed: str) -> dict[str, list[str]]:
+    """The rows of the report at the end, by their step."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
+    return {row[1]: row for row in rows}
+
+
+def nonsense(prompt: str) -> str:
+    return "I am a teapot, {short and [stout"
+
+
+def replayable(path: Path) -> set[str | None]:
+    """The steps of the calls that `agentspec cache replay` finds in a record."""
+    return {call.labels.step for call in read(path, detect(path))}
+
+
+def sql_model(prompt: str) -> str:
+    if "Name the tables" in prompt:
+        return "customers"
+    if "Mend this query" in prompt:
+        return "```sql\nSELECT city, COUNT(*) FROM customers GROUP BY city;\n```"
+    if "Rows found" in prompt:
+        return f"There are {len(re.findall(r'Rome|Oslo|Lima|Kyoto', prompt))} cities."
+    return "SELECT town, COUNT(*) FROM customers GROUP BY town"
+
+
+def test_text_to_sql(stage: Stage, tmp_path: Path) -> None:
+    record = tmp_path / "calls.jsonl"
+    printed = stage.run("text_to_sql/agent.py", sql_model, "Customers by city?", "--record", str(record))
+    assert "There are 4 cities." in printed and "SELECT city, COUNT(*) FROM customers GROUP BY city" in printed
+    assert set(steps(printed)) == {"link", "write", "repair", "answer"}
+    assert "0.12" in steps(printed)["write"][-1]
+    assert replayable(record) == {"link", "write", "repair", "answer"}
+
+
+@pytest.mark.parametrize(
+    "written", ["DROP TABLE customers", "SELECT 1; DROP TABLE customers", "DELETE FROM orders", "", "```sql\n```"]
+)
+def test_text_to_sql_survives_what_a_model_may_write(stage: Stage, written: str) -> None:
+    printed = stage.run("text_to_sql/agent.py", lambda prompt: written or "...", "Customers?")
+    assert "Customers?" in printed
+
+
+def test_text_to_sql_with_nonsense(stage: Stage) -> None:
+    assert "I found no answer." in stage.run("text_to_sql/agent.py", nonsense, "Customers?")
