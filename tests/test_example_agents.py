@@ -150,3 +150,10 @@ def test_time_series(stage: Stage, tmp_path: Path) -> None:
 
 def test_time_series_with_nonsense(stage: Stage) -> None:
     assert "(seasonal, mean error" in stage.run("time_series/agent.py", nonsense, "sales")
+
+
+def test_rag_agent(stage: Stage, tmp_path: Path) -> None:
+    record = tmp_path / "calls.jsonl"
+    printed = stage.run("rag_agent.py", lambda prompt: "Two businessmen.", "--record", str(record))
+    assert "draft: Two businessmen." in printed and "check: Two businessmen." in printed
+    assert set(steps(printed)) == {"draft", "check"} == replayable(record)
