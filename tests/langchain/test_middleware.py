@@ -316,6 +316,7 @@ async def test_an_agents_tokens_stream_through() -> None:
 # Through a real gateway ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_every_client_reaches_the_gateway_with_its_labels(
     gateway: tuple[str, FakeBackend], asynchronous: bool
