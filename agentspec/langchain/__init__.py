@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from agentspec.langchain.call_log import CallLog
 from agentspec.langchain.chat_model import ChatAgentSpec
 from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge
 from agentspec.langchain.speculative_retriever import Correction, SpeculativeRetriever
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgentSpecMiddleware",
+    "CallLog",
     "ChatAgentSpec",
     "Correction",
     "EarlyTools",

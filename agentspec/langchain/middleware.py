@@ -24,9 +24,9 @@ from agentspec.types import Usage
 
 R = TypeVar("R")
 
-_TAKE_HEADERS = ("BaseChatOpenAI", "ChatAnthropic", "ChatGroq")  # their SDKs' calls take `extra_headers`
-_URL_FIELDS = ("openai_api_base", "anthropic_api_url", "groq_api_base", "base_url")
-_HOSTED = ("openai.com", "azure.com", "anthropic.com", "groq.com")
+_TAKE_HEADERS = ("BaseChatOpenAI", "ChatAnthropic")  # their calls take `extra_headers`
+_URL_FIELDS = ("openai_api_base", "anthropic_api_url", "base_url")
+_HOSTED = ("openai.com", "azure.com", "anthropic.com")
 
 
 class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
@@ -34,7 +34,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
 
     The workflow is `workflow`, else the name of a `workflow` block, of a labelled graph, or of the agent. The step is
     the node, or the agent's name where it is one of several in a workflow. The session is `session`, else the
-    `thread_id`. `ChatAgentSpec` takes the labels over; ChatOpenAI, ChatAnthropic and ChatGroq send them as headers,
+    `thread_id`. `ChatAgentSpec` takes the labels over; ChatOpenAI and ChatAnthropic send them as headers,
     unless their endpoint is the vendor's own (`send_headers` decides otherwise) or LangChain caches their answers.
 
     `policy` is what the agent asks of its calls, `policies` what the steps of these names ask

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, AgentState
+from langchain_anthropic import ChatAnthropic
 from langchain_core.caches import InMemoryCache
 from langchain_core.globals import set_llm_cache
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
@@ -310,3 +311,30 @@ async def test_an_agents_tokens_stream_through() -> None:
     pieces = [message.text async for message, _ in agent.astream(HI, THREAD, stream_mode="messages")]
     assert [piece for piece in pieces if piece] == ["one", " two", " three"]
     assert rows()["a", "model"].calls == 1
+
+
+# Through a real gateway ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_every_client_reaches_the_gateway_with_its_labels(
+    gateway: tuple[str, FakeBackend], asynchronous: bool
+) -> None:
+    url, fake = gateway
+    models: list[Any] = [
+        ChatOpenAI(model="fake", base_url=url, api_key=SecretStr("k")),
+        ChatOpenAI(model="fake", base_url=url, api_key=SecretStr("k"), use_responses_api=True),
+        ChatAnthropic(
+            model_name="fake", base_url=url.removesuffix("/v1"), api_key=SecretStr("k"), timeout=60, stop=None
+        ),
+        ChatAgentSpec(model="fake", base_url=url),
+    ]
+    for model in models:
+        middleware = AgentSpecMiddleware(policy=StepPolicy(priority=3, latency_ms_per_token=40, speculation=False))
+        await ask(create_agent(model, [look], middleware=[middleware], name="weather"), asynchronous)
+        request = fake.requests[-1]
+        assert request.labels == Labels("t1", "weather", "model")
+        assert (request.priority, request.latency_target_ms_per_token, request.speculation) == (3, 40, False)
+    row = rows()["weather", "model"]
+    assert (row.calls, row.failed_calls) == (4, 0) and row.completion_tokens == 4 * 3
