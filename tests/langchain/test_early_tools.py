@@ -176,6 +176,18 @@ def test_by_default_no_tool_starts_early() -> None:
     assert ran == ["look", "buy", "look"] * 4
 
 
+def test_a_step_replayed_from_a_checkpoint_starts_nothing() -> None:
+    middleware, events = taught()
+    config: Any = {"configurable": {"thread_id": "again"}}
+    first = agent(middleware, *SCRIPT, *SCRIPT)
+    first.invoke({"messages": [HumanMessage("look at #W1, please")]}, config)
+    assert events
+    before = next(state for state in first.get_state_history(config) if state.next == ("model",) and state.values)
+    events.clear()
+    first.invoke(None, before.config)
+    assert "launch" not in {event.outcome for event in events}
+
+
 def test_tools_that_take_state_never_start_early() -> None:
     middleware, events = opened("look", "peek")
     for number in range(6):
