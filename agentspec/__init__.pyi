@@ -106,6 +106,7 @@ from .errors import (
     UpstreamTimeoutError as UpstreamTimeoutError,
 )
 from .langchain import ChatAgentSpec as ChatAgentSpec
+from .protocol.headers import StepPolicy as StepPolicy
 from .reasoning.retrieval.ralmspec import ralmspec as ralmspec
 from .reasoning.settings import RetrievalSettings as RetrievalSettings
 from .runtime import Runtime as Runtime
@@ -115,29 +116,41 @@ from .settings.load import (
 from .settings.load import (
     load_settings as load_settings,
 )
-from .step.decorator import (
+from .step.calls import (
     async_httpx_hooks as async_httpx_hooks,
 )
-from .step.decorator import (
-    current_labels as current_labels,
-)
-from .step.decorator import (
-    current_model as current_model,
-)
-from .step.decorator import (
+from .step.calls import (
     headers as headers,
 )
-from .step.decorator import (
+from .step.calls import (
     httpx_hooks as httpx_hooks,
 )
-from .step.decorator import (
+from .step.calls import (
     report as report,
 )
 from .step.decorator import (
     step as step,
 )
-from .step.decorator import (
+from .step.scope import (
+    current_labels as current_labels,
+)
+from .step.scope import (
+    current_model as current_model,
+)
+from .step.scope import (
+    current_policy as current_policy,
+)
+from .step.scope import (
+    keep_labels as keep_labels,
+)
+from .step.scope import (
     workflow as workflow,
+)
+from .tools.python_tools import (
+    agent_tools as agent_tools,
+)
+from .tools.python_tools import (
+    tool as tool,
 )
 from .types import (
     Delta as Delta,

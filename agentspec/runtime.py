@@ -17,14 +17,15 @@ from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAI
 from agentspec.errors import (
     AgentSpecError,
     ConfigurationError,
+    InvalidRequestError,
     ModelNotFoundError,
     NotReadyError,
     ShuttingDownError,
 )
-from agentspec.protocol.requests import with_extra
+from agentspec.protocol.requests import with_deadline, with_extra
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings.load import Settings
-from agentspec.settings.model_names import Aliases, model_names, named_model, passthrough
+from agentspec.settings.model_names import Aliases, model_names, named_model, passthrough, strategies_of
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
@@ -175,6 +176,36 @@ class Runtime:
             return Route(backend_name, self._strategies[model], upstream_model)
         return Route(backend_name, self._backends[backend_name], upstream_model)
 
+    def with_strategy(self, model: str, strategy: str | None) -> str:
+        """The name of the model that answers for `model` by `strategy`, a name or a kind; "plain" is without one.
+
+        `model` itself where its upstream, which may be another gateway, has to decide. Raises `InvalidRequestError` if
+        no model of the settings has this strategy and the base of `model`, `ModelNotFoundError` as `route`.
+        """
+        if strategy is None:
+            return model
+        base = self._base(self.aliases.meant(model))
+        found = strategies_of(self.settings, base)
+        found |= {name: "plain" for name, meant in self._names.items() if meant == base and name not in found}
+        named = [name for name, kind in found.items() if strategy in (name, kind)]
+        if self.aliases.meant(model) in named:
+            return model
+        if named:
+            return named[0]
+        if set(found.values()) <= {"plain"} and isinstance(self.settings.backends.get(base[0]), OpenAISettings):
+            return model
+        known = ", ".join(sorted({*found, *found.values()}))
+        raise InvalidRequestError(f"{model!r} has no strategy {strategy!r} here; there is {known}", param="strategy")
+
+    def _base(self, model: str) -> tuple[str, str]:
+        """The backend of a model, or of a strategy's base model, and its own name for the model."""
+        strategy = self.settings.models.get(model)
+        return (
+            named_model(self.settings, strategy.base)
+            if isinstance(strategy, StrategySettings)
+            else self._resolve(model)
+        )
+
     def base_of(self, model: str) -> Route:
         """The route of a plain model; of a strategy, that of its base model. Raises as `route` does."""
         strategy = self.settings.models.get(self.aliases.meant(model))
@@ -190,10 +221,13 @@ class Runtime:
         Closing the iterator cancels the request. Raises what `route`, `start` and the backend raise.
         """
         await self.start_for(request.model)
-        route = self.route(request.model)
+        model = self.with_strategy(request.model, request.strategy)
+        route = self.route(model)
         configured = self.settings.backends.get(route.backend_name)
+        if model in self._strategies or not isinstance(configured, OpenAISettings):
+            request = replace(request, strategy=None)  # it is not for the models that the strategy asks
         if configured is not None and configured.local:
-            request = with_extra(request)
+            request = with_deadline(with_extra(request))
         store = request.store and self.settings.cache.store
         answer = route.backend.generate(replace(request, model=route.upstream_model, store=store))
         async with closing_items(answer):

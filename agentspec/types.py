@@ -198,6 +198,8 @@ class GenerateRequest:
     With `share=False` the local engine lets only requests of the same session draft from what it generates, for one
     part of an answer that `RecordsAnswers.record` gets as a whole.
     `thinking_budget` is the most tokens of thoughts; only local models can keep to it.
+    `deadline_s` is the time in seconds that is left for the whole answer: a goal as well, which becomes a latency
+    target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`.
     """
 
     model: str
@@ -221,6 +223,8 @@ class GenerateRequest:
     share: bool = True
     priority: int = 0
     latency_target_ms_per_token: float | None = None
+    deadline_s: float | None = None
+    strategy: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None
 

@@ -29,5 +29,8 @@ class ContentFilter:
         """Whether the text of `context` and `tokens` matches a pattern; true without `decode`, as it might match."""
         if decode is None:
             return True
-        text = decode(np.concatenate((context, tokens)).tolist())
+        return self.matches(decode(np.concatenate((context, tokens)).tolist()))
+
+    def matches(self, text: str) -> bool:
+        """Whether a text matches a pattern."""
         return any(pattern.search(text) for pattern in self._patterns)

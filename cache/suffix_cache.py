@@ -23,6 +23,7 @@ from agentspec.cache.process import lifetime
 from agentspec.cache.request import CacheRequest, draft_batch
 from agentspec.cache.responses import ResponseLimits, open_responses
 from agentspec.cache.tokens import TokensLike, as_tokens
+from agentspec.cache.tool_turns import open_tool_turns
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Draft, Labels, Namespace
 
@@ -69,6 +70,7 @@ class SuffixCache:
             persist=store.put if store else None,
         )
         self.responses = open_responses(store, responses)
+        self.tool_turns = open_tool_turns(store, retention, content_filter, responses.total // 2, responses.tenant)
         self._deleter = Deleter(self._pool, store, retention)
         self._maintenance: MaintenanceThread | None = None
         self._left_behind = False
@@ -265,6 +267,7 @@ class SuffixCache:
         count = self._deleter.forget(selection)
         if self._store is None:
             self.responses.forget(selection)
+            self.tool_turns.forget(selection)
         return count
 
     def flush(self) -> None:
@@ -272,6 +275,7 @@ class SuffixCache:
         self._pool.require_open()
         if self._sync:
             self._sync.flush()
+            self.tool_turns.flush()
         elif self._store_error:
             raise CacheError(f"the cache is in memory only: {self._store_error}")
 
@@ -324,6 +328,7 @@ class SuffixCache:
             if self._maintenance:
                 self._maintenance.close()
             if self._sync and not self.closed:
+                released.callback(self.tool_turns.close)
                 self._sync.close()
                 self._sync.report_usage()
 
@@ -331,6 +336,7 @@ class SuffixCache:
         """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open."""
         self._left_behind = True
         self._maintenance = None
+        self.tool_turns.leave_behind()
         self._pool.leave_behind(reason)
         if self._store:
             self._store.leave_behind()
@@ -378,6 +384,7 @@ class SuffixCache:
         if self._sync:
             self._sync.maintain()
         self.responses.maintain()
+        self.tool_turns.maintain()
 
 
 def namespace_of(value: str | Namespace) -> Namespace:

@@ -3,6 +3,8 @@
 pip install '.[torch,langgraph,retrieval]'
 python examples/rag_agent.py                                  # twelve passages of Wikipedia, CC BY-SA 4.0
 python examples/rag_agent.py CORPUS.jsonl "a question"        # lines of {"id", "title", "text"}, plain or gzip
+python examples/rag_agent.py --base-url http://127.0.0.1:8700/v1 --model qwen
+python examples/rag_agent.py --record calls.jsonl             # then: agentspec cache replay calls.jsonl
 
 The second look finds nearly always what the first one found. So the answer is begun on that guess while the knowledge
 base is asked, and begun again where it says otherwise: the output is the same as without speculation.
@@ -10,23 +12,23 @@ base is asked, and begun again where it says otherwise: the output is the same a
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any, TypedDict
 
 from langchain_core.documents import Document
 from langgraph.graph import END, START, StateGraph
 
+import agentspec
 from agentspec import ChatAgentSpec
-from agentspec.langchain import KnowledgeRetriever, SpeculativeRetriever
+from agentspec.langchain import CallLog, KnowledgeRetriever, SpeculativeRetriever
+from agentspec.langgraph import label
 from agentspec.reasoning.retrieval.knowledge.folder import in_memory
 from agentspec.recordings.corpus import read_corpus
 
 PASSAGES = Path(__file__).with_name("passages.jsonl")
 QUESTION = "Who became Tesla's partners after he left Edison's company?"
-
-chat = ChatAgentSpec(model="smollm2-135m", temperature=0.0, max_tokens=32)
 
 
 class State(TypedDict, total=False):
@@ -34,7 +36,7 @@ class State(TypedDict, total=False):
     answer: str
 
 
-def agent(retriever: SpeculativeRetriever) -> Any:
+def agent(chat: ChatAgentSpec, retriever: SpeculativeRetriever) -> Any:
     """The graph. Any other LangChain retriever would do inside `retriever`."""
 
     async def answer(state: State) -> State:
@@ -51,19 +53,29 @@ def agent(retriever: SpeculativeRetriever) -> Any:
     builder.add_edge(START, "draft")
     builder.add_edge("draft", "check")
     builder.add_edge("check", END)
-    return builder.compile(name="rag")
+    return label(builder.compile(name="rag"))
 
 
-async def main(corpus: Path, question: str) -> None:
+async def main(chat: ChatAgentSpec, corpus: Path, question: str) -> None:
     base = in_memory(list(read_corpus(corpus)), "bm25")
     retriever = SpeculativeRetriever(retriever=KnowledgeRetriever(base=base, k=2), k=1)
     with retriever.request():
-        async for update in agent(retriever).astream({"question": question}, stream_mode="updates"):
+        async for update in agent(chat, retriever).astream({"question": question}, stream_mode="updates"):
             for node, state in update.items():
                 print(f"{node}: {state['answer']}")
     stats = retriever.stats
     print(f"{stats.calls} look-ups, {stats.guesses} guessed, {stats.confirmed} of these right")
+    print(agentspec.report())
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]) if len(sys.argv) > 1 else PASSAGES, " ".join(sys.argv[2:]) or QUESTION))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("corpus", nargs="?", type=Path, default=PASSAGES)
+    parser.add_argument("question", nargs="*", default=[QUESTION])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--base-url", help="any OpenAI-compatible endpoint; without, the model runs in this process")
+    parser.add_argument("--record", help="a file to append every call to, for agentspec cache replay")
+    options = parser.parse_args()
+    log = [CallLog(options.record)] if options.record else None
+    model = ChatAgentSpec(model=options.model, base_url=options.base_url, temperature=0.0, max_tokens=32, callbacks=log)
+    asyncio.run(main(model, options.corpus, " ".join(options.question)))

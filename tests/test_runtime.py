@@ -19,10 +19,11 @@ from agentspec.errors import (
     NotReadyError,
     ShuttingDownError,
 )
+from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import Answer, FakeBackend
-from agentspec.types import Delta, GenerateRequest, StructuredOutputs
+from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.anyio
 
@@ -245,3 +246,61 @@ async def test_an_alias_is_answered_by_its_model() -> None:
     runtime = Runtime(Settings(backends={}, model_aliases={"gpt-5": "small"}), backends={"small": fake})
     assert await text_of(runtime.generate(ask("gpt-5"))) == "ok"
     assert fake.requests[0].model == "small"
+
+
+# Strategies asked for by a step --------------------------------------------------------------------------------------
+
+
+def strategies() -> Runtime:
+    return Runtime(
+        Settings(
+            backends={"big": TorchSettings(model="b"), "small": TorchSettings(model="s"), "up": upstream()},
+            models={
+                "fast": SpecReasonSettings(base="big", small="small"),
+                "shown": ModelSettings(backend="big"),
+                "little": ModelSettings(backend="small"),
+                "far": ModelSettings(backend="up", upstream_model="x"),
+            },
+            model_aliases={"gpt": "shown"},
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "answers"),
+    [
+        ("shown", None, "shown"),
+        ("gpt", None, "gpt"),
+        ("shown", "specreason", "fast"),
+        ("gpt", "fast", "fast"),
+        ("fast", "specreason", "fast"),
+        ("shown", "plain", "shown"),
+        ("fast", "plain", "shown"),
+        ("far", "specreason", "far"),
+        ("far", "plain", "far"),
+    ],
+)
+def test_a_strategy_leads_to_the_model_that_has_it(model: str, strategy: str | None, answers: str) -> None:
+    assert strategies().with_strategy(model, strategy) == answers
+
+
+def test_a_strategy_that_no_model_has_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="there is little, plain") as raised:
+        strategies().with_strategy("little", "specreason")
+    assert raised.value.param == "strategy"
+    with pytest.raises(ModelNotFoundError):
+        strategies().with_strategy("nobody", "specreason")
+
+
+async def test_a_deadline_becomes_a_latency_target_of_a_local_model() -> None:
+    fake = FakeBackend("hi")
+    runtime = Runtime(Settings(), backends={"local": fake})
+    limited = SamplingParams(max_tokens=20)
+    for request in (
+        replace(ask("smollm2-135m"), deadline_s=2.0, sampling=limited),
+        replace(ask("smollm2-135m"), deadline_s=2.0, sampling=limited, latency_target_ms_per_token=5),
+        replace(ask("smollm2-135m"), deadline_s=2.0),
+    ):
+        await text_of(runtime.generate(request))
+    assert [request.latency_target_ms_per_token for request in fake.requests] == [100, 5, None]
+    await runtime.aclose()

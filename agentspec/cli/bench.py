@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
-from agentspec.cli.common import FAILED, ModelOption, require_plot, require_writable
+from agentspec.cli.common import FAILED, ModelOption, require_writable
 from agentspec.cli.knn import DistanceOption, NeighboursOption, WeightOption, settings_of
+from agentspec.cli.publish import publish
 
 if TYPE_CHECKING:
-    from agentspec.benchmarks.report import BenchmarkReport, Progress
+    from agentspec.benchmarks.report import Progress
 
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
 
-REPORT_WIDTH = 150  # columns of a table that goes to a file
 TORCH = ("torch", "transformers")  # packages whose versions go into a JSON file
-R = TypeVar("R", bound="BenchmarkReport")
 
 
 class Prompts(StrEnum):
@@ -73,7 +70,7 @@ def decode(
     from agentspec.benchmarks.decode import run_decode
 
     run = partial(run_decode, model, sets=prompts.sets, limit=limit, ngram=ngram, draft_model=draft_model)
-    _publish(run, json, plot, packages=TORCH, wide=False, subject={"model": model})
+    publish(run, json, plot, packages=TORCH, wide=False, subject={"model": model})
 
 
 @app.command()
@@ -88,7 +85,7 @@ def concurrency(
     from agentspec.benchmarks.concurrency import run_concurrency
 
     run = partial(run_concurrency, model, clients=clients, rounds=rounds, max_tokens=max_tokens)
-    _publish(run, json, packages=TORCH, wide=False, subject={"model": model})
+    publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
 @app.command("best-of-n")
@@ -105,7 +102,7 @@ def best_of_n(
     from agentspec.benchmarks.best_of_n.contest import ContestPlan, run_best_of_n
 
     plan = ContestPlan(model, problems, questions, choices, max_tokens, temperatures)
-    _publish(partial(run_best_of_n, plan), json, packages=TORCH, subject={"model": model})
+    publish(partial(run_best_of_n, plan), json, packages=TORCH, subject={"model": model})
 
 
 @app.command()
@@ -117,12 +114,27 @@ def agent(
         bool, typer.Option("--kept", help="Time transformers with key/value rows kept between turns too")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write every answer's figures to this file")] = None,
+    tools: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead, predict the tool calls of these recorded sessions", exists=True, dir_okay=False),
+    ] = None,
+    read_only: Annotated[
+        list[str] | None, typer.Option(help="With --tools: patterns of the names of tools that may run early")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(help="With --tools: the share of the time that tools take", min=0.01, max=0.99)
+    ] = 0.5,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
+    if tools:
+        from agentspec.benchmarks.agent_tools import READ_ONLY, run_agent_tools
+
+        publish(partial(run_agent_tools, tools, read_only=read_only or READ_ONLY, share=share), json)
+        return
     from agentspec.benchmarks.agent import run_agent
 
     run = partial(run_agent, model, warm=warm, off=off, kept=kept)
-    _publish(run, json, packages=TORCH, wide=False, subject={"model": model})
+    publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
 @app.command()
@@ -148,7 +160,7 @@ def gpu(
     if bool(traces) != (tokenizer is not None):
         raise typer.BadParameter("--traces and --tokenizer go together")
     plan = GpuPlan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions)
-    if not _publish(partial(run_gpu, plan), json, packages=TORCH).sound:
+    if not publish(partial(run_gpu, plan), json, packages=TORCH).sound:
         raise typer.Exit(FAILED)
 
 
@@ -192,7 +204,7 @@ def cache(
         tenancy=partial(measure_tenancy, tenants) if costs and tenants else None,
     )
     packages = ("tokenizers", "numpy")
-    _publish(
+    publish(
         lambda progress: run(progress=progress), json, plot, packages=packages, subject={"tokenizer": str(tokenizer)}
     )
 
@@ -220,7 +232,7 @@ def vllm(
     require_writable(json)
     place = VllmInstallation(found, fetch(model).folder, ("--enforce-eager",) if eager else ())
     run = partial(run_vllm, place, limit=limit, controls=controls)
-    _publish(run, json, wide=False, subject={"model": model, "eager": str(eager)})
+    publish(run, json, wide=False, subject={"model": model, "eager": str(eager)})
 
 
 @app.command()
@@ -257,7 +269,7 @@ def gateway(
     named = [one.value for one in (measure or ([] if soak else list(GatewayMeasure)))]
     length = length_of(soak) if soak is not None else 0.0
     run = partial(run_gateway, plan, measures=named, runs=runs, soak_seconds=length)
-    _publish(run, json, packages=("starlette", "uvicorn"))
+    publish(run, json, packages=("starlette", "uvicorn"))
 
 
 @app.command()
@@ -284,7 +296,7 @@ def reasoning(
             report.foresee(read_steps(replay), Speeds(base_speed, small_speed, score_seconds))
         return report
 
-    _publish(measure, json, plot, packages=("numpy",), wide=False, subject={"model": str(model)})
+    publish(measure, json, plot, packages=("numpy",), wide=False, subject={"model": str(model)})
 
 
 @app.command()
@@ -341,8 +353,8 @@ def retrieval(
             return bench.run_retrieval(opened, bases, asked, synthetic=synthetic, sweep=sweep)
 
     if check:
-        raise typer.Exit(FAILED if _publish(measure, None).differ else 0)
-    _publish(measure, json, plot if sweep else None, packages=TORCH, subject={"model": model, "encoder": encoder})
+        raise typer.Exit(FAILED if publish(measure, None).differ else 0)
+    publish(measure, json, plot if sweep else None, packages=TORCH, subject={"model": model, "encoder": encoder})
 
 
 @app.command()
@@ -368,31 +380,4 @@ def knn(
     sampling = SamplingParams(temperature=float(sampled), seed=1, max_tokens=max_tokens)
     run = partial(run_knn, model, folder, read_prompts(prompts, limit), sampling, knobs)
     subject = {"model": model, **{name: str(value) for name, value in knobs}}
-    _publish(run, json, packages=("torch", "numpy"), subject=subject)
-
-
-def _publish(
-    measure: Callable[..., R],
-    json: Path | None,
-    plot: Path | None = None,
-    *,
-    packages: Sequence[str] = (),
-    wide: bool = True,
-    subject: Mapping[str, str] | None = None,
-) -> R:
-    """Call `measure(progress=...)`, print its report, and write the requested files, with `conditions` in the JSON."""
-    from rich.console import Console
-
-    from agentspec.benchmarks.report import conditions, print_report, write_json
-
-    require_writable(json)
-    require_plot(plot)
-    console = Console(width=REPORT_WIDTH if wide and not sys.stdout.isatty() else None)
-    with console.status("starting") as status:
-        report = measure(progress=status.update)
-    print_report(report, console)
-    if json:
-        write_json(report, json, conditions(*packages, **(subject or {})))
-    if plot:
-        cast("Any", report).plot(plot)
-    return report
+    publish(run, json, packages=("torch", "numpy"), subject=subject)

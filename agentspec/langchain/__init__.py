@@ -1,7 +1,31 @@
-"""A LangChain chat model for the in-process runtime or a remote gateway, and retrievers that speculate."""
+"""LangChain and LangGraph: a chat model, a middleware for agents, and retrievers that speculate."""
 
+from typing import TYPE_CHECKING, Any
+
+from agentspec.langchain.call_log import CallLog
 from agentspec.langchain.chat_model import ChatAgentSpec
 from agentspec.langchain.knowledge import KnowledgeRetriever, RetrieverKnowledge
 from agentspec.langchain.speculative_retriever import Correction, SpeculativeRetriever
 
-__all__ = ["ChatAgentSpec", "Correction", "KnowledgeRetriever", "RetrieverKnowledge", "SpeculativeRetriever"]
+if TYPE_CHECKING:
+    from agentspec.langchain.early_tools import EarlyTools
+    from agentspec.langchain.middleware import AgentSpecMiddleware
+
+__all__ = [
+    "AgentSpecMiddleware",
+    "CallLog",
+    "ChatAgentSpec",
+    "Correction",
+    "EarlyTools",
+    "KnowledgeRetriever",
+    "RetrieverKnowledge",
+    "SpeculativeRetriever",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("AgentSpecMiddleware", "EarlyTools"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from agentspec.langchain import early_tools, middleware  # need `langchain`, which the chat model does without
+
+    return middleware.AgentSpecMiddleware if name == "AgentSpecMiddleware" else early_tools.EarlyTools

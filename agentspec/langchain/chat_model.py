@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import fields
+from functools import partial
 from typing import Any, cast
 
 import anyio
@@ -34,7 +35,8 @@ from agentspec.langchain import structured_output
 from agentspec.langchain.labels import labels_of_call
 from agentspec.langchain.messages import PROVIDER, to_chunk, to_openai, to_tool_choice
 from agentspec.runtime import Runtime
-from agentspec.step.decorator import current_model, current_speculation, observe
+from agentspec.step.calls import observe
+from agentspec.step.scope import CallScope, current, current_policy, loading
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
@@ -135,9 +137,7 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
-        return _result(
-            [(delta.index, to_chunk(delta, call.model)) for delta in iterate_sync(lambda: self._answer(call))]
-        )
+        return _result([(delta.index, to_chunk(delta, call.model)) for delta in iterate_sync(self._answer(call))])
 
     async def _agenerate(
         self,
@@ -147,7 +147,7 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, run_manager, kwargs)
-        deltas = iterate_async(lambda: self._answer(call))
+        deltas = iterate_async(self._answer(call))
         return _result([(delta.index, to_chunk(delta, call.model)) async for delta in deltas])
 
     def _stream(
@@ -158,7 +158,7 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         call = _one(self._call(messages, stop, run_manager, kwargs))
-        with closing(iterate_sync(lambda: self._answer(call))) as deltas:
+        with closing(iterate_sync(self._answer(call))) as deltas:
             for delta in deltas:
                 chunk = ChatGenerationChunk(message=to_chunk(delta, call.model))
                 if run_manager is not None:
@@ -173,7 +173,7 @@ class ChatAgentSpec(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         call = _one(self._call(messages, stop, run_manager, kwargs))
-        async with aclosing(iterate_async(lambda: self._answer(call))) as deltas:
+        async with aclosing(iterate_async(self._answer(call))) as deltas:
             async for delta in deltas:
                 chunk = ChatGenerationChunk(message=to_chunk(delta, call.model))
                 if run_manager is not None:
@@ -239,8 +239,9 @@ class ChatAgentSpec(BaseChatModel):
             raise InvalidRequestError(f"{fixed[0]} is set once, on ChatAgentSpec, not per call", param=fixed[0])
         if stop is not None:
             left["stop"] = stop
-        if (model := current_model()) is not None:
-            left.setdefault("model", model)
+        policy = current_policy()
+        if policy.model is not None:
+            left.setdefault("model", policy.model)
         chosen = {name: left.pop(name, getattr(self, name)) for name in (*_SAMPLING, *_OWN)}
         extra = {
             **self.extra_body,
@@ -253,7 +254,7 @@ class ChatAgentSpec(BaseChatModel):
         target = chosen["latency_target_ms_per_token"]
         if target is not None and self.base_url is not None:
             extra["latency_target_ms_per_token"] = target
-        speculation = current_speculation() if chosen["speculation"] is None else chosen["speculation"]
+        speculation = policy.speculation if chosen["speculation"] is None else chosen["speculation"]
         return GenerateRequest(
             model=chosen["model"],
             messages=to_openai(messages),
@@ -261,12 +262,19 @@ class ChatAgentSpec(BaseChatModel):
             labels=labels_of_call(chosen["session"], run_manager.metadata if run_manager else None),
             prediction=prediction,
             speculation=speculation is not False,
-            store=chosen["store"],
-            latency_target_ms_per_token=target,
+            store=chosen["store"] and policy.store is not False,
+            priority=policy.priority or 0,
+            latency_target_ms_per_token=policy.latency_ms_per_token if target is None else target,
+            deadline_s=policy.deadline_s,
+            strategy=policy.strategy,
             extra=extra,
         )
 
-    async def _answer(self, call: GenerateRequest) -> AsyncGenerator[Delta]:
+    def _answer(self, call: GenerateRequest) -> Callable[[], AsyncGenerator[Delta]]:
+        """What yields the answer to `call` on another loop; the steps of the caller's context are those around it."""
+        return partial(self._counted, call, current.get())
+
+    async def _counted(self, call: GenerateRequest, scope: CallScope) -> AsyncGenerator[Delta]:
         """Yield the answer to `call`; count the call on its step when it finishes, fails or is aborted."""
         began = time.perf_counter()
         usage: Usage | None = None
@@ -274,8 +282,9 @@ class ChatAgentSpec(BaseChatModel):
         failed = False
         try:
             with anyio.fail_after(self.timeout):
-                runtime = self._runtime(call.model)
-                await runtime.start_for(call.model)
+                with loading(scope):
+                    runtime = self._runtime(call.model)
+                    await runtime.start_for(call.model)
                 began = time.perf_counter()  # the time to load a model does not count
                 async with aclosing(self._attempts(runtime, call)) as deltas:
                     async for delta in deltas:

@@ -57,6 +57,19 @@ def to_usage_metadata(usage: Usage) -> UsageMetadata:
     )
 
 
+def usage_of(answer: AIMessage) -> Usage | None:
+    """The token counts that any chat model's answer states; None if it states none."""
+    if (stated := answer.usage_metadata) is None:
+        return None
+    inputs, outputs = stated.get("input_token_details", {}), stated.get("output_token_details", {})
+    return Usage(
+        prompt_tokens=stated["input_tokens"],
+        completion_tokens=stated["output_tokens"],
+        cached_tokens=inputs.get("cache_read") or 0,
+        reasoning_tokens=outputs.get("reasoning"),
+    )
+
+
 def to_tool_choice(choice: dict[str, Any] | str | bool, names: Sequence[str]) -> dict[str, Any] | str:
     """A tool choice in OpenAI's form. Raises `InvalidRequestError` for a tool that is not in `names`."""
     if choice is True or choice == "any":

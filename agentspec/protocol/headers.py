@@ -1,19 +1,78 @@
-"""The `x-agentspec-*` headers: a request's labels and switches, and the strategy that wrote an answer."""
+"""The `x-agentspec-*` headers: a request's labels, switches and policy, and the strategy that wrote an answer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Any
 from urllib.parse import quote, unquote
 
 from agentspec.errors import InvalidRequestError
-from agentspec.types import Labels
+from agentspec.types import GenerateRequest, Labels
 
 PREFIX = "x-agentspec-"
 MAX_LABEL = 256
+MAX_PRIORITY = 2**31 - 1
+STRATEGY_HEADER = f"{PREFIX}strategy"
 SESSION_PARENT, SESSION_FINAL = "x-dynamo-parent-session-id", "x-dynamo-session-final"
 """NVIDIA Dynamo's headers for the session that began this one, and for a session's last request."""
 _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """How the model calls of a step are to be served. None of it changes what a model would answer, but the choice of
+    `model` and of `strategy`. What is None is left to the step or workflow around it.
+
+    `strategy` is a kind of strategy ("specreason"), the name of a `[models.NAME]` table with one, or "plain" for none.
+    `latency_ms_per_token` is what a stream should keep after its first token, `deadline_s` the seconds from now in
+    which the step should be over: both are goals, and no call is refused for them. Calls with a lower `priority` are
+    served first; 0 is the first. `store=False` keeps no tokens, `speculation=False` drafts none.
+
+    Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
+    """
+
+    strategy: str | None = None
+    model: str | None = None
+    latency_ms_per_token: float | None = None
+    deadline_s: float | None = None
+    priority: int | None = None
+    store: bool | None = None
+    speculation: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("strategy", "model"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_LABEL):
+                raise _wrong(name, f"must be a name of 1 to {MAX_LABEL} characters", value)
+        for name in ("latency_ms_per_token", "deadline_s"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise _wrong(name, "must be a number above 0", value)
+        if self.priority is not None and not (type(self.priority) is int and 0 <= self.priority <= MAX_PRIORITY):
+            raise _wrong("priority", "must be a whole number from 0, served first", self.priority)
+        for name in ("store", "speculation"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise _wrong(name, "must be true or false", getattr(self, name))
+
+    def inside(self, around: StepPolicy) -> StepPolicy:
+        """This policy, with what it leaves open taken from the policy `around` it."""
+        names = [field.name for field in fields(self)]
+        return StepPolicy(**{name: _given(getattr(self, name), getattr(around, name)) for name in names})
+
+    def headers(self) -> dict[str, str]:
+        """The headers that carry all but the model, which a request names, and the switches, which have their own."""
+        texts = {
+            "strategy": None if self.strategy is None else quote(self.strategy, safe=_PRINTABLE),
+            "latency-ms-per-token": _text(self.latency_ms_per_token),
+            "deadline-s": _text(self.deadline_s),
+            "priority": _text(self.priority),
+        }
+        return {f"{PREFIX}{name}": value for name, value in texts.items() if value is not None}
+
+
+ANY = StepPolicy()
 
 
 def label_headers(labels: Labels, *, speculation: bool = True, store: bool = True, keep: str = "") -> dict[str, str]:
@@ -38,6 +97,34 @@ def read_switch(headers: Mapping[str, str], name: str) -> bool:
     return value == "on"
 
 
+def read_policy(headers: Mapping[str, str]) -> StepPolicy:
+    """The policy in a request's headers (lower case). Raises `InvalidRequestError` that names the wrong header."""
+    read: dict[str, Any] = {"strategy": _label(headers, "strategy")}
+    for name, kind in (("latency_ms_per_token", float), ("deadline_s", float), ("priority", int)):
+        if given := headers.get(_header(name), "").strip():
+            try:
+                read[name] = kind(given)
+            except ValueError:
+                raise InvalidRequestError(f"{_header(name)} must be a number", param=_header(name)) from None
+    if all(value is None for value in read.values()):
+        return ANY
+    try:
+        return StepPolicy(**read)
+    except InvalidRequestError as error:
+        header = _header(str(error.param))
+        raise InvalidRequestError(error.message.replace(str(error.param), header, 1), param=header) from None
+
+
+def policy_of(request: GenerateRequest) -> StepPolicy:
+    """What `request` asks of the gateway that may answer it."""
+    return StepPolicy(
+        strategy=request.strategy,
+        latency_ms_per_token=request.latency_target_ms_per_token,
+        deadline_s=request.deadline_s,
+        priority=request.priority or None,
+    )
+
+
 def strategy_headers(summary: str, *, lossy: bool, speculation: bool) -> dict[str, str]:
     """The header that names an answer's strategy: `lossy` if the answer may differ from the base model's."""
     if not lossy:
@@ -46,7 +133,7 @@ def strategy_headers(summary: str, *, lossy: bool, speculation: bool) -> dict[st
 
 
 def _label(headers: Mapping[str, str], name: str) -> str | None:
-    """A label, percent-decoded; None if the header is empty."""
+    """The label in the header of ours that ends in `name`, percent-decoded; None if it is empty."""
     header = PREFIX + name
     given = headers.get(header, "")
     if not given.isascii():
@@ -58,3 +145,23 @@ def _label(headers: Mapping[str, str], name: str) -> str | None:
     if len(value) > MAX_LABEL or not value.isprintable():
         raise InvalidRequestError(f"{header} must be at most {MAX_LABEL} printable characters", param=header)
     return value or None
+
+
+def _header(name: str) -> str:
+    return PREFIX + name.replace("_", "-")
+
+
+def _text(value: float | None) -> str | None:
+    return None if value is None else f"{value:.10g}"
+
+
+def _given(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _wrong(name: str, rule: str, value: Any) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} {rule}, not {value!r:.100}", param=name)

@@ -325,6 +325,14 @@ def with_extra(request: GenerateRequest) -> GenerateRequest:
     return replace(request, extra={}, **changed)
 
 
+def with_deadline(request: GenerateRequest) -> GenerateRequest:
+    """`request` with the latency target by which its longest answer would meet its deadline, unless it has one."""
+    tokens = request.sampling.max_tokens
+    if request.deadline_s is None or request.latency_target_ms_per_token is not None or tokens is None:
+        return request
+    return replace(request, latency_target_ms_per_token=1000 * request.deadline_s / tokens)
+
+
 def _messages(value: list[Any], limit: int) -> list[dict[str, Any]]:
     if not value:
         raise InvalidRequestError("messages must hold at least one message", param="messages")

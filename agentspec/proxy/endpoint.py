@@ -16,6 +16,7 @@ from agentspec.backends.openai.prediction import prediction_counter
 from agentspec.errors import AgentSpecError, InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.protocol.chat_response import ChatWriter
 from agentspec.protocol.completion_response import CompletionWriter
+from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
 from agentspec.protocol.obfuscation import filler
 from agentspec.protocol.requests import parse_chat, parse_completion
 from agentspec.protocol.responses import Accumulator, ResponseWriter, encode
@@ -110,6 +111,7 @@ class GenerationEndpoint:
         fields = await self.budget.run(tenant, len(body), parse_object, body)
         model = _model(fields)
         runtime = self._ready()
+        model = _chosen(runtime, model, headers)
         name = runtime.aliases.meant(model)
         if self.engine is not None and runtime.is_elsewhere(name):
             del fields
@@ -263,6 +265,15 @@ def _model(fields: Mapping[str, Any]) -> str:
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_NAME:
         raise InvalidRequestError(f"model must be a string of 1 to {MAX_MODEL_NAME} characters", param="model")
     return model
+
+
+def _chosen(runtime: Runtime, model: str, headers: Headers) -> str:
+    """The name of the model that answers: `model`, or one with the strategy that the headers ask for."""
+    try:
+        return runtime.with_strategy(model, read_policy(headers).strategy)
+    except InvalidRequestError as error:
+        param = STRATEGY_HEADER if error.param == "strategy" else error.param
+        raise type(error)(error.message, param=param) from None
 
 
 async def send_json(deltas: AsyncGenerator[Delta], writer: ResponseWriter, record: RequestRecord, send: Send) -> None:

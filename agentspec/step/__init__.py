@@ -1,22 +1,19 @@
-"""`@step` labels model calls with their step and workflow, and counts what each step costs."""
+"""`@step` labels model calls with their step and workflow, says how to serve them, and counts what each step costs."""
 
-from agentspec.step.decorator import (
-    async_httpx_hooks,
-    current_labels,
-    current_model,
-    headers,
-    httpx_hooks,
-    report,
-    step,
-    workflow,
-)
+from agentspec.protocol.headers import StepPolicy
+from agentspec.step.calls import async_httpx_hooks, headers, httpx_hooks, report
+from agentspec.step.decorator import step
+from agentspec.step.scope import current_labels, current_model, current_policy, keep_labels, workflow
 
 __all__ = [
+    "StepPolicy",
     "async_httpx_hooks",
     "current_labels",
     "current_model",
+    "current_policy",
     "headers",
     "httpx_hooks",
+    "keep_labels",
     "report",
     "step",
     "workflow",

@@ -1,34 +1,56 @@
-"""`@step` labels the model calls inside a function with their step and workflow, and counts what they cost.
-
-Labels are context variables, so they follow asyncio tasks, and threads started through `copy_context`.
-`ChatAgentSpec` reads the labels itself; a plain OpenAI client needs `httpx_hooks`.
-"""
+"""`@step` labels the model calls inside a function with their step and workflow, and counts what they cost."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import wraps
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from dataclasses import replace
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
-from agentspec.protocol.headers import label_headers
-from agentspec.step.report import Report, StepRow, StepStatistics
-from agentspec.step.response_tap import ResponseTap, tap
-from agentspec.types import Labels, Speculation, Usage
+from agentspec.protocol.headers import StepPolicy
+from agentspec.step.calls import (
+    CallMeter,
+    async_httpx_hooks,
+    headers,
+    httpx_hooks,
+    model_call,
+    observe,
+    report,
+    statistics,
+)
+from agentspec.step.report import Report, StepRow
+from agentspec.step.scope import (
+    CallScope,
+    LoadingClock,
+    current,
+    current_labels,
+    current_model,
+    current_policy,
+    current_speculation,
+    keep_labels,
+    loading,
+    workflow,
+)
+from agentspec.types import Labels
 
 __all__ = [
+    "CallMeter",
     "Report",
+    "StepPolicy",
     "StepRow",
     "async_httpx_hooks",
     "current_labels",
     "current_model",
+    "current_policy",
     "current_speculation",
     "headers",
     "httpx_hooks",
+    "keep_labels",
+    "loading",
+    "model_call",
     "observe",
     "report",
     "step",
@@ -36,19 +58,8 @@ __all__ = [
 ]
 
 WORKFLOW_KEY = "agentspec_workflow"  # key in a LangChain run's metadata for the workflow of its model calls
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class _Scope:
-    labels: Labels
-    speculation: bool | None
-    model: str | None = None
-
-
-_OUTSIDE = _Scope(Labels(), None)
-_scope: ContextVar[_Scope] = ContextVar("agentspec_scope", default=_OUTSIDE)
-_statistics = StepStatistics()
+T = TypeVar("T")
+_TOOL_FUNCTIONS = ("func", "coroutine", "on_invoke_tool", "function")  # where LangChain's and others' tools hold them
 
 
 def step(
@@ -58,176 +69,125 @@ def step(
     session: str | None = None,
     speculation: bool | None = None,
     model: str | None = None,
-) -> Callable[[F], F]:
-    """Decorate a function, coroutine function or (async) generator function; its model calls carry these labels.
+    strategy: str | None = None,
+    latency_ms_per_token: float | None = None,
+    deadline_s: float | None = None,
+    priority: int | None = None,
+    store: bool | None = None,
+) -> Callable[[T], T]:
+    """Decorate a function, coroutine function, (async) generator function, callable object, or tool; the model calls
+    inside carry these labels.
 
-    Omitted labels are inherited from the step or workflow around the call. `speculation=False` turns drafting off
-    inside; it never changes an answer. Inside, `ChatAgentSpec` uses `model` instead of its own model, unless a call
-    names one. The function keeps its signature, so LangGraph still accepts it as a node.
+    Omitted labels are inherited from the step or workflow around the call. The other options are those of
+    `StepPolicy`, and inherited likewise: `ChatAgentSpec` follows them, unless a call itself names another model, and
+    other clients send them to a gateway. The function keeps its signature, so LangGraph still accepts it as a node. Of
+    a tool a copy is returned, whose functions are decorated. Raises `InvalidRequestError` for a value outside its
+    range.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f'write @step("name") with a name that is not empty, not {name!r}')
+    labels = Labels(session, workflow, name)
+    policy = StepPolicy(strategy, model, latency_ms_per_token, deadline_s, priority, store, speculation)
 
-    def inner() -> _Scope:
-        return _narrowed(step=name, workflow=workflow, session=session, speculation=speculation, model=model)
+    def inner() -> CallScope:
+        return current.get().narrowed(labels, policy)
 
-    def decorate(function: F) -> F:
-        wrap = _function
-        if inspect.isasyncgenfunction(function):
-            wrap = _async_generator
-        elif inspect.isgeneratorfunction(function):
-            wrap = _generator
-        elif inspect.iscoroutinefunction(function):
-            wrap = _coroutine
-        return cast(F, wrap(function, inner))
+    def decorate(function: T) -> T:
+        return cast(T, _decorated(function, inner, name))
 
     return decorate
 
 
-@contextmanager
-def workflow(name: str, *, session: str | None = None, speculation: bool | None = None) -> Iterator[None]:
-    """Label every model call inside the block with this workflow and, if given, session."""
-    around = _scope.get()
-    _scope.set(_narrowed(workflow=name, session=session, speculation=speculation))
-    try:
-        yield
-    finally:
-        _scope.set(around)  # not reset(): a block in an asynchronous generator may end in another context
+def _decorated(function: Any, inner: Callable[[], CallScope], name: str) -> Any:
+    if _is_tool(function):
+        return _tool(function, inner, name)
+    if not callable(function):
+        raise TypeError(f"@step({name!r}) decorates functions, callable objects and tools, not {function!r}")
+    wrap = _wrapper_of(function)
+    if wrap is _function and not inspect.isroutine(function) and not isinstance(function, (type, partial)):
+        wrap = _wrapper_of(function.__call__)
+    stepped = wrap(function, inner)
+    if not hasattr(function, "__name__"):
+        stepped.__name__ = stepped.__qualname__ = type(function).__name__
+    return stepped
 
 
-def current_labels() -> Labels:
-    """The labels that a model call made now would carry."""
-    return _scope.get().labels
+def _wrapper_of(function: Any) -> Callable[[Any, Callable[[], CallScope]], Any]:
+    if inspect.isasyncgenfunction(function):
+        return _async_generator
+    if inspect.isgeneratorfunction(function):
+        return _generator
+    return _coroutine if inspect.iscoroutinefunction(function) else _function
 
 
-def current_speculation() -> bool | None:
-    """Whether the surrounding steps request speculation; None if no step sets it."""
-    return _scope.get().speculation
+def _is_tool(function: Any) -> bool:
+    """Whether it is a framework's tool object: it has a name and a description, and holds the function that it runs."""
+    if inspect.isroutine(function) or isinstance(function, (type, partial)):
+        return False
+    described = all(isinstance(getattr(function, part, None), str) for part in ("name", "description"))
+    return described and any(callable(getattr(function, part, None)) for part in _TOOL_FUNCTIONS)
 
 
-def current_model() -> str | None:
-    """The model that the surrounding steps request; None if no step names one."""
-    return _scope.get().model
-
-
-def headers(labels: Labels | None = None, *, speculation: bool | None = None) -> dict[str, str]:
-    """The headers that send `labels`, by default the current ones, to a gateway. Non-ASCII is percent-encoded."""
-    labels = current_labels() if labels is None else labels
-    speculation = current_speculation() if speculation is None else speculation
-    return label_headers(labels, speculation=speculation is not False, keep=" ")
-
-
-def observe(
-    usage: Usage | None,
-    speculation: Speculation | None,
-    seconds: float,
-    *,
-    labels: Labels | None = None,
-    failed: bool = False,
-) -> None:
-    """Count one model call of `seconds` seconds on the current step, or on the step that `labels` names."""
-    labels = current_labels() if labels is None else labels
-    _statistics.add_call((labels.workflow, labels.step), usage, speculation, seconds, failed=failed)
-
-
-def report() -> Report:
-    """What each step cost so far in this process, and what speculation did for it."""
-    return Report(tuple(_statistics.rows()), _statistics)
-
-
-def httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
-    """`event_hooks` for a synchronous httpx or httpx2 client, such as the one inside an OpenAI client.
-
-    Requests get the current labels as headers. Each response is counted on the step that sent the request, while the
-    client reads it.
-    """
-    return {"request": [_send_labels], "response": [_observe_response]}
-
-
-def async_httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:
-    """`httpx_hooks` for an asynchronous client."""
-
-    async def label(request: Any) -> None:
-        _send_labels(request)
-
-    async def observed(response: Any) -> None:
-        _observe_response(response, asynchronous=True)
-
-    return {"request": [label], "response": [observed]}
-
-
-_STARTED = "agentspec.started"
-
-
-def _send_labels(request: Any) -> None:
-    for name, value in headers().items():
-        request.headers.setdefault(name, value)
-    request.extensions[_STARTED] = (time.perf_counter(), current_labels())
-
-
-def _observe_response(response: Any, *, asynchronous: bool = False) -> None:
-    started = response.request.extensions.get(_STARTED)
-    kind = response.headers.get("content-type", "")
-    if started is None or response.request.method != "POST" or not kind.startswith(_ANSWERS):
-        return
-    began, labels = started
-
-    def done(reader: ResponseTap, failed: bool) -> None:
-        observe(*reader.finish(), time.perf_counter() - began, labels=labels, failed=failed)
-
-    tap(response, done, asynchronous=asynchronous)
-
-
-_ANSWERS = ("application/json", "text/event-stream")
-
-
-def _narrowed(*, speculation: bool | None, model: str | None = None, **labels: str | None) -> _Scope:
-    around = _scope.get()
-    given = {name: value for name, value in labels.items() if value is not None}
-    return _Scope(
-        replace(around.labels, **given),
-        around.speculation if speculation is None else speculation,
-        around.model if model is None else model,
-    )
+def _tool(tool: Any, inner: Callable[[], CallScope], name: str) -> Any:
+    """A copy of a tool whose functions are steps; the tool itself stays as it is."""
+    stepped = copy.copy(tool)
+    for part in _TOOL_FUNCTIONS:
+        if callable(function := getattr(tool, part, None)):
+            setattr(stepped, part, _decorated(function, inner, name))
+    return stepped
 
 
 class _StepRun:
     """One run of a step's body. Each `with` enters the scope again: a generator's body runs in its caller's context."""
 
-    def __init__(self, scope: _Scope) -> None:
-        self._inner = scope
+    def __init__(self, scope: CallScope) -> None:
+        self._clock = LoadingClock()
+        self._inner = replace(scope, clocks=(*scope.clocks, self._clock))
         self._seconds = 0.0
         self._failed = False
 
     def __enter__(self) -> None:
-        self._around = _scope.get()
-        _scope.set(self._inner)
+        self._around = current.get()
+        current.set(self._inner)
         self._began = time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._seconds += time.perf_counter() - self._began
         self._failed = isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration))
-        _scope.set(self._around)
+        current.set(self._around)
 
     def record(self) -> None:
-        labels = self._inner.labels
-        _statistics.add_run((labels.workflow, labels.step), self._seconds, failed=self._failed)
+        """Count the run. The time in which models were loading is not the step's."""
+        labels, seconds = self._inner.labels, max(0.0, self._seconds - self._clock.seconds)
+        statistics.add_run((labels.workflow, labels.step), seconds, failed=self._failed)
 
 
-def _function(function: Any, inner: Callable[[], _Scope]) -> Any:
+def _function(function: Any, inner: Callable[[], CallScope]) -> Any:
     @wraps(function)
     def run_step(*args: Any, **kwargs: Any) -> Any:
-        run = _StepRun(inner())
+        run, later = _StepRun(inner()), False
         try:
             with run:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            later = inspect.iscoroutine(result)
+            return _awaited(result, run) if later else result
         finally:
-            run.record()
+            if not later:
+                run.record()
 
     return run_step
 
 
-def _coroutine(function: Any, inner: Callable[[], _Scope]) -> Any:
+async def _awaited(body: Coroutine[Any, Any, Any], run: _StepRun) -> Any:
+    """The rest of a run whose function returned a coroutine, as one below another decorator may."""
+    try:
+        with run:
+            return await body
+    finally:
+        run.record()
+
+
+def _coroutine(function: Any, inner: Callable[[], CallScope]) -> Any:
     @wraps(function)
     async def run_step(*args: Any, **kwargs: Any) -> Any:
         run = _StepRun(inner())
@@ -240,7 +200,7 @@ def _coroutine(function: Any, inner: Callable[[], _Scope]) -> Any:
     return run_step
 
 
-def _generator(function: Any, inner: Callable[[], _Scope]) -> Any:
+def _generator(function: Any, inner: Callable[[], CallScope]) -> Any:
     @wraps(function)
     def run_step(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         run, body = _StepRun(inner()), function(*args, **kwargs)
@@ -265,7 +225,7 @@ def _generator(function: Any, inner: Callable[[], _Scope]) -> Any:
     return run_step
 
 
-def _async_generator(function: Any, inner: Callable[[], _Scope]) -> Any:
+def _async_generator(function: Any, inner: Callable[[], CallScope]) -> Any:
     @wraps(function)
     async def run_step(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         run, body = _StepRun(inner()), function(*args, **kwargs)

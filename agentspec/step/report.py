@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from agentspec.step.tool_report import ToolRow, tool_table
+from agentspec.step.tool_report import statistics as tool_statistics
 from agentspec.types import Speculation, Usage
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 Key = tuple[str | None, str | None]
@@ -116,6 +119,7 @@ class Report:
 
     rows: tuple[StepRow, ...]
     statistics: StepStatistics
+    tools: tuple[ToolRow, ...] = ()
 
     def __iter__(self) -> Iterator[StepRow]:
         return iter(self.rows)
@@ -123,6 +127,7 @@ class Report:
     def reset(self) -> None:
         """Delete the counts of the process. This snapshot keeps its rows."""
         self.statistics.reset()
+        tool_statistics.reset()
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -131,7 +136,12 @@ class Report:
         Console(file=text, width=160, color_system=None).print(self.__rich__())
         return text.getvalue()
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Table | Group:
+        from rich.console import Group
+
+        return Group(self._steps(), tool_table(self.tools)) if self.tools else self._steps()
+
+    def _steps(self) -> Table:
         from rich.table import Table
 
         table = Table(title="agentspec: model calls by step")

@@ -40,7 +40,7 @@ from agentspec.backends.openai.vllm import label_fields, labels_in, read_metrics
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamError, UpstreamIsolationError
 from agentspec.protocol.deltas import to_delta
-from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, read_labels
+from agentspec.protocol.headers import SESSION_FINAL, SESSION_PARENT, label_headers, policy_of, read_labels
 from agentspec.protocol.json_scan import array_items, member_span
 from agentspec.protocol.sse import SseDecoder
 from agentspec.telemetry.samples import UpstreamSample
@@ -112,6 +112,7 @@ class OpenAIBackend:
             "content-type": "application/json",
             "accept": "text/event-stream, application/json",
             **label_headers(labels, speculation=request.speculation, store=request.store),
+            **policy_of(request).headers(),
         }
         told = self._session_headers(request.tenant, labels, {})
         counter = prediction_counter(self, str(body["model"]), body)

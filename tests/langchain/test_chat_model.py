@@ -24,10 +24,11 @@ from agentspec.errors import (
     UpstreamError,
     UpstreamStatusError,
 )
-from agentspec.langchain import ChatAgentSpec
+from agentspec.langchain import ChatAgentSpec, chat_model
 from agentspec.langgraph import label
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
+from agentspec.step import decorator, scope
 from agentspec.step.decorator import report, step, workflow
 from agentspec.step.report import StepRow
 from agentspec.testing import Answer, FakeBackend, Scripted
@@ -48,6 +49,10 @@ def chat(*script: Scripted, **options: Any) -> tuple[ChatAgentSpec, FakeBackend]
     """A model on a fake backend that is no local engine, so that it takes every option."""
     fake = FakeBackend(*script)
     return ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake}), **options), fake
+
+
+def chat_of(fake: FakeBackend) -> ChatAgentSpec:
+    return ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake}))
 
 
 def row(step: str | None, workflow: str | None = None) -> StepRow:
@@ -225,7 +230,8 @@ def test_a_step_labels_and_counts_its_calls() -> None:
 
 def test_loading_a_model_is_no_model_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("agentspec.langchain.chat_model.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for module in (chat_model, scope, decorator):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     class SlowToStart(Runtime):
         def start(self) -> None:
@@ -236,8 +242,37 @@ def test_loading_a_model_is_no_model_time(monkeypatch: pytest.MonkeyPatch) -> No
         clock[0] += 2.0
         return "one"
 
-    ChatAgentSpec(model="fake", runtime=SlowToStart(backends={"fake": FakeBackend(answer)})).invoke("hi")
-    assert row(None).model_seconds == 2.0
+    model = ChatAgentSpec(model="fake", runtime=SlowToStart(backends={"fake": FakeBackend(answer)}))
+    step("outer")(step("inner")(model.invoke))("hi")
+    assert row("inner").model_seconds == 2.0
+    assert row("inner").seconds == row("outer").seconds == 2.0  # nor the steps'
+
+
+def test_a_step_says_how_its_calls_are_served(server: Any) -> None:
+    model, fake = chat("ok", latency_target_ms_per_token=7)
+
+    @step("plan", priority=3, store=False, latency_ms_per_token=50, deadline_s=60, speculation=False)
+    def plan(model: ChatAgentSpec, **options: Any) -> None:
+        model.invoke("hi", **options)
+
+    plan(model)
+    plan(chat_of(fake))
+    first, second = fake.requests
+    assert (first.priority, first.store, first.speculation) == (3, False, False)
+    assert (first.latency_target_ms_per_token, second.latency_target_ms_per_token) == (7, 50)
+    assert first.deadline_s is not None and 0 < first.deadline_s <= 60
+    step("far", strategy="specreason")(plan)(remote(server))
+    sent = server.request_headers[-1]
+    assert (sent["x-agentspec-priority"], sent["x-agentspec-strategy"]) == ("3", "specreason")
+    assert sent["x-agentspec-latency-ms-per-token"] == "50" and "x-agentspec-deadline-s" in sent
+    assert "priority" not in server.bodies[-1]
+
+
+def test_a_strategy_that_the_runtime_lacks_is_refused() -> None:
+    model, _ = chat("ok")
+    with pytest.raises(InvalidRequestError) as raised:
+        step("plan", strategy="specreason")(model.invoke)("hi")
+    assert raised.value.param == "strategy"
 
 
 class State(TypedDict):

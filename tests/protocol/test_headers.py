@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -7,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.headers import label_headers, read_labels, read_switch, strategy_headers
+from agentspec.protocol.headers import (
+    StepPolicy,
+    label_headers,
+    read_labels,
+    read_policy,
+    read_switch,
+    strategy_headers,
+)
 from agentspec.types import Labels
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
@@ -67,3 +75,68 @@ def test_a_lossy_strategy_is_announced_where_it_acts() -> None:
     assert strategy_headers("x; y=1", lossy=False, speculation=False) == {"x-agentspec-lossless": "x; y=1"}
     assert strategy_headers("x; y=1", lossy=True, speculation=True) == {"x-agentspec-lossy": "x; y=1"}
     assert strategy_headers("x; y=1", lossy=True, speculation=False) == {}
+
+
+POLICIES = st.builds(
+    StepPolicy,
+    strategy=st.none() | st.text("abzé% /_", min_size=1, max_size=20),
+    latency_ms_per_token=st.none() | st.floats(1e-3, 1e6).map(lambda value: float(f"{value:.10g}")),
+    deadline_s=st.none() | st.integers(1, 10**9),
+    priority=st.none() | st.integers(0, 2**31 - 1),
+)
+
+
+@given(POLICIES)
+def test_a_policy_survives_its_headers(policy: StepPolicy) -> None:
+    sent = policy.headers()
+    assert all(value.isascii() and value.isprintable() for value in sent.values())
+    assert read_policy(sent) == policy
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("priority", "-1"),
+        ("priority", "1.5"),
+        ("priority", "soon"),
+        ("priority", str(2**31)),
+        ("deadline-s", "0"),
+        ("deadline-s", "nan"),
+        ("deadline-s", "inf"),
+        ("deadline-s", "tomorrow"),
+        ("latency-ms-per-token", "-5"),
+        ("strategy", "x" * 257),
+        ("strategy", "%ff"),
+    ],
+)
+def test_a_wrong_policy_names_its_header(name: str, value: str) -> None:
+    header = f"x-agentspec-{name}"
+    with pytest.raises(InvalidRequestError, match=header) as raised:
+        read_policy({header: value})
+    assert raised.value.param == header
+
+
+def test_a_policy_inside_another() -> None:
+    outer = StepPolicy(model="m", priority=3, store=False)
+    assert StepPolicy(priority=0, speculation=False).inside(outer) == StepPolicy(
+        model="m", priority=0, store=False, speculation=False
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priority": True},
+        {"priority": 1.0},
+        {"deadline_s": "1"},
+        {"latency_ms_per_token": 0},
+        {"store": "off"},
+        {"speculation": 1},
+        {"model": ""},
+        {"strategy": 3},
+    ],
+)
+def test_a_policy_says_which_value_is_wrong(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        StepPolicy(**wrong)
+    assert raised.value.param == next(iter(wrong))

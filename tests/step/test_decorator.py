@@ -7,11 +7,15 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import httpx
 import httpx2
 import pytest
+from agents import FunctionTool, function_tool
+from agents.tool_context import ToolContext
+from langchain_core.tools import BaseTool, tool
 from openai import AsyncOpenAI, OpenAI
 
 from agentspec.step.decorator import (
@@ -373,3 +377,82 @@ async def test_the_official_async_client() -> None:
     assert await run() == "hi"
     await client.close()
     check_counted(server)
+
+
+# Callable objects, and tools -----------------------------------------------------------------------------------------
+
+
+async def test_callable_objects_of_every_kind() -> None:
+    class Plain:
+        def __call__(self) -> Labels:
+            return current_labels()
+
+    class Asynchronous:
+        async def __call__(self) -> Labels:
+            await asyncio.sleep(0)
+            return current_labels()
+
+    class Streaming:
+        async def __call__(self) -> AsyncIterator[Labels]:
+            await asyncio.sleep(0)
+            yield current_labels()
+
+    class Generating:
+        def __call__(self) -> Iterator[Labels]:
+            yield current_labels()
+
+    assert step("a")(Plain())() == Labels(step="a")
+    stepped = step("b")(Asynchronous())
+    assert inspect.iscoroutinefunction(stepped) and stepped.__name__ == "Asynchronous"
+    assert await stepped() == Labels(step="b")
+    assert await anext(step("c")(Streaming())()) == Labels(step="c")
+    assert list(step("d")(Generating())()) == [Labels(step="d")]
+    assert all(row(name).runs == 1 for name in "abd")
+
+
+async def test_a_function_that_returns_a_coroutine() -> None:
+    async def work(number: int) -> tuple[int, Labels]:
+        await asyncio.sleep(0)
+        return number, current_labels()
+
+    assert await step("partial")(partial(work, 3))() == (3, Labels(step="partial"))
+    assert await step("late")(lambda: work(4))() == (4, Labels(step="late"))
+    assert current_labels() == Labels() and row("late").runs == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_tool_stays_a_tool_above_and_below(asynchronous: bool) -> None:
+    def look(city: str) -> str:
+        """Look a city up."""
+        return f"{city} {current_labels().step}"
+
+    async def alook(city: str) -> str:
+        """Look a city up."""
+        await asyncio.sleep(0)
+        return f"{city} {current_labels().step}"
+
+    function = alook if asynchronous else look
+    plain = tool(function)
+    for stepped in (step("above")(plain), tool(step("above")(function))):
+        assert isinstance(stepped, BaseTool) and stepped.args == plain.args
+        assert (stepped.name, stepped.description) == (plain.name, plain.description)
+        answer = await stepped.ainvoke({"city": "Rome"}) if asynchronous else stepped.invoke({"city": "Rome"})
+        assert answer == "Rome above"
+    assert (await plain.ainvoke({"city": "Rome"})) == "Rome None"
+    assert row("above").runs == 2
+
+
+async def test_a_tool_of_the_agents_sdk_stays_one() -> None:
+    def look(city: str) -> str:
+        """Look a city up."""
+        return f"{city} {current_labels().step}"
+
+    stepped = step("sdk")(function_tool(look))
+    assert isinstance(stepped, FunctionTool)
+    context: Any = ToolContext(None, tool_name="look", tool_call_id="1", tool_arguments='{"city": "Rome"}')
+    assert await stepped.on_invoke_tool(context, '{"city": "Rome"}') == "Rome sdk"
+
+
+def test_what_cannot_be_called_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="decorates functions"):
+        step("plan")(3)

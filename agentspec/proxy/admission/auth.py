@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from starlette.datastructures import Headers
 
 from agentspec.errors import AuthenticationError
-from agentspec.protocol.headers import read_labels, read_switch
+from agentspec.protocol.headers import ANY, StepPolicy, read_labels, read_policy, read_switch
 from agentspec.proxy.admission.identity import identified
 from agentspec.settings.api_keys import ApiKey, read_keys
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
@@ -31,10 +31,21 @@ class Caller:
     labels: Labels
     speculation: bool
     store: bool
+    policy: StepPolicy = ANY
 
     def sign(self, request: GenerateRequest) -> GenerateRequest:
-        """`request` with this caller's tenant, labels and switches."""
-        return replace(request, tenant=self.tenant, labels=self.labels, speculation=self.speculation, store=self.store)
+        """`request` with this caller's tenant, labels and switches, and with the policy where the body says nothing."""
+        asked, target = self.policy, request.latency_target_ms_per_token
+        return replace(
+            request,
+            tenant=self.tenant,
+            labels=self.labels,
+            speculation=self.speculation,
+            store=self.store,
+            priority=request.priority or asked.priority or 0,
+            latency_target_ms_per_token=asked.latency_ms_per_token if target is None else target,
+            deadline_s=asked.deadline_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,8 @@ def read_caller(headers: Headers, tenant: str, fields: Mapping[str, Any] = NO_FI
     Raises `InvalidRequestError` that names the wrong header of ours.
     """
     labels = identified(read_labels(headers), headers, fields)
-    return Caller(tenant, labels, speculation=read_switch(headers, "speculation"), store=read_switch(headers, "store"))
+    speculation, store = read_switch(headers, "speculation"), read_switch(headers, "store")
+    return Caller(tenant, labels, speculation=speculation, store=store, policy=read_policy(headers))
 
 
 def request_id(headers: Headers) -> str:

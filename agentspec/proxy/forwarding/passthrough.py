@@ -23,6 +23,7 @@ from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.errors import outcome, refused_key
 from agentspec.proxy.forwarding.answer_edits import AnswerEdits
 from agentspec.proxy.forwarding.inspection import Inspector, read_answer
+from agentspec.proxy.forwarding.policy import with_policy
 from agentspec.proxy.request_record import RequestRecord
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ async def added_fields(
     backend: Forwards, path: str, fields: Mapping[str, Any], caller: Caller, model: str
 ) -> dict[str, Any]:
     """What a body with `fields` gets on its way to the upstream: see `upstream_body`."""
-    added = await backend.body_fields(path, caller.tenant, caller.labels, fields)
+    asked = with_policy(backend, fields, caller.policy)
+    added = await backend.body_fields(path, caller.tenant, caller.labels, asked)
     return added if model == fields["model"] else {**added, "model": model}
 
 

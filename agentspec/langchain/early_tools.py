@@ -1,0 +1,266 @@
+"""Starts tools of a LangChain agent before its model calls them; `AgentSpecMiddleware` asks it around every call."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from langchain.agents.middleware.types import ModelRequest, ModelResponse
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
+from langchain_core.runnables.config import var_child_runnable_config
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langgraph.prebuilt.tool_node import ToolCallRequest
+
+from agentspec.langchain.labels import is_replayed
+from agentspec.step.scope import current_labels, current_policy
+from agentspec.tools import AgentCaller, ToolCall, ToolSession, ToolSpec, ToolSpeculator
+from agentspec.types import DEFAULT_TENANT
+
+R = TypeVar("R")
+
+_MOST = 1024  # sessions and tools that are remembered
+_APPROVAL = ("needs_approval", "requires_approval")  # in a tool's metadata
+_QUIET: Any = {"callbacks": [], "tags": ["nostream"]}
+
+
+@dataclass(frozen=True, slots=True)
+class _EarlyResult:
+    """What a tool returned that was started early."""
+
+    message: ToolMessage
+
+
+class EarlyTools:
+    """Early starts for the agents of one middleware: `AgentSpecMiddleware(early_tools=EarlyTools(speculator))`.
+
+    What is learned belongs to `tenant` and `agent`, by default the workflow. `identity` tells apart the credentials
+    with which the tools run. `servers` tells by an MCP server's name which tools it offers. In a tool's metadata,
+    `needs_approval` keeps it from an early start.
+    """
+
+    def __init__(
+        self,
+        speculator: ToolSpeculator,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        identity: str = "",
+        agent: str | None = None,
+        servers: Mapping[str, Sequence[BaseTool]] | None = None,
+    ) -> None:
+        self._speculator = speculator
+        self._agent = agent
+        self._tenant, self._identity = tenant, identity
+        self._servers = {name: list(tools) for name, tools in (servers or {}).items()}
+        self._specs: OrderedDict[int, tuple[BaseTool, ToolSpec]] = OrderedDict()
+        self._seen: OrderedDict[AgentCaller, list[str]] = OrderedDict()
+
+    def begin(self, request: ModelRequest[Any]) -> ToolSession | None:
+        """Before a model call: start what pays. None where the session cannot be told, or a step is replayed."""
+        session = self._following(request)
+        if session is not None:
+            tools = _by_name(request)
+            session.begin_turn(lambda call: _started(tools[call.name], call))
+        return session
+
+    async def abegin(self, request: ModelRequest[Any]) -> ToolSession | None:
+        """`begin` in an event loop."""
+        session = self._following(request)
+        if session is not None:
+            tools = _by_name(request)
+            await session.abegin_turn(lambda call: _astarted(tools[call.name], call))
+        return session
+
+    def end(self, session: ToolSession | None, response: ModelResponse[Any]) -> None:
+        """After the model call that `begin` gave the session for."""
+        if session is not None:
+            store = current_policy().store is not False
+            messages = [message for message in response.result if isinstance(message, AIMessage)]
+            session.end_turn([call for message in messages for call in _calls(message)], store=store)
+
+    def run(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
+        """Run a tool that the model called. The handler, with all that stands behind it, is asked in any case."""
+        session = self._session_of(_messages(request.state))
+        if session is None:
+            return handler(request)
+        result = session.run(_call(request), lambda _: handler(request))
+        return handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
+
+    async def arun(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[R]]) -> R:
+        """`run` in an event loop."""
+        session = self._session_of(_messages(request.state))
+        if session is None:
+            return await handler(request)
+        result = await session.arun(_call(request), lambda _: handler(request))
+        return await handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
+
+    def _session_of(self, messages: Sequence[AnyMessage]) -> ToolSession | None:
+        """The session by its label, else by the id of its first message."""
+        labels = current_labels()
+        name = labels.session or (messages[0].id if messages else None)
+        if not name:
+            return None
+        caller = AgentCaller(self._tenant, self._agent or labels.workflow or "agent", name, self._identity)
+        return self._speculator.session(caller)
+
+    def _following(self, request: ModelRequest[Any]) -> ToolSession | None:
+        session = None if is_replayed() else self._session_of(request.messages)
+        if session is None:
+            return None
+        session.offers([self._spec(tool) for tool in request.tools if isinstance(tool, BaseTool)])
+        marks = [_mark(message) for message in request.messages]
+        seen = self._seen.setdefault(session.caller, [])
+        self._seen.move_to_end(session.caller)
+        if marks[: len(seen)] != seen or not seen:  # the first turn, or a history that was changed
+            session.restart()
+            session.reads(request.system_prompt or "")
+            seen = []
+        for message in request.messages[len(seen) :]:
+            _tell(session, message)
+        self._seen[session.caller] = marks
+        while len(self._seen) > _MOST:
+            self._seen.popitem(last=False)
+        return session
+
+    def _spec(self, tool: BaseTool) -> ToolSpec:
+        known = self._specs.get(id(tool))
+        if known is None or known[0] is not tool:
+            known = self._specs[id(tool)] = tool, self.described(tool)
+            while len(self._specs) > _MOST:
+                self._specs.popitem(last=False)
+        return known[1]
+
+    def described(self, tool: BaseTool) -> ToolSpec:
+        """What is known of a tool."""
+        try:
+            schema = convert_to_openai_tool(tool)["function"].get("parameters") or {}
+        except Exception:  # an agent must not fail by a tool that we cannot describe: it does not start early
+            return ToolSpec(tool.name, injected=True)
+        metadata = tool.metadata or {}
+        server = next((name for name, tools in self._servers.items() if any(one is tool for one in tools)), None)
+        return ToolSpec(
+            tool.name,
+            schema,
+            server=server,
+            read_only_hint=metadata.get("readOnlyHint") is True,
+            needs_approval=any(bool(metadata.get(name)) for name in _APPROVAL),
+            injected=_takes_more(tool, schema) or tool.return_direct,
+        )
+
+
+class _AnsweredTool(BaseTool):
+    """Stands for a tool that has run already: the same arguments get its result, others run it."""
+
+    ran: BaseTool
+    expected: dict[str, Any]
+    message: ToolMessage
+
+    def invoke(self, input: Any, config: Any = None, **kwargs: Any) -> Any:
+        if input.get("args") != self.expected:
+            return self.ran.invoke(input, config, **kwargs)
+        return super().invoke(input, config, **kwargs)
+
+    async def ainvoke(self, input: Any, config: Any = None, **kwargs: Any) -> Any:
+        if input.get("args") != self.expected:
+            return await self.ran.ainvoke(input, config, **kwargs)
+        return await super().ainvoke(input, config, **kwargs)
+
+    def _run(self, **_: Any) -> tuple[Any, Any]:
+        return self.message.content, self.message.artifact
+
+    async def _arun(self, **_: Any) -> tuple[Any, Any]:
+        return self._run()
+
+
+def _answered(request: ToolCallRequest, result: _EarlyResult) -> ToolCallRequest:
+    """The request with a tool that has the result ready: other middleware and callbacks see it as ever."""
+    assert request.tool is not None
+    shown = ("name", "description", "args_schema", "tags", "metadata", "callbacks", "handle_validation_error")
+    fields = {name: getattr(request.tool, name) for name in shown}
+    tool = _AnsweredTool(
+        **fields,
+        response_format="content_and_artifact",
+        ran=request.tool,
+        expected=dict(request.tool_call["args"]),
+        message=result.message,
+    )
+    return request.override(tool=tool)
+
+
+def _started(tool: BaseTool, call: ToolCall) -> _EarlyResult:
+    """Run a tool outside of the graph's run. Raises for what could not be handed over just as it is."""
+    var_child_runnable_config.set(None)
+    return _usable(tool.invoke(_input(call), _QUIET))
+
+
+async def _astarted(tool: BaseTool, call: ToolCall) -> _EarlyResult:
+    var_child_runnable_config.set(None)
+    return _usable(await tool.ainvoke(_input(call), _QUIET))
+
+
+def _input(call: ToolCall) -> Any:
+    return {"type": "tool_call", "id": "early", "name": call.name, "args": dict(call.arguments)}
+
+
+def _usable(message: Any) -> _EarlyResult:
+    """A plain result. Raises `ValueError` for a `Command`, a failure, or a message with more than content."""
+    if not isinstance(message, ToolMessage) or message.status == "error" or message.additional_kwargs or message.id:
+        raise ValueError("not a plain result")
+    parts = message.content if isinstance(message.content, list) else []
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise ValueError("not a plain text")
+    return _EarlyResult(message)
+
+
+def _takes_more(tool: BaseTool, schema: Mapping[str, Any]) -> bool:
+    """Whether the tool's function has parameters that the model does not fill: state, a store, a runtime, a config."""
+    functions = (getattr(tool, "func", None), getattr(tool, "coroutine", None))
+    if not any(functions):
+        functions = (type(tool)._run, type(tool)._arun)  # noqa: SLF001  where a subclass says what it takes
+    filled = {*schema.get("properties", {}), "self", "run_manager"}
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for function in functions:
+        if function is not None:
+            parameters = inspect.signature(function).parameters.values()
+            if any(one.kind in named and one.name not in filled for one in parameters):
+                return True
+    fields = getattr(tool.args_schema, "model_fields", None)
+    return fields is not None and not {*fields} <= filled
+
+
+def _tell(session: ToolSession, message: AnyMessage) -> None:
+    if isinstance(message, HumanMessage):
+        session.says(message.text)
+    elif isinstance(message, ToolMessage):
+        session.returns(message.name or "", message.text)
+    elif isinstance(message, AIMessage):
+        session.recalls(_calls(message))
+    else:
+        session.reads(message.text)
+
+
+def _mark(message: AnyMessage) -> str:
+    """The same for the same message."""
+    return f"{message.type}:{message.id or hash(message.text)}"
+
+
+def _calls(message: AIMessage) -> list[ToolCall]:
+    return [ToolCall(call["name"], call["args"]) for call in message.tool_calls]
+
+
+def _call(request: ToolCallRequest) -> ToolCall:
+    return ToolCall(request.tool_call["name"], request.tool_call["args"])
+
+
+def _messages(state: Any) -> Sequence[AnyMessage]:
+    if isinstance(state, list):
+        return state
+    messages = state.get("messages") if isinstance(state, dict) else getattr(state, "messages", None)
+    return messages if isinstance(messages, list) else []
+
+
+def _by_name(request: ModelRequest[Any]) -> dict[str, BaseTool]:
+    return {tool.name: tool for tool in request.tools if isinstance(tool, BaseTool)}

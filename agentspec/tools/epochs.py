@@ -1,0 +1,59 @@
+"""The epoch of each session: any call that may change something begins a new one, and voids what was read before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+
+class SessionEpoch:
+    """One session's epoch. Thread-safe. While a call that may change something runs, nothing is started early."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+        self._writing = 0
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no call that may change something is running."""
+        return self._writing == 0
+
+    def advance(self) -> None:
+        with self._lock:
+            self._number += 1
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a call that may change something: a new epoch at its beginning and at its end."""
+        with self._lock:
+            self._number += 1
+            self._writing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._number += 1
+                self._writing -= 1
+
+
+class SessionEpochs:
+    """The epochs of all sessions in use, by tenant and session: the agents of a session share one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._epochs: WeakValueDictionary[tuple[str, str], SessionEpoch] = WeakValueDictionary()
+
+    def of(self, tenant: str, session: str) -> SessionEpoch:
+        """The session's epoch, which is kept while anybody holds it."""
+        with self._lock:
+            known = self._epochs.get((tenant, session))
+            if known is None:
+                known = self._epochs[tenant, session] = SessionEpoch()
+            return known

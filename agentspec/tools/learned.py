@@ -1,0 +1,115 @@
+"""What was learned of each tenant's agents: models in memory, made of the turns that the cache's database keeps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from agentspec.cache.tool_turns import StoredTurn, ToolTurnStore, new_turn
+from agentspec.errors import CacheError, CacheFormatError
+from agentspec.tools.keys import AgentCaller
+from agentspec.tools.launching import worthwhile
+from agentspec.tools.prediction.history import ToolCall, ToolHistory
+from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
+from agentspec.tools.prediction.observation import TurnObservation
+
+_log = logging.getLogger(__name__)
+
+_MOST_AGENTS = 64  # in memory
+_REFRESH = 1.0  # seconds
+
+
+class _Agent:
+    """One agent's model, and the ids of the stored turns that it was made of."""
+
+    def __init__(self) -> None:
+        self.model = CallModel()
+        self.ids: set[str] = set()
+        self.generation = -1
+        self.refresh_at = 0.0
+        self.seconds: list[tuple[str, float]] = []  # (tool, seconds) measured since the last turn that was learned
+
+
+class LearnedCalls:
+    """The models of all agents. Thread-safe. Tenants share nothing."""
+
+    def __init__(self, store: ToolTurnStore, cost_weight: float) -> None:
+        self._store = store
+        self._cost_weight = cost_weight
+        self._lock = threading.RLock()
+        self._agents: OrderedDict[tuple[str, str], _Agent] = OrderedDict()
+
+    def refresh(self, caller: AgentCaller) -> None:
+        """Take in what other processes learned, and drop what was forgotten. Blocks while the database is read."""
+        with self._lock:
+            agent = self._agent(caller)
+            generation = self._store.generation
+            if generation == agent.generation and time.monotonic() < agent.refresh_at:
+                return
+            try:
+                self._follow(agent, caller)
+            except CacheError as error:
+                _log.warning("what was learned about tools cannot be read: %s", error)
+            agent.generation, agent.refresh_at = generation, time.monotonic() + _REFRESH
+
+    def forecast(
+        self, caller: AgentCaller, history: ToolHistory, tools: Collection[str]
+    ) -> tuple[CallForecast, list[CallPrediction]]:
+        """What the next turn may call, and which of these calls are worth an early start."""
+        with self._lock:
+            model = self._agent(caller).model
+            forecast = model.predict(history, tools)
+            return forecast, worthwhile(forecast.predictions, model.seconds, self._cost_weight)
+
+    def took(self, caller: AgentCaller, tool: str, seconds: float) -> None:
+        """A tool, or a turn of the model, took so long. It counts from the next turn on that is learned."""
+        with self._lock:
+            agent = self._agent(caller)
+            agent.seconds = [*agent.seconds[-63:], (tool, seconds)]
+
+    def add(
+        self,
+        caller: AgentCaller,
+        history: ToolHistory,
+        calls: Sequence[ToolCall],
+        forecast: CallForecast,
+        tools: Collection[str],
+    ) -> None:
+        """Learn a turn, and keep it."""
+        with self._lock:
+            agent = self._agent(caller)
+            seconds, agent.seconds = agent.seconds, []
+            observation = agent.model.observe(history, calls, forecast, tools, seconds)
+            turn = new_turn(caller.tenant, caller.agent, caller.session, observation.to_json())
+            if self._store.put(turn):
+                agent.model.learn(observation, caller.session)
+                agent.ids.add(turn.id)
+
+    def _agent(self, caller: AgentCaller) -> _Agent:
+        key = caller.tenant, caller.agent
+        agent = self._agents.setdefault(key, _Agent())
+        self._agents.move_to_end(key)
+        while len(self._agents) > _MOST_AGENTS:
+            self._agents.popitem(last=False)
+        return agent
+
+    def _follow(self, agent: _Agent, caller: AgentCaller) -> None:
+        stored = self._store.ids(caller.tenant, caller.agent)
+        known = set(stored)
+        if agent.ids - known:  # some were forgotten: begin anew without them
+            agent.model, agent.ids = CallModel(), set()
+        fresh = known - agent.ids
+        if fresh:
+            for turn in self._store.read(caller.tenant, caller.agent, [id for id in stored if id in fresh]):
+                _learn(agent.model, turn)
+        agent.ids = known
+
+
+def _learn(model: CallModel, turn: StoredTurn) -> None:
+    try:
+        model.learn(TurnObservation.from_json(turn.body), turn.session)
+    except CacheFormatError as error:
+        _log.warning("%s: it is left out", error)

@@ -1,0 +1,87 @@
+"""Which tools may run before the model asks for them, and which leave everything as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentspec.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_AGE = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """What is known of a tool. `schema` is the JSON schema of its arguments, `server` the MCP server that offers it.
+
+    `injected`: it takes state or a runtime besides the model's arguments.
+    """
+
+    name: str
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    server: str | None = None
+    read_only_hint: bool = False
+    needs_approval: bool = False
+    injected: bool = False
+
+
+class ToolPolicy:
+    """Who may run early: by default no tool.
+
+    `read_only` are names of tools that change nothing and may run early. Of the MCP servers in `trusted_servers` also
+    those with `readOnlyHint` may. A tool that needs approval or takes injected state never may. `max_age` is the
+    most seconds between the start of a tool and the call that its result is used for; `max_ages` sets it for single
+    tools. Raises `ConfigurationError` for values that cannot be used.
+    """
+
+    def __init__(
+        self,
+        read_only: Collection[str] = (),
+        *,
+        trusted_servers: Collection[str] = (),
+        max_age: float = DEFAULT_AGE,
+        max_ages: Mapping[str, float] | None = None,
+    ) -> None:
+        self.read_only = _names(read_only, "read_only")
+        self.trusted_servers = _names(trusted_servers, "trusted_servers")
+        self._age = _age(max_age, "max_age")
+        self._ages = {tool: _age(age, "max_ages") for tool, age in (max_ages or {}).items()}
+        self._warned: set[str] = set()
+
+    def changes_nothing(self, spec: ToolSpec | None) -> bool:
+        """Whether a call of the tool leaves the results of others valid. An unknown tool, None, does not."""
+        if spec is None:
+            return False
+        return spec.name in self.read_only or (spec.read_only_hint and spec.server in self.trusted_servers)
+
+    def may_run_early(self, spec: ToolSpec | None) -> bool:
+        """Whether the tool may be started on a prediction."""
+        if spec is None or not self.changes_nothing(spec):
+            return False
+        if not (spec.needs_approval or spec.injected):
+            return True
+        if spec.name not in self._warned:
+            self._warned.add(spec.name)
+            why = "needs approval" if spec.needs_approval else "takes injected state or a runtime"
+            _log.warning("the tool %s is read-only but %s: it does not run early", spec.name, why)
+        return False
+
+    def max_age(self, tool: str) -> float:
+        """The most seconds that a result of the tool may have waited for its call."""
+        return self._ages.get(tool, self._age)
+
+
+def _names(values: Collection[str], param: str) -> frozenset[str]:
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+        raise ConfigurationError(f"{param} must be a list of names, not {values!r}", param=param)
+    return frozenset(values)
+
+
+def _age(value: object, param: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ConfigurationError(f"{param} must be seconds above 0, not {value!r}", param=param)
+    return float(value)

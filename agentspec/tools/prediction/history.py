@@ -1,0 +1,140 @@
+"""A session as the predictor sees it: what the user said, which calls were made and what they returned."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from agentspec.tools.prediction.values import canonical, dates, last_year, leaves, shape, spans, usable
+
+USER = "(user)"
+_MOST_EVENTS = 64  # of a session that are searched for the sources of arguments
+_MOST_CALLS = 1024  # that are remembered as made
+_MOST_VALUES = 20_000
+
+Selector = tuple[str, ...]
+"""Where values can be found; `ToolHistory.found` lists the kinds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool: its name and its arguments, a JSON object."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def identity(self) -> str:
+        """The same for the same call. Raises `ValueError` or `TypeError` for arguments that JSON cannot hold."""
+        return canonical([self.name, dict(self.arguments)])
+
+
+class ToolHistory:
+    """What has happened in a session so far: `made` are its calls by identity."""
+
+    def __init__(self) -> None:
+        self._events: deque[str] = deque(maxlen=4)
+        self.made: dict[str, ToolCall] = {}
+        self._year: str | None = None
+        self._found: dict[Selector, deque[list[tuple[str, Any]]]] = {}
+        self._selectors: dict[str, dict[Selector, None]] = {}  # by canonical value
+
+    def says(self, text: str) -> None:
+        """The user, or whoever asks the agent, says something."""
+        self._events.append(USER)
+        self.reads(text)
+        found: list[tuple[Selector, Any]] = []
+        for before, span in spans(text):
+            kind = shape(span)
+            found += [(("user", kind), span), (("user", kind, before), span)]
+        found += [(("user", "date"), date) for date in dates(text, self._year)]
+        self._keep(found)
+
+    def reads(self, text: str) -> None:
+        """A text that is no turn, such as the system's: only the year that it tells is used."""
+        self._year = last_year(text) or self._year
+
+    def makes(self, call: ToolCall) -> None:
+        """The model makes a call."""
+        self.made[call.identity] = call
+        if len(self.made) > _MOST_CALLS:
+            del self.made[next(iter(self.made))]
+        found: list[tuple[Selector, Any]] = []
+        for name, value in call.arguments.items():
+            found += [(("argument", call.name, path), leaf) for path, leaf in leaves(value, name)]
+        self._keep(found)
+
+    def returns(self, name: str, content: str) -> None:
+        """A tool returned `content`, as JSON or as text."""
+        self._events.append(name)
+        self.reads(content)
+        result = _parsed(content)
+        found: list[tuple[Selector, Any]] = []
+        for path, leaf in leaves(result):
+            found.append((("result", name, path), leaf))
+            if isinstance(leaf, str) and path:
+                found.append((("any", shape(leaf)), leaf))
+        if isinstance(result, str):
+            for before, span in spans(content):
+                kind = shape(span)
+                found += [(("text", name, kind), span), (("text", name, kind, before), span)]
+        self._keep(found)
+
+    def found(self, selector: Selector, most: int) -> list[tuple[str, Any]]:
+        """(canonical, value) of a selector, those of the latest event first, each value once, at most `most`.
+
+        Selectors: `("user", shape)` and `("user", shape, word before)` in what the user says, `("argument", tool,
+        path)` of earlier calls, `("result", tool, path)` of JSON results, `("any", shape)` the same of all tools,
+        `("text", tool, shape)` and `("text", tool, shape, word before)` of other results, `("constant", JSON)`.
+        """
+        if selector[0] == "constant":
+            return [(selector[1], json.loads(selector[1]))]
+        return list(islice(self._distinct(selector), most))
+
+    def sources(self, value: Any) -> list[Selector]:
+        """Every selector that finds this value."""
+        return list(self._selectors.get(canonical(value), ()))
+
+    @property
+    def events_before(self) -> tuple[str, ...]:
+        """The last events, oldest first."""
+        return tuple(self._events)
+
+    def used(self, tool: str, argument: str) -> set[str]:
+        """The values, canonical, that calls of the tool have had in this argument."""
+        calls = (call for call in self.made.values() if call.name == tool)
+        return {canonical(call.arguments[argument]) for call in calls if argument in call.arguments}
+
+    def _distinct(self, selector: Selector) -> Iterator[tuple[str, Any]]:
+        seen = set()
+        for event in reversed(self._found.get(selector, ())):
+            for key, value in event:
+                if key not in seen:
+                    seen.add(key)
+                    yield key, value
+
+    def _keep(self, found: list[tuple[Selector, Any]]) -> None:
+        by_selector: dict[Selector, list[tuple[str, Any]]] = {}
+        for selector, value in found:
+            if usable(value):
+                key = canonical(value)
+                by_selector.setdefault(selector, []).append((key, value))
+                self._selectors.setdefault(key, {})[selector] = None
+        while len(self._selectors) > _MOST_VALUES:
+            del self._selectors[next(iter(self._selectors))]
+        for selector, values in by_selector.items():
+            self._found.setdefault(selector, deque(maxlen=_MOST_EVENTS)).append(values)
+
+
+def _parsed(content: str) -> Any:
+    """The JSON value of a result, or its text."""
+    if content[:1] in ("{", "[", '"') or content[:1].isdigit():
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            pass
+    return content.strip()

@@ -1,0 +1,206 @@
+"""Predicts an agent's next call from those that followed similar events: the tool's name, then each argument."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from agentspec.speculation.governor import Calibration
+from agentspec.tools.prediction.history import Selector, ToolCall, ToolHistory
+from agentspec.tools.prediction.observation import ANSWER, ArgumentRule, PredictionScore, TurnObservation
+from agentspec.tools.prediction.rates import NextNames, RuleRates
+from agentspec.tools.prediction.values import canonical, usable
+
+MOST_PREDICTIONS = 8  # of a turn
+_SELECTORS = 48  # of an argument that are tried, those that found most
+_RANKS = 4  # values of a selector that are tried
+_VALUES = 12  # values of a selector that are looked at
+_FORMS = 3  # sets of arguments of a tool that are tried
+_WIDTH = 8  # partial argument sets that are kept while further arguments are added
+_MOST_RULES = 400  # of a turn that are counted
+_LEVELS = (0.05, 0.2, 0.5)  # between the levels of how good a tool's best arguments look
+_AGAIN = 0.15  # before calibration: how much less likely the very same call is a second time
+_NEWEST = 0.2  # weight of the newest measured time
+TURN = ""  # in place of a tool's name: the time of a model's turn
+_FIRST, _REPEATED = 0, 1  # kinds of predictions, calibrated apart
+
+Candidate = tuple[float, ToolCall]
+
+
+@dataclass(frozen=True, slots=True)
+class CallPrediction:
+    """A call that may come, with its calibrated probability; `estimate` is that before calibration."""
+
+    call: ToolCall
+    probability: float
+    estimate: float
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallForecast:
+    """The predictions for one turn, most likely first, and how good each tool's best arguments look."""
+
+    predictions: tuple[CallPrediction, ...]
+    promise: tuple[tuple[str, int], ...]
+
+
+class CallModel:
+    """What was learned from the turns of one agent. Not thread-safe. The same observations make the same model."""
+
+    def __init__(self) -> None:
+        self._names = NextNames()
+        self._rules = RuleRates()
+        self._promise = RuleRates()
+        self._forms: dict[str, dict[tuple[str, ...], int]] = {}
+        self._selectors: dict[tuple[str, str], dict[Selector, int]] = {}
+        self._sessions: dict[tuple[str, str, Selector], set[str]] = {}  # of constants: at most two
+        self._calibration = Calibration()
+        self.seconds: dict[str, float] = {}  # by tool, and of a model's turn
+
+    def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast:
+        """The calls of `tools` that may be made in the next turn."""
+        expected = self._names.probabilities(history.events_before)
+        found = {tool: self._candidates(history, tool) for tool in expected if tool in tools}
+        promise = {tool: _level(history, candidates) for tool, candidates in found.items()}
+        weights = {
+            tool: chance * self._lift(tool, promise[tool], chance) if tool in promise else chance
+            for tool, chance in expected.items()
+        }
+        total = max(1.0, sum(weights.values()))
+        predictions = [
+            self._prediction(history, weights[tool] / total * chance, call)
+            for tool, candidates in found.items()
+            for chance, call in candidates
+        ]
+        predictions.sort(key=lambda one: -one.probability)
+        return CallForecast(tuple(predictions[:MOST_PREDICTIONS]), tuple(promise.items()))
+
+    def observe(
+        self,
+        history: ToolHistory,
+        calls: Sequence[ToolCall],
+        forecast: CallForecast,
+        tools: Collection[str],
+        seconds: Sequence[tuple[str, float]] = (),
+    ) -> TurnObservation:
+        """What a turn that made `calls` teaches. Of tools outside `tools` only the names count."""
+        made = {call.identity for call in calls}
+        names = {call.name for call in calls}
+        learned = [call for call in calls if call.name in tools]
+        rules = ((rule, value == want) for call in learned for rule, value, want in self._tried(history, call))
+        predictions = forecast.predictions
+        return TurnObservation(
+            after=history.events_before,
+            first=calls[0].name if calls else ANSWER,
+            promise=tuple((tool, level if tool in names else -1 - level) for tool, level in forecast.promise),
+            forms=tuple((call.name, tuple(sorted(call.arguments))) for call in learned),
+            rules=tuple(rule for rule, _ in zip(rules, range(_MOST_RULES), strict=False)),
+            sources=tuple(chain.from_iterable(_sources(history, call) for call in learned)),
+            scores=tuple(PredictionScore(one.estimate, one.kind, one.call.identity in made) for one in predictions),
+            seconds=tuple(seconds),
+        )
+
+    def learn(self, observation: TurnObservation, session: str) -> None:
+        """Count an observation of that session."""
+        self._names.add(observation.after, observation.first)
+        for tool, level in observation.promise:
+            self._promise.add((tool, max(level, -1 - level)), level >= 0)
+            self._promise.add(tool, level >= 0)
+        for tool, form in observation.forms:
+            forms = self._forms.setdefault(tool, {})
+            forms[form] = forms.get(form, 0) + 1
+        for rule, hit in observation.rules:
+            self._rules.add(rule, hit)
+            self._rules.add(rule.general, hit)
+        for source in observation.sources:
+            self._add_source(*source, session)
+        for score in observation.scores:
+            self._calibration.observe([score.probability], [score.kind], [score.hit])
+        self._calibration.fade()
+        for tool, taken in observation.seconds:
+            known = self.seconds.get(tool, taken)
+            self.seconds[tool] = known + _NEWEST * (taken - known)
+
+    def _add_source(self, tool: str, argument: str, selector: Selector, session: str) -> None:
+        if selector[0] == "constant":
+            sessions = self._sessions.setdefault((tool, argument, selector), set())
+            if len(sessions) < 2:
+                sessions.add(session)
+            if len(sessions) < 2:
+                return  # one session's value may be its own: it is never tried in another
+        known = self._selectors.setdefault((tool, argument), {})
+        known[selector] = known.get(selector, 0) + 1
+        if len(known) > 4 * _SELECTORS:
+            self._selectors[tool, argument] = dict(_most(known, 2 * _SELECTORS))
+
+    def _lift(self, tool: str, level: int, chance: float) -> float:
+        """How much more often the tool is called when its arguments look this good."""
+        return self._promise.rate((tool, level), chance, 4.0) / self._promise.rate(tool, chance, 4.0)
+
+    def _prediction(self, history: ToolHistory, estimate: float, call: ToolCall) -> CallPrediction:
+        kind = _REPEATED if call.identity in history.made else _FIRST
+        estimate *= _AGAIN if kind == _REPEATED else 1.0
+        return CallPrediction(call, self._calibration.corrected(estimate, kind), estimate, kind)
+
+    def _candidates(self, history: ToolHistory, tool: str) -> list[Candidate]:
+        """Calls of the tool, each with its probability if the tool is called."""
+        forms = self._forms.get(tool, {})
+        called = sum(forms.values())
+        found: list[Candidate] = []
+        for form, count in _most(forms, _FORMS):
+            filled: list[tuple[float, dict[str, Any]]] = [(count / called, {})]
+            for argument in form:
+                values = self._values(history, tool, argument)
+                longer = [(p * q, {**known, argument: value}) for p, known in filled for q, value in values]
+                filled = sorted(longer, key=lambda one: -one[0])[:_WIDTH]
+            found += [(chance, ToolCall(tool, arguments)) for chance, arguments in filled]
+        total = max(1.0, sum(chance for chance, _ in found))
+        return [(chance / total, call) for chance, call in found]
+
+    def _values(self, history: ToolHistory, tool: str, argument: str) -> list[tuple[float, Any]]:
+        """(probability, value) of the likeliest values of an argument."""
+        best: dict[str, tuple[float, Any]] = {}
+        for rule, key, value in self._applicable(history, tool, argument):
+            chance = self._rules.rate(rule, self._rules.rate(rule.general, 0.15, 2.0), 2.0)
+            if key not in best or chance > best[key][0]:
+                best[key] = chance, value
+        return sorted(best.values(), key=lambda one: -one[0])[:_WIDTH]
+
+    def _applicable(self, history: ToolHistory, tool: str, argument: str) -> Iterator[tuple[ArgumentRule, str, Any]]:
+        """(rule, canonical value, value) of every rule that fills the argument here."""
+        used = history.used(tool, argument)
+        for selector, _ in _most(self._selectors.get((tool, argument), {}), _SELECTORS):
+            found = history.found(selector, _VALUES)
+            size = min(len(found), 3)
+            unused = [one for one in found if one[0] not in used]
+            for fresh, values in ((False, found), (True, unused)):
+                for rank, (key, value) in enumerate(values[:_RANKS]):
+                    yield ArgumentRule(tool, argument, selector, fresh, rank, size), key, value
+
+    def _tried(self, history: ToolHistory, call: ToolCall) -> Iterator[tuple[ArgumentRule, str, str]]:
+        """(rule, its value, the value of the call), canonical, of every rule that applied to a call's arguments."""
+        for argument, value in call.arguments.items():
+            want = canonical(value)
+            for rule, key, _ in self._applicable(history, call.name, argument):
+                yield rule, key, want
+
+
+def _sources(history: ToolHistory, call: ToolCall) -> Iterator[tuple[str, str, Selector]]:
+    for argument, value in call.arguments.items():
+        if usable(value):
+            for selector in (*history.sources(value), ("constant", canonical(value))):
+                yield call.name, argument, selector
+
+
+def _level(history: ToolHistory, candidates: list[Candidate]) -> int:
+    chances = (chance * (_AGAIN if call.identity in history.made else 1.0) for chance, call in candidates)
+    best = max(chances, default=0.0)
+    return sum(best >= edge for edge in _LEVELS)
+
+
+def _most(counts: dict[Any, int], most: int) -> list[tuple[Any, int]]:
+    """The keys counted most; of equals those that came first."""
+    return sorted(counts.items(), key=lambda one: -one[1])[:most]

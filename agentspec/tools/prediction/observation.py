@@ -1,0 +1,90 @@
+"""What one turn of an agent teaches: it holds counts and no text but for short constants, and is stored as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from agentspec.errors import CacheFormatError
+from agentspec.tools.prediction.history import Selector
+
+ANSWER = ""  # in place of a tool's name where the model made no call
+_VERSION = 1
+
+
+class ArgumentRule(NamedTuple):
+    """A way to fill an argument: the value at `rank` of those that the selector finds, of which there are `size`.
+
+    `fresh`: values that calls of the tool have had already do not count.
+    """
+
+    tool: str
+    argument: str
+    selector: Selector
+    fresh: bool
+    rank: int
+    size: int
+
+    @property
+    def general(self) -> ArgumentRule:
+        """The same rule for any number of values."""
+        return self._replace(size=0)
+
+
+class PredictionScore(NamedTuple):
+    """A predicted call: its probability before calibration, the kind of prediction, and whether the call came."""
+
+    probability: float
+    kind: int
+    hit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TurnObservation:
+    """One turn: the events before it, the calls made in it, and which rules would have filled their arguments.
+
+    `promise` tells for each tool how good its best arguments looked (0 to 3, and -1 less that where it was not
+    called), `forms` the names of arguments of each call, `sources` where the value of an argument was found, `scores`
+    the predictions that were made, and `seconds` what tools and turns took that were measured meanwhile.
+    """
+
+    after: tuple[str, ...]
+    first: str
+    promise: tuple[tuple[str, int], ...]
+    forms: tuple[tuple[str, tuple[str, ...]], ...]
+    rules: tuple[tuple[ArgumentRule, bool], ...]
+    sources: tuple[tuple[str, str, Selector], ...]
+    scores: tuple[PredictionScore, ...]
+    seconds: tuple[tuple[str, float], ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps({"version": _VERSION, **asdict(self)}, ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> TurnObservation:
+        """What `to_json` wrote. Raises `CacheFormatError` for anything else."""
+        try:
+            value = json.loads(text)
+            if value["version"] != _VERSION:
+                raise ValueError
+            return cls._read(value)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise CacheFormatError("what was learned from a turn cannot be read") from None
+
+    @classmethod
+    def _read(cls, value: dict[str, Any]) -> TurnObservation:
+        rules = (
+            (ArgumentRule(tool, argument, tuple(selector), *rest), hit)
+            for (tool, argument, selector, *rest), hit in value["rules"]
+        )
+        return cls(
+            tuple(value["after"]),
+            value["first"],
+            tuple((tool, level) for tool, level in value["promise"]),
+            tuple((tool, tuple(names)) for tool, names in value["forms"]),
+            tuple(rules),
+            tuple((tool, argument, tuple(selector)) for tool, argument, selector in value["sources"]),
+            tuple(PredictionScore(*score) for score in value["scores"]),
+            tuple((tool, float(taken)) for tool, taken in value["seconds"]),
+        )

@@ -1,0 +1,209 @@
+"""Early starts for an agent written in plain Python: `@tool` marks its functions, `agent_tools` runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+
+from pydantic import TypeAdapter
+
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.tools.keys import AgentCaller
+from agentspec.tools.policy import ToolPolicy, ToolSpec
+from agentspec.tools.prediction.history import ToolCall
+from agentspec.tools.session import ToolSession
+from agentspec.tools.speculator import ToolSpeculator
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Message = Mapping[str, Any]
+
+
+class PythonTool(Generic[P, R]):
+    """A function that a model may call; it can be called as before. `schema` is the JSON schema of its arguments."""
+
+    def __init__(self, function: Callable[P, R], *, read_only: bool, max_age: float | None) -> None:
+        update_wrapper(self, function)
+        self.function = function
+        self.read_only = read_only
+        self.max_age = max_age
+        self.name = function.__name__
+        self.schema = _schema(function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.function(*args, **kwargs)
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The tool as the chat API's `tools` names it."""
+        about = {"name": self.name, "description": inspect.getdoc(self.function) or "", "parameters": self.schema}
+        return {"type": "function", "function": about}
+
+
+@overload
+def tool(function: Callable[P, R], /) -> PythonTool[P, R]: ...
+
+
+@overload
+def tool(*, read_only: bool = False, max_age: float | None = None) -> Callable[[Callable[P, R]], PythonTool[P, R]]: ...
+
+
+def tool(function: Any = None, /, *, read_only: bool = False, max_age: float | None = None) -> Any:
+    """Mark a function as a tool. `read_only=True` says that it changes nothing, so that it may be started early.
+
+    Its result may wait `max_age` seconds for the model's call, by default 30. The function may be a coroutine function.
+    """
+
+    def decorate(function: Callable[P, R]) -> PythonTool[P, R]:
+        return PythonTool(function, read_only=read_only, max_age=max_age)
+
+    return decorate if function is None else decorate(function)
+
+
+class AgentTools:
+    """The tools of one session of an agent, from `agent_tools`."""
+
+    def __init__(self, tools: Sequence[PythonTool[Any, Any]], session: ToolSession) -> None:
+        self._tools = {one.name: one for one in tools}
+        self._session = session
+        self._heard = 0
+        session.offers([ToolSpec(one.name, one.schema) for one in tools])
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """All tools as the chat API's `tools` names them."""
+        return [one.definition for one in self._tools.values()]
+
+    def before_model(self, messages: Sequence[Message]) -> None:
+        """Start the tools that the model is likely to call next. `messages` are those that it is given, all of them."""
+        self._hear(messages)
+        self._session.begin_turn(self._invoke)
+
+    async def abefore_model(self, messages: Sequence[Message]) -> None:
+        """`before_model` in an event loop."""
+        self._hear(messages)
+        await self._session.abegin_turn(self._ainvoke)
+
+    def after_model(self, message: Any) -> list[tuple[str, ToolCall]]:
+        """The calls that the model's message makes, each with its id.
+
+        The message is a dictionary or an object of the OpenAI client. Raises `InvalidRequestError` for arguments that
+        are no JSON object.
+        """
+        message = message if isinstance(message, Mapping) else message.model_dump()
+        calls = list(_calls(message))
+        self._session.end_turn([call for _, call in calls])
+        return calls
+
+    def run(self, call: ToolCall) -> Any:
+        """What the tool returns for a call of the model. Raises what the tool raises, `KeyError` for no tool."""
+        self._known(call)
+        return self._session.run(call, self._invoke)
+
+    async def arun(self, call: ToolCall) -> Any:
+        """`run` in an event loop; a tool that is no coroutine function runs in a thread."""
+        self._known(call)
+        return await self._session.arun(call, self._ainvoke)
+
+    def _known(self, call: ToolCall) -> PythonTool[Any, Any]:
+        if call.name not in self._tools:
+            raise KeyError(f"there is no tool {call.name!r}")
+        return self._tools[call.name]
+
+    def _invoke(self, call: ToolCall) -> Any:
+        return self._known(call)(**call.arguments)
+
+    async def _ainvoke(self, call: ToolCall) -> Any:
+        function = self._known(call).function
+        if inspect.iscoroutinefunction(function):
+            return await function(**call.arguments)
+        return await asyncio.to_thread(function, **call.arguments)
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        if len(messages) < self._heard:  # the conversation was cut or replaced
+            self._session.restart()
+            self._heard = 0
+        names = {id: call.name for message in messages for id, call in _calls(message, strict=False)}
+        for message in messages[self._heard :]:
+            self._tell(message, names)
+        self._heard = len(messages)
+
+    def _tell(self, message: Message, names: Mapping[str, str]) -> None:
+        role, text = message.get("role"), _text(message.get("content"))
+        if role == "user":
+            self._session.says(text)
+        elif role == "tool":
+            self._session.returns(names.get(str(message.get("tool_call_id")), ""), text)
+        elif role == "assistant":
+            self._session.recalls([call for _, call in _calls(message, strict=False)])
+        else:
+            self._session.reads(text)
+
+
+@cache
+def _of_process() -> ToolSpeculator:
+    return ToolSpeculator()
+
+
+@contextmanager
+def agent_tools(
+    tools: Sequence[PythonTool[Any, Any]],
+    *,
+    session: str,
+    agent: str = "agent",
+    tenant: str = "default",
+    identity: str = "",
+    store: bool = True,
+    speculator: ToolSpeculator | None = None,
+) -> Iterator[AgentTools]:
+    """The tools of one session. Sessions with the same `speculator`, by default the process's, learn from each other.
+
+    Which tools may run early is what `@tool` says, whatever the policy of the speculator. Raises `ConfigurationError`
+    for two tools of one name.
+    """
+    names = [one.name for one in tools]
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"two tools have one name: {', '.join(sorted(names))}", param="tools")
+    policy = ToolPolicy(
+        [one.name for one in tools if one.read_only],
+        max_ages={one.name: one.max_age for one in tools if one.max_age is not None},
+    )
+    caller = AgentCaller(tenant, agent, session, identity, store)
+    with ToolSession(speculator or _of_process(), caller, policy) as opened:
+        yield AgentTools(tools, opened)
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a function's parameters. Raises `TypeError` for those that a model cannot name."""
+    parameters = inspect.signature(function).parameters.values()
+    for one in parameters:
+        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            raise TypeError(f"a tool takes named arguments, and {function.__name__} has {one}")
+    adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", function))
+    schema = adapter.json_schema()
+    return {"type": "object", "properties": schema.get("properties", {}), "required": schema.get("required", [])}
+
+
+def _calls(message: Message, *, strict: bool = True) -> Iterator[tuple[str, ToolCall]]:
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        try:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except ValueError:
+            arguments = None
+        if isinstance(arguments, dict):
+            yield str(call.get("id")), ToolCall(str(function.get("name")), arguments)
+        elif strict:
+            raise InvalidRequestError(f"the model called {function.get('name')} with arguments that are no JSON object")
+
+
+def _text(content: Any) -> str:
+    """The text of a message's content, which may come in parts."""
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)

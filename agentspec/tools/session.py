@@ -1,0 +1,252 @@
+"""One agent's session: predicts before each turn, starts what pays, and hands over what the model then calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from agentspec.tools.audit import Outcome
+from agentspec.tools.flights import Flight, FlightFailedError, Launch, TaskFlight, ThreadFlight
+from agentspec.tools.keys import call_key
+from agentspec.tools.policy import ToolPolicy, ToolSpec
+from agentspec.tools.prediction.history import ToolCall, ToolHistory
+from agentspec.tools.prediction.model import TURN, CallForecast
+from agentspec.tools.prediction.values import is_json
+
+if TYPE_CHECKING:
+    from agentspec.tools.keys import AgentCaller
+    from agentspec.tools.speculator import ToolSpeculator
+
+Invoke = Callable[[ToolCall], Any]
+AsyncInvoke = Callable[[ToolCall], Awaitable[Any]]
+Start = Callable[[Launch], Flight]
+
+
+class ToolSession:
+    """A session of an agent, from `ToolSpeculator.session`. Thread-safe.
+
+    Tell it what is said and returned, call `begin_turn` before the model and `end_turn` with the calls that it made,
+    and run tools by `run` or `arun`.
+    """
+
+    def __init__(self, speculator: ToolSpeculator, caller: AgentCaller, policy: ToolPolicy | None = None) -> None:
+        self.caller = caller
+        self._policy = policy or speculator.policy
+        self._speculator = speculator
+        self._epoch = speculator.epochs.of(caller.tenant, caller.session)
+        self._lock = threading.RLock()
+        self._history = ToolHistory()
+        self._flights: dict[str, Flight] = {}
+        self._forecast: CallForecast | None = None
+        self._turn_began = 0.0
+        self._tools: dict[str, ToolSpec] = {}
+
+    def offers(self, tools: Sequence[ToolSpec]) -> None:
+        """The tools that the model can call from now on. Calls of others count as calls that may change something."""
+        with self._lock:
+            self._tools = {tool.name: tool for tool in tools}
+
+    def says(self, text: str) -> None:
+        """The user said something."""
+        with self._lock:
+            self._history.says(text)
+
+    def reads(self, text: str) -> None:
+        """The model was given a text that is no turn, such as the system's."""
+        with self._lock:
+            self._history.reads(text)
+
+    def restart(self) -> None:
+        """The conversation begins anew: tell it from its beginning. What was started is dropped."""
+        with self._lock:
+            self._drop_all()
+            self._history = ToolHistory()
+
+    def recalls(self, calls: Sequence[ToolCall]) -> None:
+        """Earlier calls of a conversation that is told again; they teach nothing."""
+        with self._lock:
+            for call in calls:
+                if is_json(call.arguments):
+                    self._history.makes(call)
+
+    def returns(self, tool: str, content: str) -> None:
+        """A tool returned `content`, as the model reads it."""
+        with self._lock:
+            self._history.returns(tool, content)
+
+    def begin_turn(self, invoke: Invoke) -> list[ToolCall]:
+        """Predict the calls of the model's next turn, and start in threads those that pay; returns what was started."""
+        self._speculator.learned.refresh(self.caller)
+        return self._begin(lambda launch: ThreadFlight(launch, invoke))
+
+    async def abegin_turn(self, invoke: AsyncInvoke) -> list[ToolCall]:
+        """`begin_turn` in an event loop: tools run as its tasks."""
+        await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
+        return self._begin(lambda launch: TaskFlight(launch, invoke))
+
+    def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
+        """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
+        with self._lock:
+            policy, tools = self._policy, self._tools
+            if not all(policy.changes_nothing(tools.get(call.name)) for call in calls):
+                self._epoch.advance()
+            self._drop_uncalled(calls)
+            plain = [call for call in calls if is_json(call.arguments)]
+            self._learn(plain, store and self.caller.store)
+            for call in plain:
+                self._history.makes(call)
+
+    def run(self, call: ToolCall, invoke: Invoke) -> Any:
+        """The result of a call that the model made: that of an early start if there is one to use, else of `invoke`."""
+        flight, called_at = self._taken(call), time.monotonic()
+        if flight is not None:
+            try:
+                result = flight.wait()
+            except FlightFailedError:
+                self._drop(flight, "failed")
+            else:
+                if self._hand_over(flight, called_at):
+                    return result
+        with self._ordinary(call):
+            return invoke(call)
+
+    async def arun(self, call: ToolCall, invoke: AsyncInvoke) -> Any:
+        """`run` in an event loop."""
+        flight, called_at = self._taken(call), time.monotonic()
+        if flight is not None:
+            try:
+                result = await flight.arrive()
+            except FlightFailedError:
+                self._drop(flight, "failed")
+            except BaseException:  # whoever waited was cancelled
+                self._drop(flight, "waste")
+                raise
+            else:
+                if self._hand_over(flight, called_at):
+                    return result
+        with self._ordinary(call):
+            return await invoke(call)
+
+    def close(self) -> None:
+        """Drop what was started and is not used."""
+        with self._lock:
+            self._drop_all()
+
+    def __enter__(self) -> ToolSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Before a turn.
+
+    def _begin(self, start: Start) -> list[ToolCall]:
+        with self._lock:
+            self._drop_all()
+            self._turn_began = time.monotonic()
+            early = self._early()
+            self._forecast = None
+            if not early:
+                return []
+            self._forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
+            launched = (one.call for one in chosen if self._launch(one.call, one.probability, start))
+            return list(islice(launched, self._speculator.limits.per_turn))
+
+    def _launch(self, call: ToolCall, probability: float, start: Start) -> bool:
+        epoch, budget = self._epoch.number, self._speculator.budget
+        key = self._key(call)
+        if key is None or key in self._flights or not self._epoch.quiet or not budget.take(self.caller.tenant):
+            return False
+        try:
+            flight = start(Launch(call, key, epoch, probability, budget.give_back))
+        except RuntimeError:  # no further thread can be started
+            budget.give_back()
+            return False
+        self._flights[key] = flight
+        self._speculator.audit.record("launch", flight.launch, self.caller)
+        return True
+
+    def _early(self) -> frozenset[str]:
+        """The tools that may run early."""
+        policy = self._policy
+        return frozenset(name for name, spec in self._tools.items() if policy.may_run_early(spec))
+
+    # After a turn.
+
+    def _learn(self, calls: Sequence[ToolCall], store: bool) -> None:
+        forecast, self._forecast = self._forecast, None
+        if forecast is None or not store:
+            return
+        learned = self._speculator.learned
+        learned.took(self.caller, TURN, time.monotonic() - self._turn_began)
+        learned.add(self.caller, self._history, calls, forecast, self._early())
+
+    def _drop_uncalled(self, calls: Sequence[ToolCall]) -> None:
+        wanted = {self._key(call) for call in calls}
+        for key, flight in list(self._flights.items()):
+            if flight.launch.epoch != self._epoch.number:
+                self._drop(flight, "stale")
+            elif key not in wanted:
+                self._drop(flight, "waste")
+
+    def _drop_all(self) -> None:
+        for flight in list(self._flights.values()):
+            self._drop(flight, "waste")
+
+    def _drop(self, flight: Flight, outcome: Outcome) -> None:
+        with self._lock:
+            self._flights.pop(flight.launch.key, None)
+            flight.cancel()
+            self._speculator.audit.record(outcome, flight.launch, self.caller, flight.seconds)
+
+    # A call.
+
+    def _taken(self, call: ToolCall) -> Flight | None:
+        """The flight whose result a call may use, which nobody else gets then; None if there is none."""
+        spec = self._tools.get(call.name)
+        if not self._policy.may_run_early(spec):
+            return None
+        self._speculator.audit.call(call.name)
+        with self._lock:
+            flight = self._flights.pop(self._key(call) or "", None)
+        if flight is None:
+            return None
+        age = time.monotonic() - flight.launched_at
+        if flight.launch.epoch != self._epoch.number or age > self._policy.max_age(call.name):
+            self._drop(flight, "stale")
+            return None
+        return flight
+
+    def _hand_over(self, flight: Flight, called_at: float) -> bool:
+        """Whether the result, which has arrived, may be used still; counts it."""
+        if flight.launch.epoch != self._epoch.number:
+            self._drop(flight, "stale")
+            return False
+        self._speculator.learned.took(self.caller, flight.launch.call.name, flight.seconds)
+        saved = min(called_at - flight.launched_at, flight.seconds)
+        self._speculator.audit.record("hit", flight.launch, self.caller, saved)
+        return True
+
+    @contextmanager
+    def _ordinary(self, call: ToolCall) -> Iterator[None]:
+        """Around a tool that runs because the model called it."""
+        if not self._policy.changes_nothing(self._tools.get(call.name)):
+            with self._epoch.writing():
+                yield
+            return
+        began = time.monotonic()
+        yield
+        self._speculator.learned.took(self.caller, call.name, time.monotonic() - began)
+
+    def _key(self, call: ToolCall) -> str | None:
+        """The key of a call; None for an unknown tool, or arguments that JSON cannot hold."""
+        spec = self._tools.get(call.name)
+        try:
+            return None if spec is None else call_key(self.caller, spec, call.arguments)
+        except (ValueError, TypeError, RecursionError):
+            return None

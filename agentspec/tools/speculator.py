@@ -1,0 +1,67 @@
+"""Runs tools before the model asks for them, and uses a result only for the identical call."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from agentspec.cache.tool_turns import MemoryToolTurns, ToolTurnStore
+from agentspec.tools.audit import AuditEvent, ToolAudit
+from agentspec.tools.epochs import SessionEpochs
+from agentspec.tools.keys import AgentCaller
+from agentspec.tools.launching import LaunchBudget, LaunchLimits
+from agentspec.tools.learned import LearnedCalls
+from agentspec.tools.policy import ToolPolicy
+from agentspec.tools.session import ToolSession
+
+if TYPE_CHECKING:
+    from agentspec.cache import SuffixCache
+
+_MOST_SESSIONS = 1024
+
+
+class ToolSpeculator:
+    """Predicts tool calls, starts those that may run early and pay, and hands over what the model then calls.
+
+    `policy` says which tools may run early, by default none. What is learned is kept in the database of `cache`, and
+    in memory without one. `on_event` is called for every launch and its end.
+    """
+
+    def __init__(
+        self,
+        policy: ToolPolicy | None = None,
+        *,
+        cache: SuffixCache | None = None,
+        limits: LaunchLimits | None = None,
+        on_event: Callable[[AuditEvent], None] | None = None,
+    ) -> None:
+        self.policy = policy or ToolPolicy()
+        self.limits = limits or LaunchLimits()
+        self.epochs = SessionEpochs()
+        self.budget = LaunchBudget(self.limits)
+        self.audit = ToolAudit(on_event)
+        store: ToolTurnStore = MemoryToolTurns() if cache is None else cache.tool_turns
+        self.learned = LearnedCalls(store, self.limits.cost_weight)
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[AgentCaller, ToolSession] = OrderedDict()
+
+    def session(self, caller: AgentCaller) -> ToolSession:
+        """The session of a caller, the same while it is in use. Of more than 1024 the one used longest ago goes."""
+        with self._lock:
+            session = self._sessions.get(caller)
+            if session is None:
+                session = self._sessions[caller] = ToolSession(self, caller)
+            self._sessions.move_to_end(caller)
+            oldest = self._sessions.popitem(last=False)[1] if len(self._sessions) > _MOST_SESSIONS else None
+        if oldest is not None:
+            oldest.close()
+        return session
+
+    def close(self) -> None:
+        """Drop what was started and is not used."""
+        with self._lock:
+            sessions, self._sessions = list(self._sessions.values()), OrderedDict()
+        for session in sessions:
+            session.close()

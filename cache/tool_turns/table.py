@@ -1,0 +1,255 @@
+"""Turns in the cache's database, which all processes that use it share."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+
+from agentspec.cache.deletion import Selection
+from agentspec.cache.storage.database import Database, reason
+from agentspec.cache.storage.schema import Name
+from agentspec.cache.tool_turns.turn import LARGEST, ROW, StoredTurn, is_covered
+from agentspec.errors import CacheClosedError, CacheFormatError, CacheUnavailableError
+
+_MOST = 4000  # turns of an agent; then the older half goes
+_WAITING = 4096  # turns that may wait while the database cannot be written
+_LOOK_SECONDS = 600.0  # between two looks for what is too old or too much
+
+_metadata = sa.MetaData()
+tool_turns = sa.Table(
+    "tool_turns",
+    _metadata,
+    sa.Column("id", sa.String(24), primary_key=True),
+    sa.Column("tenant", Name, nullable=False),
+    sa.Column("agent", Name, nullable=False),
+    sa.Column("session", Name, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False, index=True),  # seconds since 1970
+    sa.Column("size", sa.Integer, nullable=False),  # bytes of `body`
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Index("ix_tool_turns_agent", "tenant", "agent", "created_at", "size"),
+)
+# As for sequences: the planner's statistics would keep deleted names and texts.
+for _column in ("tenant", "agent", "session", "body"):
+    _keep_none = sa.DDL(f"ALTER TABLE tool_turns ALTER COLUMN {_column} SET STATISTICS 0")  # type: ignore[no-untyped-call]
+    event.listen(tool_turns, "after_create", _keep_none.execute_if(dialect="postgresql"))
+
+_ORDER = (tool_turns.c.created_at, tool_turns.c.id)
+
+
+class DatabaseToolTurns:
+    """A `ToolTurnStore` in a database.
+
+    Turns that are put wait in memory for the next `maintain`, and count as stored meanwhile. At most `total` bytes are
+    kept, `tenant` of one tenant; of more, the oldest of the tenant that has most go.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        refuses: Callable[[str], bool] | None,
+        seconds: float | None,
+        total: int,
+        tenant: int,
+    ) -> None:
+        self._database = database
+        self._refuses = refuses
+        self._seconds = seconds
+        self._total, self._tenant = total, tenant
+        self._lock = threading.Lock()  # of what waits
+        self._writing = threading.Lock()  # taken before the other, and by one writer at a time
+        self._waiting: dict[str, StoredTurn] = {}  # counted as stored
+        self._exists = False
+        self._erase_pending = False
+        self._look_at = time.monotonic()
+        self._added = 0  # bytes since the last look
+        self._closed = False
+        self.generation = 0
+
+    def put(self, turn: StoredTurn) -> bool:
+        if self._closed or turn.size > LARGEST or (self._refuses is not None and self._refuses(turn.body)):
+            return False
+        with self._lock:
+            self._waiting[turn.id] = turn
+            while len(self._waiting) > _WAITING:
+                del self._waiting[next(iter(self._waiting))]
+        return True
+
+    def ids(self, tenant: str, agent: str) -> list[str]:
+        theirs = (tool_turns.c.tenant == tenant, tool_turns.c.agent == agent)
+        with self._lock:  # before the database: what is written meanwhile is found in either place
+            waiting = [one.id for one in self._waiting.values() if (one.tenant, one.agent) == (tenant, agent)]
+        with self._reading() as connection:
+            query = sa.select(tool_turns.c.id).where(*theirs).order_by(*_ORDER)
+            found = list(connection.execute(query).scalars()) if connection else []
+        stored = set(found)
+        return found + [id for id in waiting if id not in stored]
+
+    def read(self, tenant: str, agent: str, ids: Sequence[str]) -> list[StoredTurn]:
+        with self._lock:
+            waiting = {id: one for id in ids if (one := self._waiting.get(id)) and one.tenant == tenant}
+        found: dict[str, StoredTurn] = {}
+        with self._reading() as connection:
+            for start in range(0, len(ids) if connection else 0, 500):
+                assert connection is not None
+                query = sa.select(tool_turns).where(tool_turns.c.id.in_(ids[start : start + 500]))
+                mine = query.where(tool_turns.c.tenant == tenant, tool_turns.c.agent == agent)
+                found |= {row.id: _turn(row) for row in connection.execute(mine)}
+        known = waiting | found
+        return [known[id] for id in ids if id in known]
+
+    def forget(self, selection: Selection) -> int:
+        """Delete what the selection covers, in a transaction of its own."""
+        with self._using(), self._database.writing() as connection:
+            return self.forget_within(connection, selection)
+
+    def forget_within(self, connection: sa.Connection, selection: Selection) -> int:
+        """The same in the caller's transaction, which erases what is deleted."""
+        with self._lock:
+            covered = [id for id, turn in self._waiting.items() if is_covered(selection, turn)]
+            for id in covered:
+                del self._waiting[id]
+        found: list[str] = []
+        if self._is_there(connection):
+            query = sa.select(tool_turns)
+            if selection.tenant is not None:
+                query = query.where(tool_turns.c.tenant == selection.tenant)
+            with connection.execute(query.execution_options(yield_per=64)) as rows:
+                found += (row.id for row in rows if _is_covered(selection, row))
+            self._delete(connection, found)
+        self.generation += bool(found or covered)
+        return len({*found, *covered})
+
+    def maintain(self) -> None:
+        self._write()
+        if time.monotonic() >= self._look_at or self._added > min(self._total, self._tenant) // 16:
+            self._look_at, self._added = time.monotonic() + _LOOK_SECONDS, 0
+            self._keep_bounds()
+        if self._erase_pending:
+            with self._using():
+                self._erase_pending = not self._database.secure_erase(rewrite=False)
+
+    def flush(self) -> None:
+        self._write()
+
+    def close(self) -> None:
+        try:
+            self._write()
+        finally:
+            self._closed = True
+
+    def leave_behind(self) -> None:
+        self._closed = True
+        self._waiting.clear()
+
+    def _write(self) -> None:
+        """Write what waits, in one transaction."""
+        with self._writing:
+            if not self._waiting:
+                return
+            with self._using(), self._database.writing() as connection:
+                if not self._is_there(connection):
+                    _metadata.create_all(connection)
+                with self._lock:  # what is forgotten from now on is forgotten in a later transaction
+                    turns = list(self._waiting.values())
+                rows = [_row(turn) for turn in turns]
+                insert = self._database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
+                connection.execute(insert, rows)
+            with self._lock:
+                for turn in turns:
+                    self._waiting.pop(turn.id, None)
+            self._added += sum(turn.size for turn in turns)
+
+    def _keep_bounds(self) -> None:
+        with self._reading() as connection:
+            there = connection is not None
+        if not there:
+            return
+        with self._using(), self._database.writing() as connection:
+            if self._seconds is not None:
+                old = tool_turns.c.created_at < time.time() - self._seconds
+                self._deleted(connection.execute(tool_turns.delete().where(old)).rowcount)
+            columns = (tool_turns.c.tenant, tool_turns.c.agent)
+            query = sa.select(*columns, sa.func.count(), sa.func.sum(tool_turns.c.size + ROW)).group_by(*columns)
+            sizes = {(tenant, agent): int(size) for tenant, agent, _, size in connection.execute(query)}
+            for tenant, agent, count, _ in connection.execute(query).all():
+                if count > _MOST:
+                    sizes[tenant, agent] -= self._delete_older_half(connection, tenant, agent)
+            while sizes and self._is_too_much(sizes):
+                largest = max(sizes, key=lambda key: sizes[key])
+                freed = self._delete_older_half(connection, *largest)
+                sizes[largest] -= freed
+                if not freed:
+                    del sizes[largest]
+
+    def _is_too_much(self, sizes: dict[tuple[str, str], int]) -> bool:
+        tenants: dict[str, int] = {}
+        for (tenant, _), size in sizes.items():
+            tenants[tenant] = tenants.get(tenant, 0) + size
+        return sum(sizes.values()) > self._total or max(tenants.values()) > self._tenant
+
+    def _delete_older_half(self, connection: sa.Connection, tenant: str, agent: str) -> int:
+        """Delete the older half of an agent's turns; returns how many bytes."""
+        theirs = (tool_turns.c.tenant == tenant, tool_turns.c.agent == agent)
+        rows = connection.execute(sa.select(tool_turns.c.id, tool_turns.c.size).where(*theirs).order_by(*_ORDER)).all()
+        older = rows[: (len(rows) + 1) // 2]
+        self._delete(connection, [row.id for row in older])
+        return sum(row.size + ROW for row in older)
+
+    def _delete(self, connection: sa.Connection, ids: Sequence[str]) -> None:
+        for start in range(0, len(ids), 500):
+            connection.execute(tool_turns.delete().where(tool_turns.c.id.in_(ids[start : start + 500])))
+        self._deleted(len(ids))
+
+    def _deleted(self, count: int) -> None:
+        self._erase_pending = self._erase_pending or count > 0
+        self.generation += count > 0
+
+    def _is_there(self, connection: sa.Connection) -> bool:
+        if not self._exists and sa.inspect(connection).has_table(tool_turns.name):
+            self._exists = True
+            self._database.include(tool_turns.name)
+        return self._exists
+
+    @contextmanager
+    def _reading(self) -> Iterator[sa.Connection | None]:
+        """A connection; None if nothing was ever stored."""
+        with self._using(), self._database.engine.connect() as connection:
+            yield connection if self._is_there(connection) else None
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        if self._closed:
+            raise CacheClosedError("the cache that holds what was learned about tools is closed")
+        try:
+            yield
+        except (exc.DBAPIError, exc.TimeoutError) as error:
+            message = f"what was learned about tools in {self._database.name} cannot be used now: {reason(error)}"
+            raise CacheUnavailableError(message) from error
+
+
+def _row(turn: StoredTurn) -> dict[str, object]:
+    body = zlib.compress(turn.body.encode("utf-8", "replace"), 3)
+    names = ("id", "tenant", "agent", "session", "created_at")
+    return {name: getattr(turn, name) for name in names} | {"size": len(body), "body": body}
+
+
+def _turn(row: sa.Row[tuple[object, ...]]) -> StoredTurn:
+    """Raises `CacheFormatError` for a damaged row."""
+    try:
+        body = zlib.decompressobj().decompress(bytes(row.body), 4 * LARGEST).decode()
+    except (zlib.error, ValueError):
+        raise CacheFormatError(f"what was learned about tools is damaged (turn {row.id})") from None
+    return StoredTurn(row.id, row.tenant, row.agent, row.session, row.created_at, body)
+
+
+def _is_covered(selection: Selection, row: sa.Row[tuple[object, ...]]) -> bool:
+    try:
+        return is_covered(selection, _turn(row))
+    except CacheFormatError:
+        return True  # it cannot be searched, and is of no use

@@ -1,0 +1,83 @@
+"""The replay of recorded sessions predicts calls from the past alone, and computes what early starts would save."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentspec.benchmarks.agent_tools import AgentToolsReport, run_agent_tools
+from agentspec.cli.bench import app
+from agentspec.errors import ConfigurationError
+
+
+def call(name: str, **arguments: Any) -> str:
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def line(session: int, step: int, delta: list[tuple[str, str]], response: str) -> str:
+    added = [{"role": role, "content": content} for role, content in delta]
+    record = {"session": str(session), "step": step, "messages_delta": added, "response": response}
+    return json.dumps({"source": "test", **record})
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Sessions in which the user tells an id; the agent reads the user, reads its order, and pays it."""
+    lines = []
+    for number in range(101, 113):
+        order = f"#W{number}"
+        lines += [
+            line(number, 0, [("system", "help"), ("user", f"I am ann_{number}")], call("get_user", id=f"ann_{number}")),
+            line(number, 1, [("tool", json.dumps({"orders": [order]}))], "Yes.\n" + call("get_order", order=order)),
+            line(number, 2, [("tool", json.dumps({"total": number}))], call("pay", order=order)),
+            line(number, 3, [("tool", "paid")], "done"),
+        ]
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def measured(path: Path, **options: Any) -> AgentToolsReport:
+    return run_agent_tools([path], progress=lambda _: None, **options)
+
+
+def test_calls_are_predicted_from_earlier_sessions(recorded: Path) -> None:
+    replay = measured(recorded).files[0]
+    assert len(replay.turns) == 48 and len(list(replay.reads())) == 24
+    assert replay.turns[0].top == [] and 0.7 < replay.hit_rate(1) <= replay.hit_rate(3) < 1.0
+    assert "pay" not in str(replay.turns[-2].top)
+    tried, came, hit = replay.precision(0.3)
+    assert tried >= 10 and came > 0.8 and hit > 0.4
+
+
+def test_the_first_session_is_not_predicted_by_later_ones(recorded: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "one.jsonl"
+    alone.write_text("\n".join(recorded.read_text().splitlines()[:4]))
+    first = measured(alone).files[0]
+    whole = measured(recorded).files[0]
+    assert [turn.forecast for turn in first.turns] == [turn.forecast for turn in whole.turns[:4]]
+
+
+def test_hits_save_time_and_writing_tools_none(recorded: Path) -> None:
+    found = measured(recorded)
+    replay = found.files[0]
+    assert 1.0 < replay.speedup(0.5, found.limits)[0] < replay.calling().at_hit_rate(1.0, 0.5) < 2.0
+    nothing = measured(recorded, read_only=["none"])
+    assert nothing.files[0].speedup(0.5, nothing.limits) == (1.0, 0.0)
+
+
+def test_the_command_prints_and_writes_the_figures(recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["agent", "--tools", str(recorded), "--json", str(out)])
+    assert result.exit_code == 0 and "Calls predicted" in result.output, result.output
+    data = json.loads(out.read_text())["files"]["sessions.jsonl"]
+    assert data["top_1"] <= data["top_3"] and len(data["thresholds"]) == 9
+
+
+def test_a_share_of_nothing_is_refused(recorded: Path) -> None:
+    with pytest.raises(ConfigurationError, match="share"):
+        measured(recorded, share=1.0)

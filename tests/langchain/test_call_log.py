@@ -1,0 +1,56 @@
+"""What `CallLog` writes, read back as `agentspec cache replay` reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.tools import tool
+
+from agentspec.errors import OverloadedError
+from agentspec.langchain import CallLog, ChatAgentSpec
+from agentspec.recordings.formats import detect, read
+from agentspec.runtime import Runtime
+from agentspec.step.decorator import step
+from agentspec.testing import Answer, FakeBackend
+
+pytestmark = pytest.mark.anyio
+
+
+@tool
+def look(city: str) -> str:
+    """Look a city up."""
+    return city
+
+
+def logged(path: Path, *script: Any) -> ChatAgentSpec:
+    runtime = Runtime(backends={"fake": FakeBackend(*script)})
+    return ChatAgentSpec(model="fake", runtime=runtime, max_retries=0, callbacks=[CallLog(path)])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_calls_are_read_back_with_their_labels(tmp_path: Path, asynchronous: bool) -> None:
+    path = tmp_path / "calls.jsonl"
+    function = {"name": "look", "arguments": '{"city": "Rome"}'}
+    called = {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": function}]}
+    model = logged(path, Answer("sunny"), OverloadedError("busy"), Answer("", extra=called, finish_reason="tool_calls"))
+
+    @step("plan", workflow="trip", session="s1")
+    async def plan(runnable: Any) -> None:
+        _ = await runnable.ainvoke("Rome?") if asynchronous else runnable.invoke("Rome?")
+
+    await plan(model)
+    with pytest.raises(OverloadedError):
+        await plan(model)
+    await plan(model.bind_tools([look]))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["session"], line["workflow"], line["step"]) for line in lines] == [("s1", "trip", "plan")] * 2
+    assert lines[0]["request"] == {"model": "fake", "messages": [{"role": "user", "content": "Rome?"}]}
+    assert lines[0]["response"]["choices"][0]["message"] == {"role": "assistant", "content": "sunny"}
+    assert lines[1]["request"]["tools"][0]["function"]["name"] == "look"
+    assert lines[1]["response"]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
+    calls = list(read(path, detect(path)))
+    assert [(call.labels.workflow, call.labels.step) for call in calls] == [("trip", "plan")] * 2
+    assert path.stat().st_mode & 0o077 == 0

@@ -1,0 +1,214 @@
+"""Tools of a LangChain agent that start before the model calls them: the same messages, with fewer runs to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
+from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.tools import BaseTool, tool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.prebuilt import InjectedState
+
+from agentspec.langchain import AgentSpecMiddleware, EarlyTools
+from agentspec.protocol.headers import StepPolicy
+from agentspec.step.decorator import report
+from agentspec.tools import AuditEvent, ToolPolicy, ToolSpeculator
+
+pytestmark = pytest.mark.anyio
+
+ran: list[str] = []
+stock = {"#W1": 1, "#W2": 2}
+
+
+@tool
+def look(order: str, full: bool = False) -> dict[str, Any]:
+    """Read an order."""
+    ran.append("look")
+    if order not in stock:
+        raise KeyError(order)
+    return {"order": order, "left": stock[order], "full": full}
+
+
+@tool
+def buy(order: str) -> str:
+    """Buy an order."""
+    ran.append("buy")
+    stock[order] -= 1
+    return "bought"
+
+
+@tool
+def peek(order: str, state: Annotated[dict[str, Any], InjectedState]) -> str:
+    """Read with the agent's state."""
+    ran.append("peek")
+    return f"{order} after {len(state['messages'])}"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("agentspec.tools.launching.pays", lambda probability, *_: probability > 0.2)
+    ran.clear()
+    stock.update({"#W1": 1, "#W2": 2})
+    report().reset()
+    yield
+    report().reset()
+
+
+class ScriptedModel(GenericFakeChatModel):
+    def bind_tools(self, tools: Any, **_: Any) -> Any:
+        return self
+
+
+def asks(name: str, **arguments: Any) -> AIMessage:
+    return AIMessage("", tool_calls=[{"name": name, "args": arguments, "id": f"call {name}", "type": "tool_call"}])
+
+
+def agent(middleware: AgentSpecMiddleware, *script: AIMessage, tools: Any = (look, buy, peek), more: Any = ()) -> Any:
+    model = ScriptedModel(messages=iter(script))
+    return create_agent(model, list(tools), middleware=[middleware, *more], checkpointer=InMemorySaver(), name="shop")
+
+
+def forgetful(middleware: AgentSpecMiddleware) -> Any:
+    """An agent without a thread."""
+    model = ScriptedModel(messages=iter(SCRIPT))
+    return create_agent(model, [look, buy, peek], middleware=[middleware], name="shop")
+
+
+def opened(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[AuditEvent]]:
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(ToolPolicy(names or ["look"]), on_event=events.append)
+    return AgentSpecMiddleware(early_tools=EarlyTools(speculator), **options), events
+
+
+def ask(graph: Any, thread: str, text: str) -> list[BaseMessage]:
+    config: Any = {"configurable": {"thread_id": thread}}
+    return list(graph.invoke({"messages": [HumanMessage(text)]}, config)["messages"])
+
+
+def shown(messages: list[BaseMessage]) -> list[Any]:
+    """All of the messages but the ids that LangGraph invents."""
+    return [{**message.model_dump(), "id": None} for message in messages]
+
+
+SCRIPT = (asks("look", order="#W1"), asks("buy", order="#W2"), asks("look", order="#W2"), AIMessage("done"))
+
+
+def session(middleware: AgentSpecMiddleware, number: int, **options: Any) -> list[BaseMessage]:
+    stock.update({"#W1": 1, "#W2": 2})
+    return ask(agent(middleware, *SCRIPT, **options), f"t{number}", "look at #W1, please")
+
+
+def taught(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[AuditEvent]]:
+    middleware, events = opened(*names, **options)
+    for number in range(8):
+        session(middleware, number)
+    events.clear()
+    return middleware, events
+
+
+def test_messages_are_those_without_early_starts() -> None:
+    middleware, events = taught()
+    early, plain = session(middleware, 8), session(AgentSpecMiddleware(), 9)
+    assert shown(early) == shown(plain)
+    assert [event.tool for event in events if event.outcome == "hit"]
+    assert {event.tool for event in events} == {"look"} and ran.count("buy") == 10
+    assert "look" in str(report())
+
+
+async def test_asynchronous_agents_start_tools_too() -> None:
+    middleware, events = taught()
+    graph = agent(middleware, *SCRIPT)
+    stock.update({"#W1": 1, "#W2": 2})
+    found = await graph.ainvoke(
+        {"messages": [HumanMessage("look at #W1, please")]}, {"configurable": {"thread_id": "a"}}
+    )
+    assert shown(found["messages"]) == shown(session(AgentSpecMiddleware(), 9))
+    assert any(event.outcome == "hit" for event in events)
+
+
+def test_agents_without_a_thread_start_tools_too() -> None:
+    middleware, events = opened()
+    for _ in range(8):
+        stock.update({"#W1": 1, "#W2": 2})
+        forgetful(middleware).invoke({"messages": [HumanMessage("look at #W1, please")]})
+    assert any(event.outcome == "hit" for event in events)
+    assert len({event.session for event in events}) > 1
+
+
+def test_other_middleware_sees_every_call() -> None:
+    seen = []
+
+    class Watching(AgentMiddleware[Any, Any, Any]):
+        def wrap_tool_call(self, request: Any, handler: Any) -> Any:
+            result = handler(request)
+            seen.append((request.tool_call["name"], result.content))
+            return result.model_copy(update={"content": "hidden"})
+
+    middleware, events = taught()
+    messages = session(middleware, 8, more=[Watching()])
+    assert any(event.outcome == "hit" for event in events)
+    assert [name for name, _ in seen] == ["look", "buy", "look"]
+    assert all(message.content == "hidden" for message in messages if isinstance(message, ToolMessage))
+
+
+def test_middleware_that_changes_the_arguments_gets_what_these_return() -> None:
+    class Changing(AgentMiddleware[Any, Any, Any]):
+        def wrap_tool_call(self, request: Any, handler: Any) -> Any:
+            call = request.tool_call
+            if call["name"] == "look":
+                request = request.override(tool_call={**call, "args": {**call["args"], "full": True}})
+            return handler(request)
+
+    middleware, _ = taught()
+    messages = session(middleware, 8, more=[Changing()])
+    assert '"full": true' in str(messages[2].content)
+
+
+def test_by_default_no_tool_starts_early() -> None:
+    middleware = AgentSpecMiddleware(early_tools=EarlyTools(ToolSpeculator()))
+    for number in range(4):
+        session(middleware, number)
+    assert ran == ["look", "buy", "look"] * 4
+
+
+def test_a_step_replayed_from_a_checkpoint_starts_nothing() -> None:
+    middleware, events = taught()
+    config: Any = {"configurable": {"thread_id": "again"}}
+    first = agent(middleware, *SCRIPT, *SCRIPT)
+    first.invoke({"messages": [HumanMessage("look at #W1, please")]}, config)
+    assert events
+    before = next(state for state in first.get_state_history(config) if state.next == ("model",) and state.values)
+    events.clear()
+    first.invoke(None, before.config)
+    assert "launch" not in {event.outcome for event in events}
+
+
+def test_tools_that_take_state_never_start_early() -> None:
+    middleware, events = opened("look", "peek")
+    for number in range(6):
+        ask(agent(middleware, asks("peek", order="#W1"), AIMessage("done")), f"t{number}", "peek at #W1")
+    assert ran == ["peek"] * 6 and not events
+
+
+@pytest.mark.parametrize("servers", [{}, {"stock": [look]}])
+def test_tools_of_a_trusted_server_need_its_hint(servers: dict[str, list[BaseTool]]) -> None:
+    speculator = ToolSpeculator(ToolPolicy(trusted_servers=["stock"]))
+    early = EarlyTools(speculator, servers=servers)
+    hinted = look.model_copy(update={"metadata": {"readOnlyHint": True, "needs_approval": False}})
+    asked = look.model_copy(update={"metadata": {"readOnlyHint": True, "needs_approval": True}})
+    if servers:
+        early = EarlyTools(speculator, servers={"stock": [look, hinted, asked]})
+    allowed = [speculator.policy.may_run_early(early.described(tool)) for tool in (look, hinted, asked)]
+    assert allowed == [False, bool(servers), False]
+
+
+def test_a_step_that_stores_nothing_teaches_nothing() -> None:
+    middleware, events = opened(policy=StepPolicy(store=False))
+    for number in range(6):
+        session(middleware, number)
+    assert not events

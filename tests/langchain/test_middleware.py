@@ -1,0 +1,340 @@
+"""`AgentSpecMiddleware` on agents of LangChain: who called, with every kind of chat model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, AgentState
+from langchain_anthropic import ChatAnthropic
+from langchain_core.caches import InMemoryCache
+from langchain_core.globals import set_llm_cache
+from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.types import Command, Send, interrupt
+from pydantic import SecretStr
+
+from agentspec.langchain import AgentSpecMiddleware, ChatAgentSpec
+from agentspec.langchain.labels import is_replayed
+from agentspec.langgraph import label
+from agentspec.protocol.headers import StepPolicy
+from agentspec.runtime import Runtime
+from agentspec.step.decorator import httpx_hooks, report, step, workflow
+from agentspec.step.report import StepRow
+from agentspec.testing import Answer, FakeBackend, Scripted
+from agentspec.types import Labels
+
+pytestmark = pytest.mark.anyio
+THREAD: Any = {"configurable": {"thread_id": "t1"}}
+HI: Any = {"messages": [HumanMessage("hi")]}
+
+
+@pytest.fixture(autouse=True)
+def fresh_report() -> Iterator[None]:
+    report().reset()
+    yield
+    report().reset()
+
+
+class PlainModel(GenericFakeChatModel):
+    """A chat model that knows nothing of agentspec, and refuses options it does not know."""
+
+    def bind_tools(self, tools: Any, **options: Any) -> Any:
+        assert set(options) <= {"tool_choice"}
+        return self
+
+
+def plain(*answers: AIMessage) -> PlainModel:
+    return PlainModel(messages=iter(answers))
+
+
+def calling(name: str, **arguments: Any) -> dict[str, Any]:
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    return {"tool_calls": [call]}
+
+
+def own(*script: Scripted) -> tuple[ChatAgentSpec, FakeBackend]:
+    fake = FakeBackend(*script)
+    return ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake})), fake
+
+
+def openai(server: Any, **options: Any) -> ChatOpenAI:
+    return ChatOpenAI(
+        model="some", base_url=server.base_url, api_key=SecretStr("k"), streaming=True, stream_usage=True, **options
+    )
+
+
+def look(city: str) -> str:
+    """Look a city up."""
+    return f"{city} is sunny"
+
+
+def rows() -> dict[tuple[str | None, str | None], StepRow]:
+    return {(row.workflow, row.step): row for row in report()}
+
+
+async def ask(agent: Any, asynchronous: bool, config: Any = THREAD) -> Any:
+    return await agent.ainvoke(HI, config) if asynchronous else agent.invoke(HI, config)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_an_agents_calls_are_labelled_and_counted_once(asynchronous: bool) -> None:
+    model, fake = own(Answer(text="", extra=calling("look", city="Rome")), "sunny")
+    agent = create_agent(model, [look], middleware=[AgentSpecMiddleware()], name="weather")
+    await ask(agent, asynchronous)
+    assert [request.labels for request in fake.requests] == [Labels("t1", "weather", "model")] * 2
+    assert [(key, row.calls) for key, row in rows().items()] == [(("weather", "model"), 2)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_model_that_knows_nothing_of_us_is_counted_by_its_answer(asynchronous: bool) -> None:
+    usage: Any = {"input_tokens": 7, "output_tokens": 3, "total_tokens": 10}
+    model = plain(AIMessage("sunny", usage_metadata=usage))
+    await ask(create_agent(model, [look], middleware=[AgentSpecMiddleware(workflow="mine")]), asynchronous)
+    row = rows()["mine", "model"]
+    assert (row.calls, row.prompt_tokens, row.completion_tokens, row.failed_calls) == (1, 7, 3, 0)
+
+
+def test_a_call_that_fails_is_counted_as_such() -> None:
+    agent = create_agent(plain(), [look], middleware=[AgentSpecMiddleware(workflow="mine")])
+    with pytest.raises(RuntimeError):
+        agent.invoke(HI)
+    assert rows()["mine", "model"].failed_calls == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_chat_openai_sends_the_labels_as_headers(server: Any, asynchronous: bool) -> None:
+    agent = create_agent(openai(server), [look], middleware=[AgentSpecMiddleware()], name="weather")
+    await ask(agent, asynchronous)
+    sent = server.request_headers
+    assert len(sent) == 2
+    for one in sent:
+        assert one["x-agentspec-session"] == "t1"
+        assert (one["x-agentspec-workflow"], one["x-agentspec-step"]) == ("weather", "model")
+    row = rows()["weather", "model"]
+    assert (row.calls, row.prompt_tokens, row.completion_tokens) == (2, 22, 10)
+
+
+def test_a_client_with_our_hooks_is_not_counted_twice(server: Any) -> None:
+    import openai as sdk
+
+    client = sdk.DefaultHttpxClient(event_hooks=httpx_hooks())
+    create_agent(openai(server, http_client=client), [], middleware=[AgentSpecMiddleware(workflow="mine")]).invoke(HI)
+    row = rows()["mine", "model"]
+    assert (row.calls, row.drafted) == (1, 6)
+    assert len(rows()) == 1
+
+
+def test_headers_are_not_sent_to_a_vendor_or_when_switched_off_or_where_answers_are_cached(server: Any) -> None:
+    def sends(model: Any, **options: Any) -> bool:
+        return AgentSpecMiddleware(**options)._sends_headers(model)
+
+    vendor = ChatOpenAI(model="gpt", api_key=SecretStr("k"))
+    assert not sends(vendor) and sends(vendor, send_headers=True)
+    assert sends(openai(server)) and not sends(openai(server), send_headers=False)
+    assert not sends(openai(server, cache=InMemoryCache())) and not sends(plain())
+    set_llm_cache(InMemoryCache())
+    try:
+        assert not sends(openai(server)) and sends(openai(server, cache=False))
+    finally:
+        set_llm_cache(None)
+
+
+def test_headers_that_the_user_sets_stay(server: Any) -> None:
+    model = openai(server, default_headers={"x-mine": "1"})
+    create_agent(model, [], middleware=[AgentSpecMiddleware(session="mine")]).invoke(HI, THREAD)
+    assert server.request_headers[0]["x-mine"] == "1"
+    assert server.request_headers[0]["x-agentspec-session"] == "mine"
+
+
+def test_steps_and_workflows_around_the_agent_come_first() -> None:
+    model, fake = own("ok")
+    agent = create_agent(model, [], middleware=[AgentSpecMiddleware()], name="weather")
+    with workflow("trip", session="s"):
+        agent.invoke(HI, THREAD)
+        step("plan")(agent.invoke)(HI, THREAD)
+    assert [request.labels for request in fake.requests] == [
+        Labels("s", "trip", "weather"),
+        Labels("s", "trip", "plan"),
+    ]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_agents_in_a_graph_are_its_steps(asynchronous: bool) -> None:
+    model, fake = own("ok")
+    unnamed, named = [
+        create_agent(model, [], middleware=[AgentSpecMiddleware()], name=name) for name in (None, "critic")
+    ]
+    builder = StateGraph(MessagesState)
+    builder.add_node("draft", unnamed)
+    builder.add_node("second", named)
+    builder.add_edge(START, "draft")
+    builder.add_edge("draft", "second")
+    builder.add_edge("second", END)
+    await ask(label(builder.compile(name="review", checkpointer=InMemorySaver())), asynchronous)
+    assert [request.labels for request in fake.requests] == [
+        Labels("t1", "review", "draft"),
+        Labels("t1", "review", "critic"),
+    ]
+    await ask(builder.compile(), asynchronous)
+    assert [request.labels for request in fake.requests[2:]] == [
+        Labels("t1", "draft", "model"),
+        Labels("t1", "critic", "model"),
+    ]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_branches_started_by_send_keep_their_labels_apart(asynchronous: bool) -> None:
+    model, fake = own("ok")
+    builder = StateGraph(MessagesState)
+    for name in ("left", "right"):
+        builder.add_node(name, create_agent(model, [], middleware=[AgentSpecMiddleware()], name=name))
+    builder.add_conditional_edges(START, lambda state: [Send(name, state) for name in ("left", "right", "left")])
+    await ask(label(cast(Any, builder.compile(name="fan"))), asynchronous)
+    assert sorted(str(request.labels.step) for request in fake.requests) == ["left", "left", "right"]
+    assert {request.labels.workflow for request in fake.requests} == {"fan"}
+    assert sorted((str(key[1]), row.calls) for key, row in rows().items()) == [("left", 2), ("right", 1)]
+
+
+async def test_an_agent_that_is_a_tool_of_another() -> None:
+    inner_model, inner_fake = own("inner says")
+    inner = create_agent(inner_model, [], middleware=[AgentSpecMiddleware()], name="inner")
+
+    async def consult(question: str) -> str:
+        """Ask a colleague."""
+        return (await inner.ainvoke(HI))["messages"][-1].text
+
+    call = {"name": "consult", "args": {"question": "?"}, "id": "c1"}
+    outer = create_agent(
+        plain(AIMessage("", tool_calls=[call]), AIMessage("done")), [consult], middleware=[AgentSpecMiddleware()]
+    )
+    await outer.ainvoke(HI, THREAD)
+    assert [request.labels for request in inner_fake.requests] == [Labels("t1", "inner", "model")]
+
+
+# A policy for each step ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_policy_is_the_agents_and_another_a_steps(asynchronous: bool) -> None:
+    model, fake = own("ok")
+    middleware = AgentSpecMiddleware(
+        policy=StepPolicy(priority=2, store=False, latency_ms_per_token=40),
+        policies={"critic": StepPolicy(priority=5, speculation=False)},
+    )
+    for name in ("writer", "critic"):
+        agent = create_agent(model, [], middleware=[middleware], name=name)
+        await ask(label(agent, "review"), asynchronous)
+    asked = [(one.priority, one.store, one.latency_target_ms_per_token, one.speculation) for one in fake.requests]
+    assert asked == [(2, False, 40, True), (5, False, 40, False)]
+
+
+def test_the_policy_reaches_other_clients_as_headers_and_as_the_models_name(server: Any) -> None:
+    policy = StepPolicy(model="small", priority=1, strategy="plain", store=False)
+    with workflow(deadline=60):
+        create_agent(openai(server), [look], middleware=[AgentSpecMiddleware(policy=policy)]).invoke(HI)
+    sent, body = server.request_headers[0], server.bodies[0]
+    assert body["model"] == "small"
+    assert (sent["x-agentspec-priority"], sent["x-agentspec-strategy"], sent["x-agentspec-store"]) == (
+        "1",
+        "plain",
+        "off",
+    )
+    assert 0 < float(sent["x-agentspec-deadline-s"]) <= 60
+
+
+# Interrupts, resumes and time travel ---------------------------------------------------------------------------------
+
+
+class Watching(AgentMiddleware[AgentState[Any], Any, Any]):
+    """Notes for each model call and tool call whether it is one that runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool]] = []
+
+    def wrap_model_call(self, request: Any, handler: Any) -> Any:
+        self.seen.append(("model", is_replayed()))
+        return handler(request)
+
+    def wrap_tool_call(self, request: Any, handler: Any) -> Any:
+        self.seen.append(("tools", is_replayed()))
+        return handler(request)
+
+
+def approve(city: str) -> str:
+    """Look a city up, if a person agrees."""
+    return f"{city}: {interrupt('may I?')}"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_step_that_runs_again_is_known_as_such(inside: bool) -> None:
+    watching, saver = Watching(), InMemorySaver()
+    call = {"name": "approve", "args": {"city": "Rome"}, "id": "c1"}
+    answers = [AIMessage("", tool_calls=[call]), AIMessage("sunny"), AIMessage("again")]
+    agent: Any = create_agent(
+        plain(*answers), [approve], middleware=[AgentSpecMiddleware(workflow="w"), watching], checkpointer=saver
+    )
+    if inside:
+        builder = StateGraph(MessagesState)
+        builder.add_node("agent", create_agent(plain(*answers), [approve], middleware=[watching]))
+        builder.add_edge(START, "agent")
+        agent = builder.compile(checkpointer=saver)
+    agent.invoke(HI, THREAD)
+    assert watching.seen == [("model", False), ("tools", False)]
+    agent.invoke(Command(resume="yes"), THREAD)
+    assert watching.seen[2:] == [("tools", True), ("model", False)]
+    first = list(agent.get_state_history(THREAD))[-2]
+    agent.invoke(None, first.config)
+    assert watching.seen[4:] == [("model", True)]
+
+
+def test_what_an_agent_did_is_the_same_with_and_without_the_middleware() -> None:
+    def transcript(*middleware: Any) -> list[tuple[str, Any]]:
+        call = {"name": "look", "args": {"city": "Rome"}, "id": "c1"}
+        model = plain(AIMessage("", tool_calls=[call]), AIMessage("sunny"))
+        messages = create_agent(model, [look], middleware=middleware).invoke(HI, THREAD)["messages"]
+        return [(message.type, message.content) for message in messages]
+
+    assert transcript(AgentSpecMiddleware()) == transcript()
+
+
+async def test_an_agents_tokens_stream_through() -> None:
+    model, _ = own("one two three")
+    agent = create_agent(model, [], middleware=[AgentSpecMiddleware()], name="a")
+    pieces = [message.text async for message, _ in agent.astream(HI, THREAD, stream_mode="messages")]
+    assert [piece for piece in pieces if piece] == ["one", " two", " three"]
+    assert rows()["a", "model"].calls == 1
+
+
+# Through a real gateway ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_every_client_reaches_the_gateway_with_its_labels(
+    gateway: tuple[str, FakeBackend], asynchronous: bool
+) -> None:
+    url, fake = gateway
+    models: list[Any] = [
+        ChatOpenAI(model="fake", base_url=url, api_key=SecretStr("k")),
+        ChatOpenAI(model="fake", base_url=url, api_key=SecretStr("k"), use_responses_api=True),
+        ChatAnthropic(
+            model_name="fake", base_url=url.removesuffix("/v1"), api_key=SecretStr("k"), timeout=60, stop=None
+        ),
+        ChatAgentSpec(model="fake", base_url=url),
+    ]
+    for model in models:
+        middleware = AgentSpecMiddleware(policy=StepPolicy(priority=3, latency_ms_per_token=40, speculation=False))
+        await ask(create_agent(model, [look], middleware=[middleware], name="weather"), asynchronous)
+        request = fake.requests[-1]
+        assert request.labels == Labels("t1", "weather", "model")
+        assert (request.priority, request.latency_target_ms_per_token, request.speculation) == (3, 40, False)
+    row = rows()["weather", "model"]
+    assert (row.calls, row.failed_calls) == (4, 0) and row.completion_tokens == 4 * 3

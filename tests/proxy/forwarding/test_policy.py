@@ -1,0 +1,89 @@
+"""What a step asks of its calls, by headers: at a local model, at an upstream, and for another strategy."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.reasoning.settings import SpecReasonSettings
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.testing import FakeBackend
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def ask(running: Any, headers: dict[str, str], **fields: Any) -> httpx.Response:
+    body = {"model": "fake", "messages": MESSAGES, **fields}
+    return httpx.post(f"{running.url}{CHAT}", json=body, headers=headers, timeout=60)
+
+
+def test_a_local_model_serves_by_the_policy(gateway: Any) -> None:
+    fake = FakeBackend("hi")
+    running = gateway({"fake": fake})
+    asked = {"x-agentspec-priority": "2", "x-agentspec-latency-ms-per-token": "20", "x-agentspec-deadline-s": "3"}
+    assert ask(running, asked).status_code == 200
+    assert ask(running, asked, priority=7, latency_target_ms_per_token=5).status_code == 200
+    first, second = fake.requests
+    assert (first.priority, first.latency_target_ms_per_token, first.deadline_s) == (2, 20, 3)
+    assert (second.priority, second.latency_target_ms_per_token) == (7, 5)  # the body comes first
+
+
+@pytest.mark.parametrize(
+    "header", ["x-agentspec-priority", "x-agentspec-latency-ms-per-token", "x-agentspec-deadline-s"]
+)
+def test_a_wrong_value_is_refused(gateway: Any, header: str) -> None:
+    answer = ask(gateway({"fake": FakeBackend("hi")}), {header: "-1"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == header
+
+
+def test_a_strategy_that_is_not_here_is_refused(gateway: Any) -> None:
+    answer = ask(gateway({"fake": FakeBackend("hi")}), {"x-agentspec-strategy": "specreason"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-agentspec-strategy"
+
+
+def test_a_strategy_is_taken_by_its_kind(gateway: Any) -> None:
+    settings = Settings(
+        backends={"fake": TorchSettings(model="fake"), "small": TorchSettings(model="small")},
+        models={
+            "fake": ModelSettings(backend="fake"),
+            "thinks": SpecReasonSettings(base="fake", small="small"),
+        },
+    )
+    running = gateway({"fake": FakeBackend("hi"), "small": FakeBackend("hi")}, settings)
+    assert "x-agentspec-lossy" not in ask(running, {}).headers
+    taken = ask(running, {"x-agentspec-strategy": "specreason"})
+    assert taken.status_code == 200 and taken.headers["x-agentspec-lossy"].startswith("specreason")
+    back = ask(running, {"x-agentspec-strategy": "plain"}, model="thinks")
+    assert back.json()["choices"][0]["message"]["content"] == "hi" and "x-agentspec-lossy" not in back.headers
+
+
+def upstream_settings(url: str, **options: Any) -> Settings:
+    up = OpenAISettings(base_url=url, **options)  # type: ignore[arg-type]
+    return Settings(backends={"up": up}, models={"fake": ModelSettings(backend="up")})
+
+
+def test_an_upstream_that_schedules_by_priority_is_told_it_on_its_scale(gateway: Any, upstream: Any) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway({}, upstream_settings(server.url, priority="highest_first"))
+    ask(running, {"x-agentspec-priority": "4"})
+    ask(running, {"x-agentspec-priority": "4"}, priority=1)
+    bodies = [request.json for request in server.requests if request.method == "POST"]
+    assert [body["priority"] for body in bodies] == [-4, -1]
+
+
+def test_what_an_upstream_cannot_do_is_said_once(gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server = upstream(lambda request: request.answer(b"{}"))
+    running = gateway({}, upstream_settings(server.url))
+    asked = {"x-agentspec-priority": "4", "x-agentspec-deadline-s": "2", "x-agentspec-strategy": "specreason"}
+    with caplog.at_level(logging.WARNING, "agentspec.proxy.forwarding.policy"):
+        assert {ask(running, asked).status_code for _ in range(3)} == {200}
+    said = [record.getMessage() for record in caplog.records if record.name == "agentspec.proxy.forwarding.policy"]
+    assert len(said) == 3 and all("only an agentspec gateway" in line for line in said)
+    posted = [request for request in server.requests if request.method == "POST"]
+    assert all("priority" not in request.json for request in posted)
+    assert posted[0].headers["x-agentspec-strategy"] == "specreason"

@@ -1,0 +1,180 @@
+"""The predictor learns which call follows which, and where its arguments come from."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import date
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.errors import CacheFormatError
+from agentspec.tools.prediction.history import ToolCall, ToolHistory
+from agentspec.tools.prediction.model import CallModel
+from agentspec.tools.prediction.observation import TurnObservation
+from agentspec.tools.prediction.values import canonical, dates, leaves, shape, spans
+
+TOOLS = {"user", "orders", "order"}
+
+
+def session(model: CallModel, number: int, words: str = "I am {id}, hello") -> list[tuple[str, float]]:
+    """The user tells an id, `user` lists orders, `order` reads each. Returns (best prediction, p) by turn."""
+    history, best = ToolHistory(), []
+    name, orders = f"ann_{1000 + number}", [f"#W{number}{n}77" for n in range(2)]
+    steps: list[tuple[ToolCall | None, Any]] = [
+        (ToolCall("user", {"id": name}), {"id": name, "orders": orders}),
+        *((ToolCall("order", {"order": order, "full": True}), {"total": 5}) for order in orders),
+        (None, None),
+    ]
+    history.says(words.format(id=name))
+    for call, result in steps:
+        forecast = model.predict(history, TOOLS)
+        top = forecast.predictions[:1]
+        best.append((top[0].call.identity, top[0].probability) if top else ("", 0.0))
+        calls = [call] if call else []
+        observation = TurnObservation.from_json(model.observe(history, calls, forecast, TOOLS).to_json())
+        model.learn(observation, str(number))
+        if call:
+            history.makes(call)
+            history.returns(call.name, json.dumps(result))
+    return best
+
+
+def test_arguments_come_from_the_user_from_results_and_from_constants() -> None:
+    model = CallModel()
+    for number in range(6):
+        session(model, number)
+    found = session(model, 7)
+    assert [call for call, _ in found[:3]] == [
+        canonical(["user", {"id": "ann_1007"}]),
+        canonical(["order", {"order": "#W7077", "full": True}]),
+        canonical(["order", {"order": "#W7177", "full": True}]),
+    ]
+    assert all(probability > 0.5 for _, probability in found[:3]) and found[3][1] < 0.3
+
+
+def test_nothing_is_predicted_before_anything_was_learned() -> None:
+    assert session(CallModel(), 1)[0] == ("", 0.0)
+
+
+def test_a_constant_of_one_session_is_not_tried_in_another() -> None:
+    model = CallModel()
+    for _ in range(3):
+        session(model, 1, words="hello")  # the id is found nowhere
+    assert not any("ann_1001" in call for call, _ in session(model, 2, words="hello")[:1])
+    model.learn(_same_constant(model), "another")
+    assert "ann_1001" in session(model, 4, words="hello")[0][0]
+
+
+def _same_constant(model: CallModel) -> TurnObservation:
+    history = ToolHistory()
+    history.says("hello")
+    forecast = model.predict(history, TOOLS)
+    return model.observe(history, [ToolCall("user", {"id": "ann_1001"})], forecast, TOOLS)
+
+
+def test_tools_outside_the_given_are_neither_predicted_nor_kept_with_arguments() -> None:
+    model, history = CallModel(), ToolHistory()
+    history.says("pay 55 to me")
+    forecast = model.predict(history, TOOLS)
+    observation = model.observe(history, [ToolCall("pay", {"amount": 55, "to": "me"})], forecast, TOOLS)
+    assert "55" not in observation.to_json() and "pay" in observation.to_json()
+    model.learn(observation, "s")
+    assert model.predict(history, TOOLS).predictions == ()
+
+
+def test_probabilities_are_calibrated_by_their_outcomes() -> None:
+    """Half of the users ask for their orders, so a call that follows each user is worth a half."""
+    model = CallModel()
+    for number in range(40):
+        history = ToolHistory()
+        history.says(f"I am ann_{1000 + number}")
+        forecast = model.predict(history, TOOLS)
+        calls = [ToolCall("user", {"id": f"ann_{1000 + number}"})] if number % 2 else []
+        model.learn(model.observe(history, calls, forecast, TOOLS), str(number))
+    assert 0.3 < forecast.predictions[0].probability < 0.7
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 1, "after": 3}', "nonsense"])
+def test_what_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(CacheFormatError):
+        TurnObservation.from_json(text)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["user", "order", "x"]),
+            st.dictionaries(st.text(max_size=4), json_values, max_size=3),
+            st.text(),
+        ),
+        max_size=5,
+    )
+)
+def test_any_conversation_can_be_learned(turns: list[tuple[str, dict[str, Any], str]]) -> None:
+    model, history = CallModel(), ToolHistory()
+    for tool, arguments, text in turns:
+        history.says(text)
+        forecast = model.predict(history, TOOLS)
+        assert all(0.0 <= one.probability <= 1.0 for one in forecast.predictions)
+        call = ToolCall(tool, arguments)
+        observation = model.observe(history, [call], forecast, TOOLS)
+        assert TurnObservation.from_json(observation.to_json()) == observation
+        model.learn(observation, "s")
+        history.makes(call)
+        history.returns(tool, text)
+        history.returns(tool, canonical(arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("#W1234567", "#A1d7"),
+        ("mia_li_3668", "a_a_d4"),
+        ("35V5SM", "X6"),
+        ("JFK", "X3"),
+        ("77004", "d5"),
+        ("Ann", "Aa"),
+    ],
+)
+def test_shapes(text: str, pattern: str) -> None:
+    assert shape(text) == pattern
+
+
+def test_identifiers_of_a_kind_have_one_shape() -> None:
+    for one, other in (("#W1234567", "#W7654321"), ("mia_li_3668", "raj_sanchez_7340"), ("35V5SM", "XXDC1M")):
+        assert shape(one) == shape(other)
+    assert len({shape(text) for text in ("#W1234567", "mia_li_3668", "35V5SM", "2024-05-20", "Ann", "77004")}) == 6
+
+
+def test_spans_keep_identifiers_whole_and_leave_the_punctuation() -> None:
+    found = [span for _, span in spans("It is #W1234567, or mia_li_3668@example.com. At 2024-05-20! (555-123-2002)")]
+    assert {"#W1234567", "mia_li_3668@example.com", "2024-05-20", "555-123-2002"} <= set(found)
+
+
+@given(st.dates(min_value=date(1990, 1, 1), max_value=date(2090, 1, 1)))
+def test_dates_in_words(day: date) -> None:
+    for text in (f"{day:%B} {day.day}, {day.year}", f"on {day.day}th of {day:%B} {day.year}", f"{day:%b} {day.day}th"):
+        assert list(dates(text, str(day.year))) == [day.isoformat()]
+    assert list(dates(f"{day:%B} {day.day}", None)) == []
+
+
+def test_leaves_name_their_path() -> None:
+    value = {"orders": ["a", "b"], "cards": {"card_1": {"id": "c1"}}, "none": None, "empty": ""}
+    assert list(leaves(value)) == [
+        (".orders[]", "a"),
+        (".orders[]", "b"),
+        (".cards.*key", "card_1"),
+        (".cards.*.id", "c1"),
+    ]
+    assert not re.search(r"\d", "".join(path for path, _ in leaves({"x1": [{"y2": 3}]})))

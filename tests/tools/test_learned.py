@@ -1,0 +1,102 @@
+"""What was learned outlives a restart, belongs to one tenant's agent, and is gone when it is forgotten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
+
+TOOLS = [ToolSpec("user"), ToolSpec("order"), ToolSpec("buy")]
+POLICY = ToolPolicy(["user", "order"])
+
+
+@pytest.fixture(autouse=True)
+def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.tools.launching.pays", lambda probability, *_: probability > 0.3)
+
+
+def run(call: ToolCall) -> str:
+    return json.dumps({"orders": [f"#W{call.arguments['id'][-3:]}"]} if call.name == "user" else {"total": 5})
+
+
+def converse(session: ToolSession, number: int) -> list[str]:
+    """The names of the tools that were started early, where the model reads the user and its order."""
+    session.offers(TOOLS)
+    session.says(f"I am ann_{number}")
+    started = []
+    for call in (ToolCall("user", {"id": f"ann_{number}"}), ToolCall("order", {"order": f"#W{number}"}), None):
+        started += [one.identity for one in session.begin_turn(run)]
+        session.end_turn([call] if call else [])
+        if call:
+            session.returns(call.name, session.run(call, run))
+    return started
+
+
+def teach(speculator: ToolSpeculator, **caller: Any) -> None:
+    for number in range(100, 112):
+        converse(speculator.session(AgentCaller(session=f"{caller} {number}", **caller)), number)
+
+
+def tried(speculator: ToolSpeculator, **caller: Any) -> bool:
+    return '["user",{"id":"ann_777"}]' in converse(speculator.session(AgentCaller(session="new", **caller)), 777)
+
+
+def test_a_restart_keeps_what_was_learned(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        teach(ToolSpeculator(POLICY, cache=cache))
+    with SuffixCache.open(tmp_path) as cache:
+        assert tried(ToolSpeculator(POLICY, cache=cache))
+        cache.forget(tenant="default")
+        assert not tried(ToolSpeculator(POLICY, cache=cache))
+
+
+def test_tenants_and_agents_share_nothing(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        speculator = ToolSpeculator(POLICY, cache=cache)
+        teach(speculator, tenant="a", agent="x")
+        assert not tried(speculator, tenant="b", agent="x")
+        assert not tried(speculator, tenant="a", agent="y")
+        assert tried(speculator, tenant="a", agent="x")
+
+
+def test_results_are_not_shared_between_tenants_identities_and_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentspec.tools.keys import call_key
+
+    def key(**caller: Any) -> str:
+        return call_key(AgentCaller(**caller), ToolSpec("user"), {"id": "ann_1"})
+
+    keys = {key(), key(tenant="b"), key(identity="key 2"), key(session="s")}
+    assert len(keys) == 4 and key() == key(agent="any")
+
+
+def test_what_is_forgotten_is_predicted_no_more() -> None:
+    with SuffixCache.open() as cache:
+        speculator = ToolSpeculator(POLICY, cache=cache)
+        teach(speculator)
+        assert tried(speculator)
+        cache.forget(tenant="default")
+        assert not tried(speculator)
+
+
+def test_a_session_without_store_teaches_nothing() -> None:
+    speculator = ToolSpeculator(POLICY)
+    teach(speculator, store=False)
+    assert not tried(speculator)
+
+
+def test_another_process_takes_part_in_what_is_learned(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path) as cache, SuffixCache.open(tmp_path) as other:
+        teach(ToolSpeculator(POLICY, cache=cache))
+        cache.flush()
+        assert tried(ToolSpeculator(POLICY, cache=other))
+
+
+def test_an_agent_of_which_no_tool_may_run_early_teaches_nothing() -> None:
+    with SuffixCache.open() as cache:
+        teach(ToolSpeculator(cache=cache))
+        assert cache.tool_turns.ids("default", "agent") == []

@@ -1,0 +1,139 @@
+"""Agents in plain Python: functions marked as tools, run by `agent_tools` around any chat model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+import agentspec
+from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.tools import AuditEvent, ToolCall, ToolSpeculator
+from agentspec.tools.python_tools import AgentTools, PythonTool, agent_tools, tool
+
+ran: list[str] = []
+bought: list[str] = []
+
+
+@tool(read_only=True, max_age=10)
+def look(order: str, full: bool = False) -> dict[str, Any]:
+    """Read an order."""
+    ran.append("look")
+    return {"order": order, "full": full, "bought": len(bought)}
+
+
+@agentspec.tool
+def buy(order: str) -> str:
+    """Buy an order."""
+    bought.append(order)
+    return "done"
+
+
+@tool(read_only=True)
+async def slowly(order: str) -> str:
+    """Read an order later."""
+    await asyncio.sleep(0)
+    return f"read {order}"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.tools.launching.pays", lambda probability, *_: probability > 0.2)
+    ran.clear()
+    bought.clear()
+
+
+def message(*calls: ToolCall) -> dict[str, Any]:
+    made = [
+        {"id": f"c{n}", "type": "function", "function": {"name": one.name, "arguments": json.dumps(one.arguments)}}
+        for n, one in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": made}
+
+
+def converse(tools: AgentTools | None, number: int) -> list[dict[str, Any]]:
+    """The messages of a session in which the model looks, buys and looks again."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": f"order #W{number}"}]}]
+    functions: dict[str, Any] = {"look": look, "buy": buy}
+    order = {"order": f"#W{number}"}
+    for call in (ToolCall("look", order), ToolCall("buy", order), ToolCall("look", order), None):
+        answer = message(call) if call else {"role": "assistant", "content": "done"}
+        if tools is None:
+            results = [("c0", functions[call.name](**call.arguments))] if call else []
+        else:
+            tools.before_model(messages)
+            results = [(id, tools.run(made)) for id, made in tools.after_model(answer)]
+        messages.append(answer)
+        messages += ({"role": "tool", "tool_call_id": id, "content": json.dumps(result)} for id, result in results)
+    return messages
+
+
+def test_an_agent_gets_the_same_with_early_starts() -> None:
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(on_event=events.append)
+    for number in range(100, 110):
+        bought.clear()
+        with agent_tools([look, buy], session=str(number), speculator=speculator) as tools:
+            found = converse(tools, number)
+        bought.clear()
+        assert found == converse(None, number)
+    assert {event.tool for event in events} == {"look"} and "hit" in {event.outcome for event in events}
+
+
+def test_a_tool_is_a_function_still() -> None:
+    assert look("#W1") == {"order": "#W1", "full": False, "bought": 0} and look.__doc__ == "Read an order."
+    assert buy("#W1") == "done" and bought == ["#W1"]
+    assert look.definition["function"] == {
+        "name": "look",
+        "description": "Read an order.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "order": {"title": "Order", "type": "string"},
+                "full": {"default": False, "title": "Full", "type": "boolean"},
+            },
+            "required": ["order"],
+        },
+    }
+
+
+async def run(number: int, speculator: ToolSpeculator) -> str:
+    call = ToolCall("slowly", {"order": f"#W{number}"})
+    with agent_tools([slowly, look], session=str(number), speculator=speculator) as tools:
+        await tools.abefore_model([{"role": "user", "content": f"order #W{number}"}])
+        tools.after_model(message(call))
+        await asyncio.sleep(0.001)
+        assert (await tools.arun(ToolCall("look", {"order": "x"})))["order"] == "x"
+        return str(await tools.arun(call))
+
+
+def test_coroutine_functions_start_early_too() -> None:
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(on_event=events.append)
+    assert [asyncio.run(run(n, speculator)) for n in range(100, 110)] == [f"read #W{n}" for n in range(100, 110)]
+    assert "hit" in {event.outcome for event in events}
+
+
+def test_a_conversation_that_was_cut_begins_anew() -> None:
+    with agent_tools([look], session="s") as tools:
+        tools.before_model([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}])
+        tools.before_model([{"role": "system", "content": "short"}])
+        assert tools.definitions == [look.definition]
+
+
+def test_what_cannot_be_used_is_said() -> None:
+    def other(order: str) -> None: ...
+
+    other.__name__ = "look"
+    with pytest.raises(ConfigurationError, match="two tools"), agent_tools([look, tool(other)], session="s"):
+        pass
+    with pytest.raises(TypeError, match="named arguments"):
+        PythonTool(lambda *args: None, read_only=False, max_age=None)
+    with agent_tools([look], session="s") as tools:
+        with pytest.raises(KeyError, match="no tool 'none'"):
+            tools.run(ToolCall("none", {}))
+        bad = {"tool_calls": [{"id": "c", "function": {"name": "look", "arguments": "[1"}}]}
+        with pytest.raises(InvalidRequestError, match="look"):
+            tools.after_model(bad)

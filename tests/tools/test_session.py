@@ -1,0 +1,420 @@
+"""Early starts change no transcript: random agents with tools that read, write, fail and are unknown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.tools import (
+    AgentCaller,
+    AuditEvent,
+    LaunchLimits,
+    ToolCall,
+    ToolPolicy,
+    ToolSession,
+    ToolSpec,
+    ToolSpeculator,
+)
+from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
+
+SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}, "detail": {"type": "boolean", "default": False}}}
+READ, LIST, WRITE, MYSTERY, FRAGILE = (
+    ToolSpec("read", SCHEMA),
+    ToolSpec("list"),
+    ToolSpec("write"),
+    ToolSpec("mystery"),
+    ToolSpec("fragile", SCHEMA),
+)
+READ_ONLY = ("read", "list", "fragile")
+
+
+@dataclass
+class World:
+    """A shop with orders. It counts how often each tool ran."""
+
+    values: dict[str, int] = field(default_factory=lambda: {f"A{n}": n for n in range(4)})
+    ran: list[str] = field(default_factory=list)
+
+    def run(self, call: ToolCall) -> str:
+        self.ran.append(call.name)
+        return json.dumps(getattr(self, f"_{call.name}")(**call.arguments))
+
+    def _read(self, id: str, detail: bool = False) -> Any:
+        return {"id": id, "value": self.values.get(id), "more": detail}
+
+    def _list(self) -> Any:
+        return {"ids": sorted(self.values)}
+
+    def _write(self, id: str) -> Any:
+        self.values[id] = self.values.get(id, 0) + 10
+        return "done"
+
+    def _mystery(self) -> Any:
+        self.values[f"A{len(self.values)}"] = sum(self.values.values())
+        return len(self.values)
+
+    def _fragile(self, id: str) -> Any:
+        if self.values.get(id, 0) % 2:
+            raise ValueError(f"{id} is odd")
+        return self.values.get(id)
+
+
+def decide(dice: random.Random, transcript: Sequence[str]) -> list[ToolCall]:
+    """The calls of a turn: mostly reads that go on from the last ones, so that they can be predicted."""
+    number = len(transcript) % 4
+    roll = dice.random()
+    if roll < 0.12:
+        return [ToolCall("write", {"id": f"A{number}"})]
+    if roll < 0.2:
+        return [ToolCall("mystery", {})]
+    if roll < 0.3:
+        return [ToolCall("fragile", {"id": f"A{number}"})]
+    if roll < 0.4:
+        return [ToolCall("list", {})]
+    if roll < 0.5:
+        return [ToolCall("write", {"id": "A1"}), ToolCall("read", {"id": "A1"})]
+    if roll < 0.6:
+        return []
+    return [ToolCall("read", {"id": f"A{number}"})]
+
+
+def outcome(run: Any) -> str:
+    """What a tool returned or raised."""
+    try:
+        return str(run())
+    except ValueError as error:
+        return f"error: {error}"
+
+
+def play(session: ToolSession | None, world: World, seed: int, turns: int = 12) -> list[str]:
+    """The transcript of a session, with or without early starts."""
+    dice, transcript = random.Random(seed), ["look at order A0, please"]
+    if session is not None:
+        session.offers([READ, LIST, WRITE, FRAGILE])  # `mystery` is unknown to it
+        session.says(transcript[0])
+    for _ in range(turns):
+        if session is not None:
+            session.begin_turn(world.run)
+        calls = decide(dice, transcript)
+        if session is not None:
+            session.end_turn(calls)
+        transcript.append(json.dumps([[call.name, call.arguments] for call in calls]))
+        for call in calls:
+            result = outcome(lambda call=call: session.run(call, world.run) if session else world.run(call))
+            transcript.append(result)
+            if session is not None:
+                session.returns(call.name, result)
+    return transcript
+
+
+@pytest.fixture(autouse=True)
+def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools of these tests take no time, so that no early start would pay."""
+    monkeypatch.setattr("agentspec.tools.launching.pays", lambda *_: True)
+
+
+@pytest.fixture
+def expect(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let every turn be expected to make exactly these calls, all of which have been timed."""
+
+    def expect(*calls: ToolCall) -> None:
+        predictions = tuple(CallPrediction(call, 0.9, 0.9, 0) for call in calls)
+        monkeypatch.setattr(CallModel, "predict", lambda *_: CallForecast(predictions, ()))
+        monkeypatch.setattr("agentspec.tools.learned.worthwhile", lambda found, *_: list(found))
+
+    return expect
+
+
+def opened(
+    *tools: ToolSpec, policy: ToolPolicy | None = None, limits: LaunchLimits | None = None, **caller: Any
+) -> tuple[ToolSession, list[AuditEvent]]:
+    events: list[AuditEvent] = []
+    given = policy or ToolPolicy(READ_ONLY)
+    session = ToolSpeculator(given, limits=limits, on_event=events.append).session(AgentCaller(**caller))
+    session.offers(tools or (READ, LIST, WRITE, FRAGILE))
+    return session, events
+
+
+def outcomes(events: list[AuditEvent]) -> list[str]:
+    return [event.outcome for event in events]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3))
+def test_transcripts_are_equal_with_and_without_early_starts(seed: int, sessions: int) -> None:
+    """Sessions of one agent in one world: what earlier ones taught starts tools in the later ones."""
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(
+        ToolPolicy(READ_ONLY), limits=LaunchLimits(cost_weight=0.0, per_minute=10_000), on_event=events.append
+    )
+    with_, without = World(), World()
+    for number in range(sessions + 2):
+        session = speculator.session(AgentCaller(session=str(number)))
+        assert play(session, with_, seed + number) == play(None, without, seed + number)
+        session.close()
+    assert with_.values == without.values
+    for tool in ("write", "mystery"):  # and a tool that may change something never ran more often
+        assert with_.ran.count(tool) == without.ran.count(tool)
+    assert not {event.tool for event in events} - set(READ_ONLY)
+
+
+def test_random_agents_do_use_early_starts() -> None:
+    """Otherwise the property above would say little."""
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(
+        ToolPolicy(READ_ONLY), limits=LaunchLimits(cost_weight=0.0, per_minute=10_000), on_event=events.append
+    )
+    for number in range(40):
+        play(speculator.session(AgentCaller(session=str(number))), World(), number)
+    found = outcomes(events)
+    assert found.count("hit") > 20 and found.count("waste") > 20 and "stale" in found and "failed" in found
+
+
+CALL = ToolCall("read", {"id": "A1"})
+
+
+def test_a_result_is_used_for_the_identical_call_only(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+    assert session.begin_turn(world.run) == [CALL]
+    session.end_turn([ToolCall("read", {"detail": False, "id": "A1"})])  # its default filled, in another order
+    assert session.run(ToolCall("read", {"detail": False, "id": "A1"}), pytest.fail) == world.run(CALL)
+    session.begin_turn(world.run)
+    session.end_turn([ToolCall("read", {"id": "A1", "detail": True})])
+    assert '"more": true' in session.run(ToolCall("read", {"id": "A1", "detail": True}), world.run)
+    assert outcomes(events) == ["launch", "hit", "launch", "waste"]
+
+
+def test_a_result_is_used_once(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+    session.begin_turn(world.run)
+    session.end_turn([CALL, CALL])
+    assert session.run(CALL, world.run) == session.run(CALL, world.run)
+    assert world.ran == ["read", "read"] and outcomes(events) == ["launch", "hit"]
+
+
+@pytest.mark.parametrize("between", [ToolCall("write", {"id": "A1"}), ToolCall("mystery", {})])
+def test_a_call_that_may_change_something_voids_what_was_read_before(expect: Any, between: ToolCall) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+    session.begin_turn(world.run)
+    session.end_turn([between, CALL])
+    session.run(between, world.run)
+    assert session.run(CALL, world.run) == world.run(CALL)
+    assert outcomes(events) == ["launch", "stale"]
+
+
+def test_a_writing_agent_of_the_same_session_voids_too(expect: Any) -> None:
+    expect(CALL)
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=events.append)
+    reader = speculator.session(AgentCaller(agent="reader", session="s"))
+    writer = speculator.session(AgentCaller(agent="writer", session="s"))
+    for session in (reader, writer):
+        session.offers([READ, WRITE])
+    world = World()
+    reader.begin_turn(world.run)
+    writer.run(ToolCall("write", {"id": "A1"}), world.run)
+    reader.end_turn([CALL])
+    assert '"value": 11' in reader.run(CALL, world.run)
+    assert outcomes(events) == ["launch", "stale"]
+
+
+def test_nothing_starts_while_a_writing_tool_runs(expect: Any) -> None:
+    expect(CALL)
+    session, _ = opened()
+    world = World()
+    assert session.run(ToolCall("write", {"id": "A1"}), lambda _: session.begin_turn(world.run)) == []
+    assert session.begin_turn(world.run) == [CALL]
+
+
+def test_a_result_waits_for_its_call_no_longer_than_allowed(expect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expect(CALL)
+    policy = ToolPolicy(READ_ONLY, max_ages={"read": 5.0})
+    session, events = opened(policy=policy)
+    world = World()
+    session.begin_turn(world.run)
+    session.end_turn([CALL])
+    now = time.monotonic()
+    monkeypatch.setattr("agentspec.tools.session.time.monotonic", lambda: now + 6.0)
+    session.run(CALL, world.run)
+    assert outcomes(events) == ["launch", "stale"] and world.ran == ["read", "read"]
+
+
+def test_a_failed_start_is_never_shown(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+
+    def fails(call: ToolCall) -> str:
+        raise ValueError("not yet")
+
+    session.begin_turn(fails)
+    session.end_turn([CALL])
+    assert session.run(CALL, lambda _: "now") == "now"
+    assert outcomes(events) == ["launch", "failed"] and "not yet" not in str(events)
+
+
+def test_a_call_waits_for_a_tool_that_is_still_running(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    release = threading.Event()
+
+    def slow(call: ToolCall) -> str:
+        assert release.wait(60)
+        return "slow"
+
+    session.begin_turn(slow)
+    session.end_turn([CALL])
+    threading.Timer(0.01, release.set).start()
+    assert session.run(CALL, pytest.fail) == "slow" and outcomes(events) == ["launch", "hit"]
+
+
+def test_early_starts_in_an_event_loop(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+    cancelled: list[bool] = []
+
+    async def invoke(call: ToolCall) -> str:
+        await asyncio.sleep(0)
+        return world.run(call)
+
+    async def endless(call: ToolCall) -> str:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        return ""
+
+    async def main() -> str:
+        await session.abegin_turn(endless)
+        session.end_turn([])
+        await session.abegin_turn(invoke)
+        session.end_turn([CALL])
+        return str(await session.arun(CALL, endless))
+
+    assert asyncio.run(main()) == world.run(CALL)
+    assert outcomes(events) == ["launch", "waste", "launch", "hit"] and cancelled == [True]
+
+
+def test_whoever_stops_waiting_stops_the_tool(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    cancelled = []
+
+    async def endless(call: ToolCall) -> str:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(call)
+            raise
+        return ""
+
+    async def main() -> None:
+        await session.abegin_turn(endless)
+        session.end_turn([CALL])
+        waiting = asyncio.create_task(session.arun(CALL, endless))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert cancelled == [CALL] and outcomes(events) == ["launch", "waste"]
+
+
+REFUSED = {
+    "not listed": ToolSpec("write"),
+    "needs approval": ToolSpec("read", needs_approval=True),
+    "takes state": ToolSpec("read", injected=True),
+    "of a server that nobody trusts": ToolSpec("far", server="elsewhere", read_only_hint=True),
+    "without a hint": ToolSpec("far", server="trusted"),
+    "a hint without a server": ToolSpec("far", read_only_hint=True),
+}
+
+
+@pytest.mark.parametrize("spec", REFUSED.values(), ids=REFUSED)
+def test_what_may_not_run_early_never_does(expect: Any, spec: ToolSpec) -> None:
+    call = ToolCall(spec.name, {})
+    expect(call)
+    session, events = opened(spec, policy=ToolPolicy(["read"], trusted_servers=["trusted"]))
+    for _ in range(3):
+        assert session.begin_turn(pytest.fail) == []
+        session.end_turn([call])
+        assert session.run(call, lambda _: "ran") == "ran"
+    assert not events
+
+
+def test_tools_of_trusted_servers_run_early(expect: Any) -> None:
+    expect(ToolCall("far", {}))
+    spec = ToolSpec("far", server="trusted", read_only_hint=True)
+    session, _ = opened(spec, policy=ToolPolicy(trusted_servers=["trusted"]))
+    assert session.begin_turn(lambda _: None) == [ToolCall("far", {})]
+    assert opened(spec, policy=ToolPolicy())[0].begin_turn(pytest.fail) == []
+
+
+def test_a_tool_whose_schema_changed_is_another(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+    session.begin_turn(world.run)
+    session.offers([ToolSpec("read", {"type": "object", "properties": {"id": {"type": "integer"}}})])
+    session.end_turn([CALL])
+    session.run(CALL, world.run)
+    assert outcomes(events) == ["launch", "waste"] and len(world.ran) == 2
+
+
+def test_starts_are_bounded(expect: Any) -> None:
+    calls = [ToolCall("read", {"id": f"A{n}"}) for n in range(6)]
+    expect(*calls)
+    session, _ = opened(limits=LaunchLimits(per_turn=2, per_minute=5))
+    world = World()
+    assert [len(session.begin_turn(world.run)) for _ in range(4)] == [2, 2, 1, 0]
+    release = threading.Event()
+    session, _ = opened(limits=LaunchLimits(per_turn=6, at_once=4))
+    assert len(session.begin_turn(lambda _: release.wait(60))) == 4
+    assert session.begin_turn(pytest.fail) == []  # those dropped are running still
+    release.set()
+
+
+def test_arguments_that_are_no_json_are_left_alone() -> None:
+    session, _ = opened()
+    session.begin_turn(pytest.fail)
+    call = ToolCall("read", {"id": float("nan"), "more": object()})
+    session.end_turn([call])
+    assert session.run(call, lambda _: "ran") == "ran"
+
+
+@pytest.mark.long
+def test_a_fifth_of_the_time_is_saved_at_a_hit_rate_of_60_percent(expect: Any) -> None:
+    """Tools of a second after turns of a second."""
+    expect(CALL)
+    session, events = opened()
+    took = {}
+    for early in (False, True):
+        began = time.monotonic()
+        for turn in range(10):
+            if early:
+                session.begin_turn(lambda _: time.sleep(1))
+            time.sleep(1)
+            call = CALL if turn % 5 < 3 else ToolCall("read", {"id": "A2"})
+            session.end_turn([call])
+            session.run(call, lambda _: time.sleep(1))
+        took[early] = time.monotonic() - began
+    assert outcomes(events).count("hit") == 6
+    assert took[True] <= 0.8 * took[False]
