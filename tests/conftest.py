@@ -29,7 +29,7 @@ ENCODER_WORDS = "[PAD] [UNK] [CLS] [SEP] cat dog bird fish tree house river ston
 
 
 # On how many examples a property is tried; `make check` asks for the second, always the same ones.
-PROFILES = {"dev": 15, "ci": 100}
+PROFILES = {"dev": 10, "ci": 100}
 for name, examples in PROFILES.items():
     hypothesis.settings.register_profile(
         name,

@@ -129,6 +129,7 @@ def test_a_cache_that_forgot_is_like_one_that_never_knew(story: Story) -> None:
         assert_equal_drafts(cache, left)
 
 
+@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
 @given(story=stories)
 def test_so_is_one_on_disk_at_once_and_after_a_restart(location: str | Path, story: Story) -> None:
     folder = location
@@ -285,7 +286,7 @@ def filled(cache: SuffixCache, rounds: int = 60) -> None:
     cache.flush()
 
 
-@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("follows", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_byte_is_left(tmp_path: Path, follows: bool) -> None:
     with SuffixCache.open(tmp_path) as cache, SuffixCache.open(tmp_path, mode="follower") as follower:
         filled(cache)

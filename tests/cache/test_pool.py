@@ -36,7 +36,7 @@ def hit_rate(cache: SuffixCache, tenant: Namespace, count: int) -> float:
     return hits / total
 
 
-@pytest.mark.parametrize("share", [None, 2 * MIB])
+@pytest.mark.parametrize("share", [pytest.param(None, marks=pytest.mark.slow), 2 * MIB])
 def test_a_flood_leaves_another_tenants_hit_rate_as_it_was(share: int | None) -> None:
     """The flood comes under many models at once, none of which is large by itself."""
     quiet = Namespace("quiet", "m")

@@ -466,7 +466,7 @@ def hit_rate(cache: SuffixCache, tenant: str) -> float:
 
 
 @pytest.mark.parametrize("tokens", [600_000, pytest.param(10_000_000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("share", [None, 2 << 20])
+@pytest.mark.parametrize("share", [None, pytest.param(2 << 20, marks=pytest.mark.slow)])
 def test_i8_a_flood_evicts_its_own_entries_only(tokens: int, share: int | None) -> None:
     with SuffixCache.open(memory_bytes=4 << 20, tenant_memory_bytes=share) as cache:
         fill(cache, "b", own_texts())

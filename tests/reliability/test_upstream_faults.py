@@ -192,7 +192,7 @@ def cutting(shared_gateway: Any, shared_upstream: Any) -> Any:
     return shared_gateway({}, settings(server.url)), server, state
 
 
-@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("clean", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_u6_a_stream_that_is_cut_at_each_chunk(cutting: Any, clean: bool) -> None:
     running, server, state = cutting
     state["clean"] = clean

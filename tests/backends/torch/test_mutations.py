@@ -245,6 +245,7 @@ def ahead(labs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lab, "draws_ahead", True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ahead")
 def test_the_batteries_pass_drawing_ahead(labs: list[Any], ask_of: Any, tree_of: Any, governor: Any) -> None:
     battery(labs, tree_of)

@@ -157,6 +157,7 @@ cache.close()
 """
 
 
+@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
 def test_a_forked_child_is_refused_and_disturbs_nothing(location: str | Path) -> None:
     run(FORK, location)
     found = outputs(location)

@@ -211,7 +211,10 @@ def test_nesting_is_no_way_around_and_no_way_to_fail() -> None:
 
 
 @pytest.mark.parametrize("unit", [dict, list, lambda: {"a": 1}, lambda: "x", lambda: {"text": "x"}, lambda: [[1]]])
-@pytest.mark.parametrize("place", ["unheard_of", "messages", "tools", "input", "metadata"])
+@pytest.mark.parametrize(
+    "place",
+    ["unheard_of", "messages", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tools", "input", "metadata"))],
+)
 def test_many_elements_cost_little(unit: Any, place: str) -> None:
     """No path is spelled for what is not refused: memory stays near that of the value itself."""
     value: Any = [unit() for _ in range(100_000)]

@@ -54,6 +54,7 @@ async def said(run: Any, request: GenerateRequest, **given: Any) -> tuple[str, t
     return "".join(event.text for event in events), tuple(token for event in events for token in event.token_ids)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_says_the_same_in_every_way(tiny_model: Path) -> None:
     """Its tokens are bytes and its text is noise, which ends inside characters and retrieves at random."""
     stats = SearchStats()

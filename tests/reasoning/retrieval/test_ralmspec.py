@@ -502,7 +502,12 @@ def indexed(make_index: Callable[..., Any], kind: str) -> KnowledgeBase:
 
 @pytest.mark.parametrize(
     "kind",
-    ["dense", "bm25", pytest.param("hnsw", marks=pytest.mark.slow), pytest.param("slow", marks=pytest.mark.slow)],
+    [
+        pytest.param("dense", marks=pytest.mark.slow),
+        "bm25",
+        pytest.param("hnsw", marks=pytest.mark.slow),
+        pytest.param("slow", marks=pytest.mark.slow),
+    ],
 )
 async def test_every_question_is_answered_the_same(make_index: Callable[..., Any], kind: str) -> None:
     """The full count: 200 questions, greedy and seeded, synchronously and not, by a fixed stride and by OS3."""

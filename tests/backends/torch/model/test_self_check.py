@@ -173,7 +173,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no memory on a CPU",
+        "a failed device",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("no memory", "an assertion on the device")),
+    ],
+)
 def test_a_fault_is_no_verdict_about_the_model(tiny_model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, error = tiny_model("llama"), FAULTS[name]
     check, structure = SelfCheck.of(module), StructureCheck.of(module)
