@@ -162,11 +162,13 @@ class Governor:
         """How many prompt tokens a step may read beside `running` answers, which have `context` KV slots in all.
 
         The chunk is the largest with which the step takes no longer than `STALL` plain steps, nor than the shortest of
-        `targets` (seconds a token); chunked prefill as in Sarathi-Serve (Agrawal et al. 2024).
+        `targets` (seconds a token) that a plain step meets; the others would only cost those who read. Chunked prefill
+        as in Sarathi-Serve (Agrawal et al. 2024).
         """
         if not running:
             return CHUNKS[0]
-        limit = min([STALL * self.cost.seconds(running, context, running), *targets])
+        plain = self.cost.seconds(running, context, running)
+        limit = min([STALL * plain, *(target for target in targets if target >= plain)])
         fits = (size for size in CHUNKS if self.cost.seconds(running + size, context, running + 1) <= limit)
         return next(fits, CHUNKS[-1])
 

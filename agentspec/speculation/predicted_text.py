@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -57,7 +58,7 @@ class PredictedText:
         for length in ALIGN_LENGTHS:
             places = self._places.get(last[-length:]) if length <= len(last) else None
             if places:
-                return next((place for place in places if place >= self._reached), places[-1])
+                return places[min(bisect_left(places, self._reached), len(places) - 1)]
         return None
 
 

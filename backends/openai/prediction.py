@@ -94,9 +94,14 @@ class PredictionCounter:
 
 
 def prediction_counter(backend: Forwards, model: str, sent: Mapping[str, Any]) -> PredictionCounter | None:
-    """Counts for an answer to a body with the fields `sent`, whose `prediction` was handed to a drafter; else None."""
+    """Counts for an answer to a body with the fields `sent`, whose `prediction` was handed to a drafter; else None.
+
+    A client may hand tokens over itself: what no prediction of ours would be is not followed.
+    """
     arguments = sent.get(XARGS)
     predicted = arguments.get(FIELD) if isinstance(arguments, Mapping) else None
-    if sent.get("prediction") is None or not isinstance(predicted, list):
+    if sent.get("prediction") is None or not isinstance(predicted, list) or len(predicted) > MAX_TOKENS:
+        return None
+    if not all(type(token) is int for token in predicted):
         return None
     return PredictionCounter(predicted, backend.tokenizer_of(model))

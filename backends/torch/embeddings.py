@@ -7,7 +7,7 @@ section 3).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,6 +28,7 @@ Vectors = NDArray[np.float32]
 
 MAX_TOKENS = 256
 BATCH = 32
+TOKENIZED_AT_ONCE = 1_000_000  # characters, unless one text has more: their tokens take a hundred times as many bytes
 CLOSED = "the embedding model is closed"
 
 
@@ -79,7 +80,10 @@ class SentenceEncoder:
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """How many tokens each text has; those beyond `max_tokens` are not read."""
-        return [len(ids) for ids in self._tokenizer(list(texts), truncation=False)["input_ids"]]
+        counts: list[int] = []
+        for some in _in_groups(texts, TOKENIZED_AT_ONCE):
+            counts += [len(ids) for ids in self._tokenizer(some, truncation=False)["input_ids"]]
+        return counts
 
     def close(self) -> None:
         """Fail all waiting calls with `ShuttingDownError`. Idempotent."""
@@ -98,3 +102,17 @@ class SentenceEncoder:
         means = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
         vectors: Vectors = torch.nn.functional.normalize(means, dim=1).float().cpu().numpy()
         return vectors
+
+
+def _in_groups(texts: Sequence[str], characters: int) -> Iterator[list[str]]:
+    """The texts in order, in groups of at most so many characters, or of one text."""
+    group: list[str] = []
+    room = characters
+    for text in texts:
+        if group and len(text) > room:
+            yield group
+            group, room = [], characters
+        group.append(text)
+        room -= len(text)
+    if group:
+        yield group

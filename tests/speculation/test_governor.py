@@ -134,7 +134,8 @@ def test_chunks_of_prompts_keep_running_answers_running() -> None:
     assert governor.cost.seconds(1 + size) <= STALL * governor.cost.seconds(1) or size == CHUNKS[-1]
     governor.cost.calibrate([(1, 0, 0.010), (512, 0, 0.012)])
     assert governor.chunk(4, 0) == CHUNKS[0]
-    assert governor.chunk(4, 0, [0.0001]) == CHUNKS[-1]
+    assert governor.chunk(4, 0, [0.0001]) == CHUNKS[0]  # no step meets it: it binds nobody
+    assert governor.chunk(4, 0, [governor.cost.seconds(4)]) == CHUNKS[-1]
 
 
 def test_the_cost_of_one_more_sequence_is_measured_and_learned() -> None:

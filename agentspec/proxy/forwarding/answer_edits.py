@@ -12,6 +12,8 @@ from typing import Any
 from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.proxy.body.json_object import set_values
 
+MAX_WHOLE = 2 << 20  # bytes of a whole answer; larger ones are left as they are
+
 
 class AnswerEdits(ABC):
     """Follows one answer of chats or completions, and says which of its fields to set."""
@@ -22,7 +24,9 @@ class AnswerEdits(ABC):
         ...
 
     async def whole(self, content: bytes) -> bytes:
-        """A whole answer with what is set in it."""
+        """A whole answer with what is set in it. One beyond `MAX_WHOLE` is not read."""
+        if len(content) > MAX_WHOLE:
+            return content
         answer = _parsed(content) if len(content) <= INLINE_BYTES else await asyncio.to_thread(_parsed, content)
         return await self._edited(content, answer, whole=True)
 
@@ -40,7 +44,9 @@ class AnswerEdits(ABC):
 
     async def _edited(self, data: bytes, answer: dict[str, Any], *, whole: bool) -> bytes:
         added = await self.edits(answer, whole=whole) if answer else {}
-        return set_values(data, answer, added) if added else data
+        with suppress(KeyError):  # nested too deeply to find the member
+            return set_values(data, answer, added) if added else data
+        return data
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
@@ -57,5 +63,5 @@ def answer_object(value: Any) -> dict[str, Any]:
 
 def _parsed(data: bytes) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
-        return answer_object(json.loads(data))
+        return answer_object(json.loads(data.decode()))  # bytes might also be read as UTF-16
     return {}

@@ -12,10 +12,10 @@ import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 
@@ -35,6 +35,8 @@ MAX_CHARACTERS = 1 << 18  # of an answer that is kept
 MAX_KINDS = 4096  # whose rates are known
 REFUSED_SECONDS = 600.0  # without predictions, after one went with a request that was refused
 PATIENCE = 20.0  # seconds to keep an answer
+LOOKUP_SECONDS = 5.0  # for an earlier answer, after which the request goes on without
+_AT_ONCE = 4  # threads that look answers up or keep them
 _RATE_STEP = 0.2  # how far the newest answer moves the rate
 _WORD = re.compile(r"\s*\w+|\s*[^\w\s]|\s+")
 # Fields with which OpenAI refuses a prediction, or which make several answers of one.
@@ -47,6 +49,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
 }
+
+T = TypeVar("T")
 
 Scope = tuple[str, str, str]
 """Tenant, backend and model."""
@@ -94,6 +98,7 @@ class AutoPredictions:
     runtime: Runtime
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
     _refused: OrderedDict[Scope, float] = field(default_factory=OrderedDict)
+    _limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(_AT_ONCE))
 
     async def begin(
         self, backend: Forwards, name: str, model: str, fields: Mapping[str, Any], caller: Caller
@@ -123,19 +128,31 @@ class AutoPredictions:
             self._refused.popitem(last=False)
 
     async def get(self, tenant: str, id: str) -> str | None:
-        """The text of an earlier answer of the tenant."""
-        found = await anyio.to_thread.run_sync(lambda: self.runtime.responses.get(tenant, id))
+        """The text of an earlier answer of the tenant; None also if that takes long."""
+        found: StoredResponse | None = None
+        with anyio.move_on_after(LOOKUP_SECONDS):
+            found = await self._in_thread(lambda: self.runtime.responses.get(tenant, id))
         text = found.response.get("text") if found else None
         return text if isinstance(text, str) and text else None
 
     async def put(self, caller: Caller, ids: Sequence[str], text: str) -> None:
         """Keep the text of an answer, unless nothing is stored here or a pattern refuses it."""
         cache = self.runtime.settings.cache
-        if not (caller.store and cache.store) or any(re.search(one, text) for one in cache.refuse_patterns):
+        if not (caller.store and cache.store):
             return
-        for id in ids:
-            kept = StoredResponse(id, caller.tenant, time.time(), caller.labels.session, response={"text": text})
-            await anyio.to_thread.run_sync(self.runtime.responses.put, kept)
+
+        def put() -> None:
+            if any(re.search(one, text) for one in cache.refuse_patterns):
+                return
+            for id in ids:
+                kept = StoredResponse(id, caller.tenant, time.time(), caller.labels.session, response={"text": text})
+                self.runtime.responses.put(kept)
+
+        with anyio.move_on_after(PATIENCE):
+            await self._in_thread(put)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiter)
 
 
 class PredictedAnswer(AnswerEdits):

@@ -15,6 +15,7 @@ from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusE
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.proxy.admission.auth import Caller
 from agentspec.proxy.forwarding.passthrough import request_headers
+from agentspec.proxy.forwarding.policy import with_policy
 from agentspec.proxy.request_record import RequestRecord
 from agentspec.types import Delta
 
@@ -37,7 +38,8 @@ async def chat_fields(backend: Forwards, request: MessagesRequest, caller: Calle
         chat["max_completion_tokens"] = chat.pop("max_tokens")
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, chat)
+    asked = with_policy(backend, chat, caller.policy)
+    return chat | await backend.body_fields(CHAT, caller.tenant, caller.labels, asked)
 
 
 def chat_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:

@@ -20,6 +20,7 @@ from agentspec.proxy.body.head import check_head
 from agentspec.proxy.body.json_object import set_values
 from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
 from agentspec.proxy.forwarding.passthrough import pass_through, request_headers, upstream_body
+from agentspec.proxy.forwarding.policy import with_policy
 from agentspec.proxy.messages.translation import TEMPLATED, TRANSLATED, chat_deltas, chat_headers
 from agentspec.proxy.responses.answering import Keep, send_events, send_whole
 from agentspec.proxy.responses.keeping import History, Keeper, not_found
@@ -118,7 +119,8 @@ class ResponsesEndpoint(GenerationEndpoint):
         async with exchange.deadline.limit():
             templated = await backend.server_kind() in TEMPLATED
             chat = await self._run_on(exchange, history, self._chat, exchange, request, history, templated)
-            chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, chat)
+            asked = with_policy(backend, chat, exchange.caller.policy)
+            chat |= await backend.body_fields(CHAT, exchange.caller.tenant, exchange.caller.labels, asked)
             body = await self._run_on(exchange, history, encode, chat)
         record.response_headers = TRANSLATED
         counter = prediction_counter(backend, exchange.route.upstream_model, chat)

@@ -10,6 +10,7 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.cache.settings import CacheSettings
+from agentspec.proxy.forwarding import auto_prediction
 from agentspec.proxy.forwarding.auto_prediction import HEADER, MIN_SEEN, AcceptanceRates, may_predict
 from agentspec.settings.api_keys import ApiKey
 from agentspec.settings.load import ModelSettings, Settings
@@ -19,6 +20,13 @@ TEXT = "the quick brown fox jumps over the lazy dog, and again over the fence"
 MESSAGES = [{"role": "user", "content": "tell me"}]
 PREDICTION = {"type": "content", "content": TEXT}
 KEYS = {"one": "k" * 32, "two": "j" * 32}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups that a busy machine makes slow are waited for."""
+    monkeypatch.setattr(auto_prediction, "LOOKUP_SECONDS", 120.0)
+    monkeypatch.setattr(auto_prediction, "PATIENCE", 120.0)
 
 
 class Hosted:

@@ -87,3 +87,16 @@ def test_what_an_upstream_cannot_do_is_said_once(gateway: Any, upstream: Any, ca
     posted = [request for request in server.requests if request.method == "POST"]
     assert all("priority" not in request.json for request in posted)
     assert posted[0].headers["x-agentspec-strategy"] == "specreason"
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/responses"])
+def test_a_translated_request_keeps_its_priority(gateway: Any, upstream: Any, route: str) -> None:
+    answer = b'{"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}'
+    server = upstream(lambda request: request.answer(answer, status=200 if request.target == CHAT else 404))
+    running = gateway({}, upstream_settings(server.url, priority="highest_first"))
+    body: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_tokens": 5}
+    if route == "/v1/responses":
+        body = {"model": "fake", "input": "hi"}
+    asked = httpx.post(f"{running.url}{route}", json=body, headers={"x-agentspec-priority": "4"}, timeout=60)
+    assert asked.status_code == 200
+    assert [request.json["priority"] for request in server.requests if request.target == CHAT] == [-4]

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agentspec.backends.openai.prediction import MAX_TOKENS
 from agentspec.backends.settings import OpenAISettings
 from agentspec.settings.load import ModelSettings, Settings
 
@@ -162,3 +163,27 @@ def test_messages_by_translation_have_no_such_field(gateway: Any, upstream: Any)
     assert answer.status_code == 200
     usage = answer.json()["usage"]
     assert usage["output_tokens"] == 6 and not [name for name in usage if "prediction" in name]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[[1], [2], [3]], ["a"], [1.5], [True], [1] * (MAX_TOKENS + 1)],
+    ids=["lists", "text", "floats", "booleans", "many"],
+)
+def test_tokens_of_a_clients_own_that_no_prediction_has_are_not_followed(
+    shared_upstream: Any, shared_gateway: Any, tokens: list[Any]
+) -> None:
+    server = shared_upstream(vllm(whole(chat())))
+    running = shared_gateway({}, settings(server.url))
+    answer = post(running, vllm_xargs={"agentspec_prediction": tokens})
+    assert answer.status_code == 200 and answer.content == whole(chat())
+
+
+def test_odd_answers_stay_as_they_are(shared_upstream: Any, shared_gateway: Any) -> None:
+    for content in (
+        b"\xef\xbb\xbf" + whole(chat()),
+        whole(chat()).replace(b"{", b'{"x":' + b"[" * 600 + b"]" * 600 + b",", 1),
+    ):
+        running = shared_gateway({}, settings(shared_upstream(vllm(content)).url))
+        answer = post(running)
+        assert answer.status_code == 200 and len(answer.content) >= len(content)
