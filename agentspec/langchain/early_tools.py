@@ -18,6 +18,7 @@ from langgraph.prebuilt.tool_node import ToolCallRequest
 from agentspec.langchain.labels import is_replayed
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AgentCaller, ToolCall, ToolSession, ToolSpec, ToolSpeculator
+from agentspec.tools.faults import kept_from_agent
 from agentspec.types import DEFAULT_TENANT
 
 R = TypeVar("R")
@@ -60,7 +61,9 @@ class EarlyTools:
 
     def begin(self, request: ModelRequest[Any]) -> ToolSession | None:
         """Before a model call: start what pays. None where the session cannot be told, or a step is replayed."""
-        session = self._following(request)
+        session = None
+        with kept_from_agent("beginning a turn"):
+            session = self._following(request)
         if session is not None:
             tools = _by_name(request)
             session.begin_turn(lambda call: _started(tools[call.name], call))
@@ -68,7 +71,9 @@ class EarlyTools:
 
     async def abegin(self, request: ModelRequest[Any]) -> ToolSession | None:
         """`begin` in an event loop."""
-        session = self._following(request)
+        session = None
+        with kept_from_agent("beginning a turn"):
+            session = self._following(request)
         if session is not None:
             tools = _by_name(request)
             await session.abegin_turn(lambda call: _astarted(tools[call.name], call))
@@ -76,10 +81,16 @@ class EarlyTools:
 
     def end(self, session: ToolSession | None, response: ModelResponse[Any]) -> None:
         """After the model call that `begin` gave the session for."""
-        if session is not None:
-            store = current_policy().store is not False
+        if session is None:
+            return
+        store, calls = current_policy().store is not False, None
+        with kept_from_agent("ending a turn"):
             messages = [message for message in response.result if isinstance(message, AIMessage)]
-            session.end_turn([call for message in messages for call in _calls(message)], store=store)
+            calls = [call for message in messages for call in _calls(message)]
+        if calls is None:
+            session.abandon_turn()
+        else:
+            session.end_turn(calls, store=store)
 
     def run(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
         """Run a tool that the model called. The handler, with all that stands behind it, is asked in any case."""

@@ -13,6 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 from pydantic import TypeAdapter
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.policy import ToolPolicy, ToolSpec
 from agentspec.tools.prediction.history import ToolCall
@@ -125,6 +126,10 @@ class AgentTools:
         return await asyncio.to_thread(function, **call.arguments)
 
     def _hear(self, messages: Sequence[Message]) -> None:
+        with kept_from_agent("following a session"):
+            self._follow(messages)
+
+    def _follow(self, messages: Sequence[Message]) -> None:
         if len(messages) < self._heard:  # the conversation was cut or replaced
             self._session.restart()
             self._heard = 0

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from agentspec.tools.audit import Outcome
+from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.flights import Flight, FlightFailedError, Launch, TaskFlight, ThreadFlight
 from agentspec.tools.keys import call_key
 from agentspec.tools.policy import ToolPolicy, ToolSpec
@@ -53,12 +54,12 @@ class ToolSession:
 
     def says(self, text: str) -> None:
         """The user said something."""
-        with self._lock:
+        with self._lock, kept_from_agent("following a session"):
             self._history.says(text)
 
     def reads(self, text: str) -> None:
         """The model was given a text that is no turn, such as the system's."""
-        with self._lock:
+        with self._lock, kept_from_agent("following a session"):
             self._history.reads(text)
 
     def restart(self) -> None:
@@ -71,35 +72,42 @@ class ToolSession:
         """Earlier calls of a conversation that is told again; they teach nothing."""
         with self._lock:
             for call in calls:
-                if is_json(call.arguments):
-                    self._history.makes(call)
+                with kept_from_agent("following a session"):
+                    self._makes(call)
 
     def returns(self, tool: str, content: str) -> None:
         """A tool returned `content`, as the model reads it."""
-        with self._lock:
+        with self._lock, kept_from_agent("following a session"):
             self._history.returns(tool, content)
 
     def begin_turn(self, invoke: Invoke) -> list[ToolCall]:
         """Predict the calls of the model's next turn, and start in threads those that pay; returns what was started."""
-        self._speculator.learned.refresh(self.caller)
+        with kept_from_agent("reading what was learned"):
+            self._speculator.learned.refresh(self.caller)
         return self._begin(lambda launch: ThreadFlight(launch, invoke))
 
     async def abegin_turn(self, invoke: AsyncInvoke) -> list[ToolCall]:
         """`begin_turn` in an event loop: tools run as its tasks."""
-        await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
+        with kept_from_agent("reading what was learned"):
+            await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
         return self._begin(lambda launch: TaskFlight(launch, invoke))
 
     def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
         """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
         with self._lock:
-            policy, tools = self._policy, self._tools
-            if not all(policy.changes_nothing(tools.get(call.name)) for call in calls):
+            if self._may_change(calls):
                 self._epoch.advance()
-            self._drop_uncalled(calls)
-            plain = [call for call in calls if is_json(call.arguments)]
-            self._learn(plain, store and self.caller.store)
-            for call in plain:
-                self._history.makes(call)
+            with kept_from_agent("learning a turn"):
+                self._drop_uncalled(calls)
+                self._learn([call for call in calls if is_json(call.arguments)], store and self.caller.store)
+            self.recalls(calls)
+
+    def abandon_turn(self) -> None:
+        """The model's call failed, or its answer cannot be read: drop what was started and what was read before."""
+        with self._lock:
+            self._epoch.advance()
+            self._drop_all()
+            self._forecast = None
 
     def run(self, call: ToolCall, invoke: Invoke) -> Any:
         """The result of a call that the model made: that of an early start if there is one to use, else of `invoke`."""
@@ -149,13 +157,16 @@ class ToolSession:
         with self._lock:
             self._drop_all()
             self._turn_began = time.monotonic()
-            early = self._early()
             self._forecast = None
-            if not early:
-                return []
-            self._forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
-            launched = (one.call for one in chosen if self._launch(one.call, one.probability, start))
-            return list(islice(launched, self._speculator.limits.per_turn))
+            with kept_from_agent("predicting a turn"):
+                early = self._early()
+                if not early:
+                    return []
+                self._forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
+                launched = (one.call for one in chosen if self._launch(one.call, one.probability, start))
+                return list(islice(launched, self._speculator.limits.per_turn))
+            self._drop_all()
+            return []
 
     def _launch(self, call: ToolCall, probability: float, start: Start) -> bool:
         epoch, budget = self._epoch.number, self._speculator.budget
@@ -167,6 +178,9 @@ class ToolSession:
         except RuntimeError:  # no further thread can be started
             budget.give_back()
             return False
+        except Exception:
+            budget.give_back()
+            raise
         self._flights[key] = flight
         self._speculator.audit.record("launch", flight.launch, self.caller)
         return True
@@ -177,6 +191,15 @@ class ToolSession:
         return frozenset(name for name, spec in self._tools.items() if policy.may_run_early(spec))
 
     # After a turn.
+
+    def _may_change(self, calls: Sequence[ToolCall]) -> bool:
+        with kept_from_agent("asking a tool's policy"):
+            return not all(self._policy.changes_nothing(self._tools.get(call.name)) for call in calls)
+        return True
+
+    def _makes(self, call: ToolCall) -> None:
+        if is_json(call.arguments):
+            self._history.makes(call)
 
     def _learn(self, calls: Sequence[ToolCall], store: bool) -> None:
         forecast, self._forecast = self._forecast, None

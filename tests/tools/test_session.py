@@ -400,6 +400,65 @@ def test_arguments_that_are_no_json_are_left_alone() -> None:
     assert session.run(call, lambda _: "ran") == "ran"
 
 
+@pytest.mark.parametrize("result", ['{"a": NaN}', "[1e999]", '{"a": [-Infinity, 1]}', "9" * 4000])
+def test_results_with_numbers_that_json_cannot_hold_harm_nothing(result: str) -> None:
+    session, _ = opened()
+    world = World()
+    for _ in range(3):
+        session.begin_turn(world.run)
+        session.end_turn([CALL])
+        session.returns("read", result)
+    assert session.run(CALL, world.run) == world.run(CALL)
+
+
+@pytest.mark.parametrize("broken", ["predict", "observe"])
+def test_a_predictor_that_fails_is_not_noticed(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ArithmeticError("broken")
+
+    session, _ = opened()
+    world = World()
+    session.begin_turn(world.run)
+    session.end_turn([CALL])
+    monkeypatch.setattr(CallModel, broken, fails)
+    monkeypatch.setattr("agentspec.tools.faults._told", set())
+    for _ in range(3):
+        session.begin_turn(world.run)
+        session.end_turn([CALL, ToolCall("write", {"id": "A1"})])
+    assert len([record for record in caplog.records if "the agent goes on" in record.message]) == 1
+
+
+def test_a_failure_after_a_turn_still_voids_what_was_read(expect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+
+    def fails(*_: Any) -> Any:
+        raise ArithmeticError("broken")
+
+    monkeypatch.setattr(ToolSession, "_drop_uncalled", fails)
+    session.begin_turn(world.run)
+    session.end_turn([ToolCall("write", {"id": "A1"}), CALL])
+    session.run(CALL, world.run)
+    assert outcomes(events) == ["launch", "stale"]
+
+
+def test_a_listener_that_fails_harms_nothing(expect: Any) -> None:
+    expect(CALL)
+
+    def fails(event: AuditEvent) -> None:
+        raise ArithmeticError("broken")
+
+    session = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=fails).session(AgentCaller())
+    session.offers([READ])
+    world = World()
+    assert session.begin_turn(world.run) == [CALL]
+    session.end_turn([CALL])
+    assert session.run(CALL, pytest.fail) and world.ran == ["read"]
+
+
 @pytest.mark.long
 def test_a_fifth_of_the_time_is_saved_at_a_hit_rate_of_60_percent(expect: Any) -> None:
     """Tools of a second after turns of a second."""

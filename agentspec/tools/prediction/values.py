@@ -104,5 +104,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def usable(value: Any) -> bool:
-    """Whether a value may be an argument's: not empty, not long."""
-    return value is not None and value != "" and (not isinstance(value, str) or len(value) <= _LONGEST)
+    """Whether a value may be an argument's: not empty, not long, and nothing that JSON cannot hold, such as NaN."""
+    if isinstance(value, str):
+        return 0 < len(value) <= _LONGEST
+    return value is not None and is_json(value)
