@@ -123,7 +123,11 @@ class AgentTools:
         function = self._known(call).function
         if inspect.iscoroutinefunction(function):
             return await function(**call.arguments)
-        return await asyncio.to_thread(function, **call.arguments)
+        return await asyncio.to_thread(self._in_thread, call)
+
+    def _in_thread(self, call: ToolCall) -> Any:
+        with self._session.changing(call):  # it goes on where `arun` is cancelled
+            return self._invoke(call)
 
     def _hear(self, messages: Sequence[Message]) -> None:
         with kept_from_agent("following a session"):

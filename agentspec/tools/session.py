@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,15 @@ class ToolSession:
         with self._ordinary(call):
             return await invoke(call)
 
+    @contextmanager
+    def changing(self, call: ToolCall | None) -> Iterator[None]:
+        """Around a part of a call that may outlast `arun`, such as a thread; None for a call of an unknown tool.
+
+        Until its end nothing starts early, unless the call changes nothing.
+        """
+        with self._epoch.writing() if call is None or self._may_change([call]) else nullcontext():
+            yield
+
     def close(self) -> None:
         """Drop what was started and is not used."""
         with self._lock:
@@ -170,6 +180,7 @@ class ToolSession:
 
     def _launch(self, call: ToolCall, probability: float, start: Start) -> bool:
         epoch, budget = self._epoch.number, self._speculator.budget
+        call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         key = self._key(call)
         if key is None or key in self._flights or not self._epoch.quiet or not budget.take(self.caller.tenant):
             return False
@@ -223,7 +234,8 @@ class ToolSession:
 
     def _drop(self, flight: Flight, outcome: Outcome) -> None:
         with self._lock:
-            self._flights.pop(flight.launch.key, None)
+            if self._flights.get(flight.launch.key) is flight:
+                del self._flights[flight.launch.key]
             flight.cancel()
             self._speculator.audit.record(outcome, flight.launch, self.caller, flight.seconds)
 

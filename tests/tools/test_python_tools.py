@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -114,6 +115,35 @@ def test_coroutine_functions_start_early_too() -> None:
     speculator = ToolSpeculator(on_event=events.append)
     assert [asyncio.run(run(n, speculator)) for n in range(100, 110)] == [f"read #W{n}" for n in range(100, 110)]
     assert "hit" in {event.outcome for event in events}
+
+
+def test_a_cancelled_tool_writes_until_its_thread_ends() -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    @tool
+    def sell(order: str) -> None:
+        begun.set()
+        assert release.wait(60)
+
+    speculator = ToolSpeculator()
+    epoch = speculator.epochs.of("default", "s")
+
+    async def main() -> None:
+        with agent_tools([sell], session="s", speculator=speculator) as tools:
+            waiting = asyncio.create_task(tools.arun(ToolCall("sell", {"order": "x"})))
+            assert await asyncio.to_thread(begun.wait, 60)
+            number = epoch.number
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert not epoch.quiet and epoch.number > number
+            number = epoch.number
+            release.set()
+            while epoch.number == number:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    assert not epoch.quiet
 
 
 def test_a_conversation_that_was_cut_begins_anew() -> None:
