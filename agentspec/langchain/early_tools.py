@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -58,6 +59,7 @@ class EarlyTools:
         self._servers = {name: list(tools) for name, tools in (servers or {}).items()}
         self._specs: OrderedDict[int, tuple[BaseTool, ToolSpec]] = OrderedDict()
         self._seen: OrderedDict[AgentCaller, list[str]] = OrderedDict()
+        self._offered: OrderedDict[AgentCaller, dict[str, BaseTool]] = OrderedDict()
 
     def begin(self, request: ModelRequest[Any]) -> ToolSession | None:
         """Before a model call: start what pays. None where the session cannot be told, or a step is replayed."""
@@ -65,7 +67,7 @@ class EarlyTools:
         with kept_from_agent("beginning a turn"):
             session = self._following(request)
         if session is not None:
-            tools = _by_name(request)
+            tools = self._offered[session.caller]
             session.begin_turn(lambda call: _started(tools[call.name], call))
         return session
 
@@ -75,7 +77,7 @@ class EarlyTools:
         with kept_from_agent("beginning a turn"):
             session = self._following(request)
         if session is not None:
-            tools = _by_name(request)
+            tools = self._offered[session.caller]
             await session.abegin_turn(lambda call: _astarted(tools[call.name], call))
         return session
 
@@ -97,6 +99,9 @@ class EarlyTools:
         session = self._session_of(_messages(request.state))
         if session is None:
             return handler(request)
+        if self._is_replaced(session, request):
+            with session.changing(None):
+                return handler(request)
         result = session.run(_call(request), lambda _: handler(request))
         return handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
 
@@ -105,8 +110,16 @@ class EarlyTools:
         session = self._session_of(_messages(request.state))
         if session is None:
             return await handler(request)
+        if self._is_replaced(session, request):
+            with session.changing(None):
+                return await handler(request)
         result = await session.arun(_call(request), lambda _: handler(request))
         return await handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
+
+    def _is_replaced(self, session: ToolSession, request: ToolCallRequest) -> bool:
+        """Whether other middleware runs another tool than the one that was offered, of which nothing is known."""
+        offered = self._offered.get(session.caller, {}).get(request.tool_call["name"])
+        return offered is not None and offered is not request.tool
 
     def _session_of(self, messages: Sequence[AnyMessage]) -> ToolSession | None:
         """The session by its label, else by the id of its first message."""
@@ -121,7 +134,10 @@ class EarlyTools:
         session = None if is_replayed() else self._session_of(request.messages)
         if session is None:
             return None
-        session.offers([self._spec(tool) for tool in request.tools if isinstance(tool, BaseTool)])
+        offered = {tool.name: tool for tool in request.tools if isinstance(tool, BaseTool)}
+        session.offers([self._spec(tool) for tool in offered.values()])
+        self._offered[session.caller] = offered
+        self._offered.move_to_end(session.caller)
         marks = [_mark(message) for message in request.messages]
         seen = self._seen.setdefault(session.caller, [])
         self._seen.move_to_end(session.caller)
@@ -134,6 +150,8 @@ class EarlyTools:
         self._seen[session.caller] = marks
         while len(self._seen) > _MOST:
             self._seen.popitem(last=False)
+        while len(self._offered) > _MOST:
+            self._offered.popitem(last=False)
         return session
 
     def _spec(self, tool: BaseTool) -> ToolSpec:
@@ -195,7 +213,7 @@ def _answered(request: ToolCallRequest, result: _EarlyResult) -> ToolCallRequest
         **fields,
         response_format="content_and_artifact",
         ran=request.tool,
-        expected=dict(request.tool_call["args"]),
+        expected=deepcopy(dict(request.tool_call["args"])),  # other middleware may change them in place
         message=result.message,
     )
     return request.override(tool=tool)
@@ -271,7 +289,3 @@ def _messages(state: Any) -> Sequence[AnyMessage]:
         return state
     messages = state.get("messages") if isinstance(state, dict) else getattr(state, "messages", None)
     return messages if isinstance(messages, list) else []
-
-
-def _by_name(request: ModelRequest[Any]) -> dict[str, BaseTool]:
-    return {tool.name: tool for tool in request.tools if isinstance(tool, BaseTool)}
