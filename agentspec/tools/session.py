@@ -46,6 +46,7 @@ class ToolSession:
         self._flights: dict[str, Flight] = {}
         self._forecast: CallForecast | None = None
         self._turn_began = 0.0
+        self._stores = caller.store
         self._tools: dict[str, ToolSpec] = {}
 
     def offers(self, tools: Sequence[ToolSpec]) -> None:
@@ -96,11 +97,12 @@ class ToolSession:
     def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
         """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
         with self._lock:
+            self._stores = store and self.caller.store
             if self._may_change(calls):
                 self._epoch.advance()
             with kept_from_agent("learning a turn"):
                 self._drop_uncalled(calls)
-                self._learn([call for call in calls if is_json(call.arguments)], store and self.caller.store)
+                self._learn([call for call in calls if is_json(call.arguments)])
             self.recalls(calls)
 
     def abandon_turn(self) -> None:
@@ -212,13 +214,12 @@ class ToolSession:
         if is_json(call.arguments):
             self._history.makes(call)
 
-    def _learn(self, calls: Sequence[ToolCall], store: bool) -> None:
+    def _learn(self, calls: Sequence[ToolCall]) -> None:
         forecast, self._forecast = self._forecast, None
-        if forecast is None or not store:
+        if forecast is None or not self._stores:
             return
-        learned = self._speculator.learned
-        learned.took(self.caller, TURN, time.monotonic() - self._turn_began)
-        learned.add(self.caller, self._history, calls, forecast, self._early())
+        self._took(TURN, time.monotonic() - self._turn_began)
+        self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early())
 
     def _drop_uncalled(self, calls: Sequence[ToolCall]) -> None:
         wanted = {self._key(call) for call in calls}
@@ -262,7 +263,7 @@ class ToolSession:
         if flight.launch.epoch != self._epoch.number:
             self._drop(flight, "stale")
             return False
-        self._speculator.learned.took(self.caller, flight.launch.call.name, flight.seconds)
+        self._took(flight.launch.call.name, flight.seconds)
         saved = min(called_at - flight.launched_at, flight.seconds)
         self._speculator.audit.record("hit", flight.launch, self.caller, saved)
         return True
@@ -276,7 +277,12 @@ class ToolSession:
             return
         began = time.monotonic()
         yield
-        self._speculator.learned.took(self.caller, call.name, time.monotonic() - began)
+        self._took(call.name, time.monotonic() - began)
+
+    def _took(self, tool: str, seconds: float) -> None:
+        """Keep how long a tool took, or the model's turn, where the turn is stored."""
+        if self._stores:
+            self._speculator.learned.took(self.caller, tool, seconds)
 
     def _key(self, call: ToolCall) -> str | None:
         """The key of a call; None for an unknown tool, or arguments that JSON cannot hold."""

@@ -89,6 +89,20 @@ def test_a_session_without_store_teaches_nothing() -> None:
     assert not tried(speculator)
 
 
+def test_times_of_turns_that_are_not_stored_are_not_kept() -> None:
+    took: list[str] = []
+    speculator = ToolSpeculator(POLICY)
+    speculator.learned.took = lambda caller, tool, seconds: took.append(tool)  # type: ignore[method-assign]
+    call = ToolCall("user", {"id": "ann_1"})
+    for stored, caller in ((True, AgentCaller()), (False, AgentCaller()), (True, AgentCaller(store=False))):
+        session = speculator.session(caller)
+        session.offers(TOOLS)
+        session.begin_turn(run)
+        session.end_turn([call], store=stored)
+        session.run(call, run)
+        assert took == ["", "user"]
+
+
 def test_another_process_takes_part_in_what_is_learned(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path) as cache, SuffixCache.open(tmp_path) as other:
         teach(ToolSpeculator(POLICY, cache=cache))
