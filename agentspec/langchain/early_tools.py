@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from langchain.agents.middleware.types import ModelRequest, ModelResponse
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 from langchain_core.runnables.config import var_child_runnable_config
-from langchain_core.tools import BaseTool
+from langchain_core.tools import BaseTool, StructuredTool, Tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langgraph.prebuilt.tool_node import ToolCallRequest
 
@@ -78,7 +78,10 @@ class EarlyTools:
             session = self._following(request)
         if session is not None:
             tools = self._offered[session.caller]
-            await session.abegin_turn(lambda call: _astarted(tools[call.name], call))
+            await session.abegin_turn(
+                lambda call: _astarted(tools[call.name], call),
+                lambda call: (lambda call: _started(tools[call.name], call)) if blocks(tools[call.name]) else None,
+            )
         return session
 
     def end(self, session: ToolSession | None, response: ModelResponse[Any]) -> None:
@@ -228,6 +231,15 @@ def _started(tool: BaseTool, call: ToolCall) -> _EarlyResult:
 async def _astarted(tool: BaseTool, call: ToolCall) -> _EarlyResult:
     var_child_runnable_config.set(None)
     return _usable(await tool.ainvoke(_input(call), _QUIET))
+
+
+def blocks(tool: BaseTool) -> bool:
+    """Whether the tool has no asynchronous way to run, so that it would run in a thread."""
+    plain = (BaseTool, StructuredTool, Tool)
+    inherited = all(
+        any(getattr(type(tool), name) is getattr(kind, name) for kind in plain) for name in ("ainvoke", "_arun")
+    )
+    return inherited and getattr(tool, "coroutine", None) is None
 
 
 def _input(call: ToolCall) -> Any:

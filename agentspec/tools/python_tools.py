@@ -88,7 +88,10 @@ class AgentTools:
     async def abefore_model(self, messages: Sequence[Message]) -> None:
         """`before_model` in an event loop."""
         self._hear(messages)
-        await self._session.abegin_turn(self._ainvoke)
+        await self._session.abegin_turn(
+            self._ainvoke,
+            lambda call: None if inspect.iscoroutinefunction(self._known(call).function) else self._invoke,
+        )
 
     def after_model(self, message: Any) -> list[tuple[str, ToolCall]]:
         """The calls that the model's message makes, each with its id.

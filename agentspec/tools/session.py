@@ -88,11 +88,21 @@ class ToolSession:
             self._speculator.learned.refresh(self.caller)
         return self._begin(lambda launch: ThreadFlight(launch, invoke))
 
-    async def abegin_turn(self, invoke: AsyncInvoke) -> list[ToolCall]:
-        """`begin_turn` in an event loop: tools run as its tasks."""
+    async def abegin_turn(
+        self, invoke: AsyncInvoke, in_thread: Callable[[ToolCall], Invoke | None] = lambda _: None
+    ) -> list[ToolCall]:
+        """`begin_turn` in an event loop: tools run as its tasks, those for which `in_thread` has a function in threads.
+
+        A thread goes on when nobody wants it any more, and counts as running until its end.
+        """
         with kept_from_agent("reading what was learned"):
             await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
-        return self._begin(lambda launch: TaskFlight(launch, invoke))
+
+        def start(launch: Launch) -> Flight:
+            plain = in_thread(launch.call)
+            return TaskFlight(launch, invoke) if plain is None else ThreadFlight(launch, plain)
+
+        return self._begin(start)
 
     def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
         """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""

@@ -15,6 +15,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.prebuilt import InjectedState
 
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
+from agentspec.langchain.early_tools import blocks
 from agentspec.protocol.headers import StepPolicy
 from agentspec.step.calls import observe
 from agentspec.step.decorator import report
@@ -136,6 +137,26 @@ async def test_asynchronous_agents_start_tools_too() -> None:
     )
     assert shown(found["messages"]) == shown(session(AgentSpecMiddleware(), 9))
     assert any(event.outcome == "hit" for event in events)
+
+
+async def test_only_tools_without_an_asynchronous_way_run_in_a_thread() -> None:
+    @tool
+    async def later(order: str) -> str:
+        """Read an order."""
+        return order
+
+    class Own(BaseTool):
+        name: str = "own"
+        description: str = "Read an order."
+
+        def _run(self) -> str:
+            return "here"
+
+    class Both(Own):
+        async def _arun(self) -> str:
+            return "there"
+
+    assert [blocks(one) for one in (look, later, Own(), Both())] == [True, False, True, False]
 
 
 def test_agents_without_a_thread_start_tools_too() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import agentspec
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.tools import AuditEvent, ToolCall, ToolSpeculator
+from agentspec.tools import AuditEvent, LaunchLimits, ToolCall, ToolSpeculator
+from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
 from agentspec.tools.python_tools import AgentTools, PythonTool, agent_tools, tool
 
 ran: list[str] = []
@@ -144,6 +145,34 @@ def test_a_cancelled_tool_writes_until_its_thread_ends() -> None:
 
     asyncio.run(main())
     assert not epoch.quiet
+
+
+def test_a_dropped_function_counts_as_running_until_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, ended = threading.Event(), threading.Event()
+
+    @tool(read_only=True)
+    def wait() -> None:
+        assert release.wait(60)
+
+    prediction = CallPrediction(ToolCall("wait", {}), 0.9, 0.9, 0)
+    monkeypatch.setattr(CallModel, "predict", lambda *_: CallForecast((prediction,), ()))
+    monkeypatch.setattr("agentspec.tools.learned.worthwhile", lambda found, *_: list(found))
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(limits=LaunchLimits(at_once=1), on_event=events.append)
+    monkeypatch.setattr(speculator.budget, "give_back", lambda give=speculator.budget.give_back: (give(), ended.set()))
+
+    async def main() -> None:
+        with agent_tools([wait], session="s", speculator=speculator) as tools:
+            for _ in range(2):
+                await tools.abefore_model([])
+                tools.after_model(message())
+            assert [event.outcome for event in events] == ["launch", "waste"]
+            release.set()
+            assert await asyncio.to_thread(ended.wait, 60)
+            await tools.abefore_model([])
+            assert [event.outcome for event in events] == ["launch", "waste", "launch"]
+
+    asyncio.run(main())
 
 
 def test_a_conversation_that_was_cut_begins_anew() -> None:
