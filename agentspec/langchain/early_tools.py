@@ -5,19 +5,21 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from langchain.agents.middleware.types import ModelRequest, ModelResponse
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 from langchain_core.runnables.config import var_child_runnable_config
-from langchain_core.tools import BaseTool
+from langchain_core.tools import BaseTool, StructuredTool, Tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langgraph.prebuilt.tool_node import ToolCallRequest
 
 from agentspec.langchain.labels import is_replayed
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AgentCaller, ToolCall, ToolSession, ToolSpec, ToolSpeculator
+from agentspec.tools.faults import kept_from_agent
 from agentspec.types import DEFAULT_TENANT
 
 R = TypeVar("R")
@@ -57,35 +59,52 @@ class EarlyTools:
         self._servers = {name: list(tools) for name, tools in (servers or {}).items()}
         self._specs: OrderedDict[int, tuple[BaseTool, ToolSpec]] = OrderedDict()
         self._seen: OrderedDict[AgentCaller, list[str]] = OrderedDict()
+        self._offered: OrderedDict[AgentCaller, dict[str, BaseTool]] = OrderedDict()
 
     def begin(self, request: ModelRequest[Any]) -> ToolSession | None:
         """Before a model call: start what pays. None where the session cannot be told, or a step is replayed."""
-        session = self._following(request)
+        session = None
+        with kept_from_agent("beginning a turn"):
+            session = self._following(request)
         if session is not None:
-            tools = _by_name(request)
+            tools = self._offered[session.caller]
             session.begin_turn(lambda call: _started(tools[call.name], call))
         return session
 
     async def abegin(self, request: ModelRequest[Any]) -> ToolSession | None:
         """`begin` in an event loop."""
-        session = self._following(request)
+        session = None
+        with kept_from_agent("beginning a turn"):
+            session = self._following(request)
         if session is not None:
-            tools = _by_name(request)
-            await session.abegin_turn(lambda call: _astarted(tools[call.name], call))
+            tools = self._offered[session.caller]
+            await session.abegin_turn(
+                lambda call: _astarted(tools[call.name], call),
+                lambda call: (lambda call: _started(tools[call.name], call)) if blocks(tools[call.name]) else None,
+            )
         return session
 
     def end(self, session: ToolSession | None, response: ModelResponse[Any]) -> None:
         """After the model call that `begin` gave the session for."""
-        if session is not None:
-            store = current_policy().store is not False
+        if session is None:
+            return
+        store, calls = current_policy().store is not False, None
+        with kept_from_agent("ending a turn"):
             messages = [message for message in response.result if isinstance(message, AIMessage)]
-            session.end_turn([call for message in messages for call in _calls(message)], store=store)
+            calls = [call for message in messages for call in _calls(message)]
+        if calls is None:
+            session.abandon_turn()
+        else:
+            session.end_turn(calls, store=store)
 
     def run(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
         """Run a tool that the model called. The handler, with all that stands behind it, is asked in any case."""
         session = self._session_of(_messages(request.state))
         if session is None:
             return handler(request)
+        if self._is_replaced(session, request):
+            with session.changing(None):
+                return handler(request)
         result = session.run(_call(request), lambda _: handler(request))
         return handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
 
@@ -94,8 +113,16 @@ class EarlyTools:
         session = self._session_of(_messages(request.state))
         if session is None:
             return await handler(request)
+        if self._is_replaced(session, request):
+            with session.changing(None):
+                return await handler(request)
         result = await session.arun(_call(request), lambda _: handler(request))
         return await handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
+
+    def _is_replaced(self, session: ToolSession, request: ToolCallRequest) -> bool:
+        """Whether other middleware runs another tool than the one that was offered, of which nothing is known."""
+        offered = self._offered.get(session.caller, {}).get(request.tool_call["name"])
+        return offered is not None and offered is not request.tool
 
     def _session_of(self, messages: Sequence[AnyMessage]) -> ToolSession | None:
         """The session by its label, else by the id of its first message."""
@@ -110,7 +137,10 @@ class EarlyTools:
         session = None if is_replayed() else self._session_of(request.messages)
         if session is None:
             return None
-        session.offers([self._spec(tool) for tool in request.tools if isinstance(tool, BaseTool)])
+        offered = {tool.name: tool for tool in request.tools if isinstance(tool, BaseTool)}
+        session.offers([self._spec(tool) for tool in offered.values()])
+        self._offered[session.caller] = offered
+        self._offered.move_to_end(session.caller)
         marks = [_mark(message) for message in request.messages]
         seen = self._seen.setdefault(session.caller, [])
         self._seen.move_to_end(session.caller)
@@ -123,6 +153,8 @@ class EarlyTools:
         self._seen[session.caller] = marks
         while len(self._seen) > _MOST:
             self._seen.popitem(last=False)
+        while len(self._offered) > _MOST:
+            self._offered.popitem(last=False)
         return session
 
     def _spec(self, tool: BaseTool) -> ToolSpec:
@@ -184,7 +216,7 @@ def _answered(request: ToolCallRequest, result: _EarlyResult) -> ToolCallRequest
         **fields,
         response_format="content_and_artifact",
         ran=request.tool,
-        expected=dict(request.tool_call["args"]),
+        expected=deepcopy(dict(request.tool_call["args"])),  # other middleware may change them in place
         message=result.message,
     )
     return request.override(tool=tool)
@@ -199,6 +231,15 @@ def _started(tool: BaseTool, call: ToolCall) -> _EarlyResult:
 async def _astarted(tool: BaseTool, call: ToolCall) -> _EarlyResult:
     var_child_runnable_config.set(None)
     return _usable(await tool.ainvoke(_input(call), _QUIET))
+
+
+def blocks(tool: BaseTool) -> bool:
+    """Whether the tool has no asynchronous way to run, so that it would run in a thread."""
+    plain = (BaseTool, StructuredTool, Tool)
+    inherited = all(
+        any(getattr(type(tool), name) is getattr(kind, name) for kind in plain) for name in ("ainvoke", "_arun")
+    )
+    return inherited and getattr(tool, "coroutine", None) is None
 
 
 def _input(call: ToolCall) -> Any:
@@ -260,7 +301,3 @@ def _messages(state: Any) -> Sequence[AnyMessage]:
         return state
     messages = state.get("messages") if isinstance(state, dict) else getattr(state, "messages", None)
     return messages if isinstance(messages, list) else []
-
-
-def _by_name(request: ModelRequest[Any]) -> dict[str, BaseTool]:
-    return {tool.name: tool for tool in request.tools if isinstance(tool, BaseTool)}

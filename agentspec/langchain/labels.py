@@ -30,15 +30,16 @@ def labels_of_call(session: str | None, metadata: Mapping[str, Any] | None) -> L
     return Labels(session, around.workflow or graph, _text(run.get("langgraph_node")))
 
 
-def labels_of_agent(workflow: str | None, session: str | None) -> Labels:
+def labels_of_agent(workflow: str | None, session: str | None, *, node: str | None = None) -> Labels:
     """The labels of a model call of the agent whose node runs now; `workflow` and `session` come before the graph's.
 
     An agent that stands in another graph has its own name, else that of its node there. Where the workflow has another
     name than the agent, the agent is the step, else the node is. A surrounding `@step` comes first, as everywhere.
+    `node` stands for another node of the agent than the one that runs.
     """
     around, run = current_labels(), _run_metadata()
     session = session or around.session or _text(run.get("thread_id"))
-    node, agent = _text(run.get("langgraph_node")), _agent_name(run)
+    node, agent = node or _text(run.get("langgraph_node")), _agent_name(run)
     named = workflow or around.workflow or _text(run.get(WORKFLOW_KEY)) or agent
     if around.step is not None:
         return Labels(session, workflow or around.workflow, around.step)

@@ -18,14 +18,16 @@ from agentspec.langchain.early_tools import EarlyTools
 from agentspec.langchain.labels import labels_of_agent
 from agentspec.langchain.messages import usage_of
 from agentspec.protocol.headers import StepPolicy
-from agentspec.step.calls import headers, model_call
+from agentspec.step.calls import headers, model_call, unmetered
 from agentspec.step.scope import current, current_model, entered
+from agentspec.tools import ToolSession
 from agentspec.types import Usage
 
 R = TypeVar("R")
 
 _TAKE_HEADERS = ("BaseChatOpenAI", "ChatAnthropic")  # their calls take `extra_headers`
 _URL_FIELDS = ("openai_api_base", "anthropic_api_url", "base_url")
+_TOOLS_NODE = "tools"  # what `create_agent` calls the node in which tools run
 _HOSTED = ("openai.com", "azure.com", "anthropic.com")
 
 
@@ -63,24 +65,22 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelCallResult[Any]:
-        with self._labelled() as count:
-            if self.early_tools is None:
-                return count(handler(self._with_settings(request)))
-            turn = self.early_tools.begin(request)
-            response = count(handler(self._with_settings(request)))
-            self.early_tools.end(turn, response)
-            return response
+        turn = None
+        if self.early_tools is not None:
+            with self._as_tools_will_be() as known:
+                turn = self.early_tools.begin(request) if known else None
+        with self._labelled() as count, _ended(self.early_tools, turn) as end:
+            return end(count(handler(self._with_settings(request))))
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ModelCallResult[Any]:
-        with self._labelled() as count:
-            if self.early_tools is None:
-                return count(await handler(self._with_settings(request)))
-            turn = await self.early_tools.abegin(request)
-            response = count(await handler(self._with_settings(request)))
-            self.early_tools.end(turn, response)
-            return response
+        turn = None
+        if self.early_tools is not None:
+            with self._as_tools_will_be() as known:
+                turn = await self.early_tools.abegin(request) if known else None
+        with self._labelled() as count, _ended(self.early_tools, turn) as end:
+            return end(count(await handler(self._with_settings(request))))
 
     def wrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
         if self.early_tools is None:
@@ -101,6 +101,17 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         policy = self.policies.get(labels.step or "", self.policy).inside(self.policy)
         with entered(current.get().narrowed(labels, policy)):
             yield
+
+    @contextmanager
+    def _as_tools_will_be(self) -> Iterator[bool]:
+        """Inside the model's node: labels and policy as `_as_labelled` gives them in the node of the tools.
+
+        False if they cannot be known, as a deadline that begins there.
+        """
+        labels = labels_of_agent(self.workflow, self.session, node=_TOOLS_NODE)
+        policy = self.policies.get(labels.step or "", self.policy).inside(self.policy)
+        with unmetered(), entered(current.get().narrowed(labels, policy)):
+            yield policy.deadline_s is None
 
     @contextmanager
     def _labelled(self) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:
@@ -132,6 +143,25 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         if _is_cached(model) or not _takes_settings(model):
             return False
         return not _is_hosted(model) if self.send_headers is None else self.send_headers
+
+
+@contextmanager
+def _ended(
+    early: EarlyTools | None, turn: ToolSession | None
+) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:
+    """Around a model call: its answer ends the turn, and a failure abandons it."""
+
+    def end(response: ModelResponse[Any]) -> ModelResponse[Any]:
+        if early is not None:
+            early.end(turn, response)
+        return response
+
+    try:
+        yield end
+    except BaseException:
+        if turn is not None:
+            turn.abandon_turn()
+        raise
 
 
 def _takes_settings(model: BaseChatModel) -> bool:

@@ -53,6 +53,17 @@ def model_call(labels: Labels, policy: StepPolicy) -> Iterator[CallMeter]:
             observe(meter.usage, None, time.perf_counter() - began, labels=scope.labels, failed=failed)
 
 
+@contextmanager
+def unmetered() -> Iterator[None]:
+    """Calls made inside are counted apart from the model call that surrounds the block."""
+    outer = _meter.get()
+    _meter.set(None)
+    try:
+        yield
+    finally:
+        _meter.set(outer)
+
+
 def observe(
     usage: Usage | None,
     speculation: Speculation | None,

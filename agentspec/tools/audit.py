@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentspec.step.tool_report import ToolStatistics, statistics
+from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.flights import Launch
 from agentspec.tools.keys import AgentCaller
 
@@ -54,7 +55,8 @@ class ToolAudit:
             outcome, *names, launch.probability, seconds,
         )  # fmt: skip
         if self._listener is not None:
-            self._listener(event)
+            with kept_from_agent("on_event"):
+                self._listener(event)
 
     def call(self, tool: str) -> None:
         """Count a call that the model made of a tool that may run early."""

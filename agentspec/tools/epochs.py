@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,16 +32,23 @@ class SessionEpoch:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around a call that may change something: a new epoch at its beginning and at its end."""
+        """Around a call that may change something: a new epoch at its beginning and at its end.
+
+        A call that is cancelled may go on, in a thread or elsewhere: then nothing is started early any more.
+        """
         with self._lock:
             self._number += 1
             self._writing += 1
+        ended = True
         try:
             yield
+        except asyncio.CancelledError:
+            ended = False
+            raise
         finally:
             with self._lock:
                 self._number += 1
-                self._writing -= 1
+                self._writing -= ended
 
 
 class SessionEpochs:

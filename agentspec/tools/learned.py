@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from agentspec.cache.tool_turns import StoredTurn, ToolTurnStore, new_turn
-from agentspec.errors import CacheError, CacheFormatError
+from agentspec.errors import CacheError
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.launching import worthwhile
 from agentspec.tools.prediction.history import ToolCall, ToolHistory
@@ -30,6 +30,7 @@ class _Agent:
         self.ids: set[str] = set()
         self.generation = -1
         self.refresh_at = 0.0
+        self.reading = threading.Lock()  # one thread at a time reads what is stored
         self.seconds: list[tuple[str, float]] = []  # (tool, seconds) measured since the last turn that was learned
 
 
@@ -46,6 +47,7 @@ class LearnedCalls:
         """Take in what other processes learned, and drop what was forgotten. Blocks while the database is read."""
         with self._lock:
             agent = self._agent(caller)
+        with agent.reading:  # not the other lock, for which event loops wait
             generation = self._store.generation
             if generation == agent.generation and time.monotonic() < agent.refresh_at:
                 return
@@ -97,19 +99,26 @@ class LearnedCalls:
         return agent
 
     def _follow(self, agent: _Agent, caller: AgentCaller) -> None:
+        with self._lock:
+            learned = set(agent.ids)
         stored = self._store.ids(caller.tenant, caller.agent)
-        known = set(stored)
-        if agent.ids - known:  # some were forgotten: begin anew without them
-            agent.model, agent.ids = CallModel(), set()
-        fresh = known - agent.ids
-        if fresh:
-            for turn in self._store.read(caller.tenant, caller.agent, [id for id in stored if id in fresh]):
-                _learn(agent.model, turn)
-        agent.ids = known
+        forgotten = bool(learned.difference(stored))
+        fresh = [id for id in stored if forgotten or id not in learned]
+        turns = self._store.read(caller.tenant, caller.agent, fresh) if fresh else []
+        anew = CallModel()
+        if forgotten or not learned:
+            _learn(anew, turns)
+        with self._lock:
+            if forgotten or not agent.ids:  # a turn that was learned meanwhile is read the next time
+                agent.model, agent.ids = anew, set(stored)
+            else:
+                _learn(agent.model, [turn for turn in turns if turn.id not in agent.ids])
+                agent.ids.update(fresh)
 
 
-def _learn(model: CallModel, turn: StoredTurn) -> None:
-    try:
-        model.learn(TurnObservation.from_json(turn.body), turn.session)
-    except CacheFormatError as error:
-        _log.warning("%s: it is left out", error)
+def _learn(model: CallModel, turns: Iterable[StoredTurn]) -> None:
+    for turn in turns:
+        try:
+            model.learn(TurnObservation.from_json(turn.body), turn.session)
+        except Exception as error:  # whatever a damaged turn holds
+            _log.warning("what was learned from a turn is left out: %s", error)

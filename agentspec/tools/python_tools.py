@@ -13,6 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 from pydantic import TypeAdapter
 
 from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.keys import AgentCaller
 from agentspec.tools.policy import ToolPolicy, ToolSpec
 from agentspec.tools.prediction.history import ToolCall
@@ -87,7 +88,10 @@ class AgentTools:
     async def abefore_model(self, messages: Sequence[Message]) -> None:
         """`before_model` in an event loop."""
         self._hear(messages)
-        await self._session.abegin_turn(self._ainvoke)
+        await self._session.abegin_turn(
+            self._ainvoke,
+            lambda call: None if inspect.iscoroutinefunction(self._known(call).function) else self._invoke,
+        )
 
     def after_model(self, message: Any) -> list[tuple[str, ToolCall]]:
         """The calls that the model's message makes, each with its id.
@@ -122,9 +126,17 @@ class AgentTools:
         function = self._known(call).function
         if inspect.iscoroutinefunction(function):
             return await function(**call.arguments)
-        return await asyncio.to_thread(function, **call.arguments)
+        return await asyncio.to_thread(self._in_thread, call)
+
+    def _in_thread(self, call: ToolCall) -> Any:
+        with self._session.changing(call):  # it goes on where `arun` is cancelled
+            return self._invoke(call)
 
     def _hear(self, messages: Sequence[Message]) -> None:
+        with kept_from_agent("following a session"):
+            self._follow(messages)
+
+    def _follow(self, messages: Sequence[Message]) -> None:
         if len(messages) < self._heard:  # the conversation was cut or replaced
             self._session.restart()
             self._heard = 0

@@ -6,11 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from agentspec.tools.audit import Outcome
+from agentspec.tools.faults import kept_from_agent
 from agentspec.tools.flights import Flight, FlightFailedError, Launch, TaskFlight, ThreadFlight
 from agentspec.tools.keys import call_key
 from agentspec.tools.policy import ToolPolicy, ToolSpec
@@ -44,6 +46,7 @@ class ToolSession:
         self._flights: dict[str, Flight] = {}
         self._forecast: CallForecast | None = None
         self._turn_began = 0.0
+        self._stores = caller.store
         self._tools: dict[str, ToolSpec] = {}
 
     def offers(self, tools: Sequence[ToolSpec]) -> None:
@@ -53,12 +56,12 @@ class ToolSession:
 
     def says(self, text: str) -> None:
         """The user said something."""
-        with self._lock:
+        with self._lock, kept_from_agent("following a session"):
             self._history.says(text)
 
     def reads(self, text: str) -> None:
         """The model was given a text that is no turn, such as the system's."""
-        with self._lock:
+        with self._lock, kept_from_agent("following a session"):
             self._history.reads(text)
 
     def restart(self) -> None:
@@ -71,35 +74,53 @@ class ToolSession:
         """Earlier calls of a conversation that is told again; they teach nothing."""
         with self._lock:
             for call in calls:
-                if is_json(call.arguments):
-                    self._history.makes(call)
+                with kept_from_agent("following a session"):
+                    self._makes(call)
 
     def returns(self, tool: str, content: str) -> None:
         """A tool returned `content`, as the model reads it."""
-        with self._lock:
+        with self._lock, kept_from_agent("following a session"):
             self._history.returns(tool, content)
 
     def begin_turn(self, invoke: Invoke) -> list[ToolCall]:
         """Predict the calls of the model's next turn, and start in threads those that pay; returns what was started."""
-        self._speculator.learned.refresh(self.caller)
+        with kept_from_agent("reading what was learned"):
+            self._speculator.learned.refresh(self.caller)
         return self._begin(lambda launch: ThreadFlight(launch, invoke))
 
-    async def abegin_turn(self, invoke: AsyncInvoke) -> list[ToolCall]:
-        """`begin_turn` in an event loop: tools run as its tasks."""
-        await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
-        return self._begin(lambda launch: TaskFlight(launch, invoke))
+    async def abegin_turn(
+        self, invoke: AsyncInvoke, in_thread: Callable[[ToolCall], Invoke | None] = lambda _: None
+    ) -> list[ToolCall]:
+        """`begin_turn` in an event loop: tools run as its tasks, those for which `in_thread` has a function in threads.
+
+        A thread goes on when nobody wants it any more, and counts as running until its end.
+        """
+        with kept_from_agent("reading what was learned"):
+            await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
+
+        def start(launch: Launch) -> Flight:
+            plain = in_thread(launch.call)
+            return TaskFlight(launch, invoke) if plain is None else ThreadFlight(launch, plain)
+
+        return self._begin(start)
 
     def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
         """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
         with self._lock:
-            policy, tools = self._policy, self._tools
-            if not all(policy.changes_nothing(tools.get(call.name)) for call in calls):
+            self._stores = store and self.caller.store
+            if self._may_change(calls):
                 self._epoch.advance()
-            self._drop_uncalled(calls)
-            plain = [call for call in calls if is_json(call.arguments)]
-            self._learn(plain, store and self.caller.store)
-            for call in plain:
-                self._history.makes(call)
+            with kept_from_agent("learning a turn"):
+                self._drop_uncalled(calls)
+                self._learn([call for call in calls if is_json(call.arguments)])
+            self.recalls(calls)
+
+    def abandon_turn(self) -> None:
+        """The model's call failed, or its answer cannot be read: drop what was started and what was read before."""
+        with self._lock:
+            self._epoch.advance()
+            self._drop_all()
+            self._forecast = None
 
     def run(self, call: ToolCall, invoke: Invoke) -> Any:
         """The result of a call that the model made: that of an early start if there is one to use, else of `invoke`."""
@@ -132,6 +153,15 @@ class ToolSession:
         with self._ordinary(call):
             return await invoke(call)
 
+    @contextmanager
+    def changing(self, call: ToolCall | None) -> Iterator[None]:
+        """Around a part of a call that may outlast `arun`, such as a thread; None for a call of an unknown tool.
+
+        Until its end nothing starts early, unless the call changes nothing.
+        """
+        with self._epoch.writing() if call is None or self._may_change([call]) else nullcontext():
+            yield
+
     def close(self) -> None:
         """Drop what was started and is not used."""
         with self._lock:
@@ -149,16 +179,20 @@ class ToolSession:
         with self._lock:
             self._drop_all()
             self._turn_began = time.monotonic()
-            early = self._early()
             self._forecast = None
-            if not early:
-                return []
-            self._forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
-            launched = (one.call for one in chosen if self._launch(one.call, one.probability, start))
-            return list(islice(launched, self._speculator.limits.per_turn))
+            with kept_from_agent("predicting a turn"):
+                early = self._early()
+                if not early:
+                    return []
+                self._forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, early)
+                launched = (one.call for one in chosen if self._launch(one.call, one.probability, start))
+                return list(islice(launched, self._speculator.limits.per_turn))
+            self._drop_all()
+            return []
 
     def _launch(self, call: ToolCall, probability: float, start: Start) -> bool:
         epoch, budget = self._epoch.number, self._speculator.budget
+        call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         key = self._key(call)
         if key is None or key in self._flights or not self._epoch.quiet or not budget.take(self.caller.tenant):
             return False
@@ -167,6 +201,9 @@ class ToolSession:
         except RuntimeError:  # no further thread can be started
             budget.give_back()
             return False
+        except Exception:
+            budget.give_back()
+            raise
         self._flights[key] = flight
         self._speculator.audit.record("launch", flight.launch, self.caller)
         return True
@@ -178,13 +215,21 @@ class ToolSession:
 
     # After a turn.
 
-    def _learn(self, calls: Sequence[ToolCall], store: bool) -> None:
+    def _may_change(self, calls: Sequence[ToolCall]) -> bool:
+        with kept_from_agent("asking a tool's policy"):
+            return not all(self._policy.changes_nothing(self._tools.get(call.name)) for call in calls)
+        return True
+
+    def _makes(self, call: ToolCall) -> None:
+        if is_json(call.arguments):
+            self._history.makes(call)
+
+    def _learn(self, calls: Sequence[ToolCall]) -> None:
         forecast, self._forecast = self._forecast, None
-        if forecast is None or not store:
+        if forecast is None or not self._stores:
             return
-        learned = self._speculator.learned
-        learned.took(self.caller, TURN, time.monotonic() - self._turn_began)
-        learned.add(self.caller, self._history, calls, forecast, self._early())
+        self._took(TURN, time.monotonic() - self._turn_began)
+        self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early())
 
     def _drop_uncalled(self, calls: Sequence[ToolCall]) -> None:
         wanted = {self._key(call) for call in calls}
@@ -200,7 +245,8 @@ class ToolSession:
 
     def _drop(self, flight: Flight, outcome: Outcome) -> None:
         with self._lock:
-            self._flights.pop(flight.launch.key, None)
+            if self._flights.get(flight.launch.key) is flight:
+                del self._flights[flight.launch.key]
             flight.cancel()
             self._speculator.audit.record(outcome, flight.launch, self.caller, flight.seconds)
 
@@ -227,7 +273,7 @@ class ToolSession:
         if flight.launch.epoch != self._epoch.number:
             self._drop(flight, "stale")
             return False
-        self._speculator.learned.took(self.caller, flight.launch.call.name, flight.seconds)
+        self._took(flight.launch.call.name, flight.seconds)
         saved = min(called_at - flight.launched_at, flight.seconds)
         self._speculator.audit.record("hit", flight.launch, self.caller, saved)
         return True
@@ -241,7 +287,12 @@ class ToolSession:
             return
         began = time.monotonic()
         yield
-        self._speculator.learned.took(self.caller, call.name, time.monotonic() - began)
+        self._took(call.name, time.monotonic() - began)
+
+    def _took(self, tool: str, seconds: float) -> None:
+        """Keep how long a tool took, or the model's turn, where the turn is stored."""
+        if self._stores:
+            self._speculator.learned.took(self.caller, tool, seconds)
 
     def _key(self, call: ToolCall) -> str | None:
         """The key of a call; None for an unknown tool, or arguments that JSON cannot hold."""

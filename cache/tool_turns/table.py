@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import zlib
@@ -16,6 +17,8 @@ from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.schema import Name
 from agentspec.cache.tool_turns.turn import LARGEST, ROW, StoredTurn, is_covered
 from agentspec.errors import CacheClosedError, CacheFormatError, CacheUnavailableError
+
+_log = logging.getLogger(__name__)
 
 _MOST = 4000  # turns of an agent; then the older half goes
 _WAITING = 4096  # turns that may wait while the database cannot be written
@@ -99,7 +102,7 @@ class DatabaseToolTurns:
                 assert connection is not None
                 query = sa.select(tool_turns).where(tool_turns.c.id.in_(ids[start : start + 500]))
                 mine = query.where(tool_turns.c.tenant == tenant, tool_turns.c.agent == agent)
-                found |= {row.id: _turn(row) for row in connection.execute(mine)}
+                found |= {turn.id: turn for row in connection.execute(mine) for turn in _readable(row)}
         known = waiting | found
         return [known[id] for id in ids if id in known]
 
@@ -246,6 +249,15 @@ def _turn(row: sa.Row[tuple[object, ...]]) -> StoredTurn:
     except (zlib.error, ValueError):
         raise CacheFormatError(f"what was learned about tools is damaged (turn {row.id})") from None
     return StoredTurn(row.id, row.tenant, row.agent, row.session, row.created_at, body)
+
+
+def _readable(row: sa.Row[tuple[object, ...]]) -> list[StoredTurn]:
+    """The turn of a row; none if it is damaged, which is logged."""
+    try:
+        return [_turn(row)]
+    except CacheFormatError as error:
+        _log.warning("%s: it is left out", error)
+        return []
 
 
 def _is_covered(selection: Selection, row: sa.Row[tuple[object, ...]]) -> bool:

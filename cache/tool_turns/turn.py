@@ -49,7 +49,7 @@ class ToolTurnStore(Protocol):
         ...
 
     def read(self, tenant: str, agent: str, ids: Sequence[str]) -> list[StoredTurn]:
-        """Those of the agent's turns that have these ids, oldest first."""
+        """Those of the agent's turns that have these ids, oldest first. Damaged ones are logged and left out."""
         ...
 
     def forget(self, selection: Selection) -> int:

@@ -15,13 +15,18 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.prebuilt import InjectedState
 
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
+from agentspec.langchain.early_tools import blocks
 from agentspec.protocol.headers import StepPolicy
+from agentspec.step.calls import observe
 from agentspec.step.decorator import report
+from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AuditEvent, ToolPolicy, ToolSpeculator
+from agentspec.types import Labels
 
 pytestmark = pytest.mark.anyio
 
 ran: list[str] = []
+scopes: list[tuple[Labels, StepPolicy]] = []
 stock = {"#W1": 1, "#W2": 2}
 
 
@@ -29,6 +34,8 @@ stock = {"#W1": 1, "#W2": 2}
 def look(order: str, full: bool = False) -> dict[str, Any]:
     """Read an order."""
     ran.append("look")
+    scopes.append((current_labels(), current_policy()))
+    observe(None, None, 0.0)  # as a model that the tool asks
     if order not in stock:
         raise KeyError(order)
     return {"order": order, "left": stock[order], "full": full}
@@ -53,6 +60,7 @@ def peek(order: str, state: Annotated[dict[str, Any], InjectedState]) -> str:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("agentspec.tools.launching.pays", lambda probability, *_: probability > 0.2)
     ran.clear()
+    scopes.clear()
     stock.update({"#W1": 1, "#W2": 2})
     report().reset()
     yield
@@ -131,6 +139,26 @@ async def test_asynchronous_agents_start_tools_too() -> None:
     assert any(event.outcome == "hit" for event in events)
 
 
+async def test_only_tools_without_an_asynchronous_way_run_in_a_thread() -> None:
+    @tool
+    async def later(order: str) -> str:
+        """Read an order."""
+        return order
+
+    class Own(BaseTool):
+        name: str = "own"
+        description: str = "Read an order."
+
+        def _run(self) -> str:
+            return "here"
+
+    class Both(Own):
+        async def _arun(self) -> str:
+            return "there"
+
+    assert [blocks(one) for one in (look, later, Own(), Both())] == [True, False, True, False]
+
+
 def test_agents_without_a_thread_start_tools_too() -> None:
     middleware, events = opened()
     for _ in range(8):
@@ -138,6 +166,57 @@ def test_agents_without_a_thread_start_tools_too() -> None:
         forgetful(middleware).invoke({"messages": [HumanMessage("look at #W1, please")]})
     assert any(event.outcome == "hit" for event in events)
     assert len({event.session for event in events}) > 1
+
+
+@pytest.mark.parametrize("policy", [StepPolicy(), StepPolicy(priority=3)])
+def test_an_early_run_has_the_labels_and_the_policy_of_its_call(policy: StepPolicy) -> None:
+    middleware, events = taught(policy=policy, policies={"tools": StepPolicy(model="other")})
+    scopes.clear()
+    report().reset()
+    session(middleware, 8)
+    assert any(event.outcome == "hit" for event in events)
+    assert {row.step: row.calls for row in report()}["model"] == len(SCRIPT)
+    early = scopes[:1]
+    quiet = AgentSpecMiddleware(early_tools=EarlyTools(ToolSpeculator()), policy=policy, policies=middleware.policies)
+    scopes.clear()
+    session(quiet, 8)
+    assert early == scopes[:1] and early[0][0].step == "tools" and early[0][1].model == "other"
+
+
+def test_nothing_starts_early_for_a_deadline_of_its_own() -> None:
+    middleware, events = opened(policy=StepPolicy(deadline_s=60))
+    for number in range(8):
+        session(middleware, number)
+    assert not events
+
+
+def test_a_tool_that_other_middleware_puts_in_place_of_another_runs() -> None:
+    class Replacing(AgentMiddleware[Any, Any, Any]):
+        def wrap_tool_call(self, request: Any, handler: Any) -> Any:
+            return handler(request.override(tool=other) if request.tool is look else request)
+
+    other = look.model_copy(update={"func": lambda order, full=False: f"another {order}"})
+    middleware, events = taught()
+    model = ScriptedModel(messages=iter(SCRIPT))
+    graph: Any = create_agent(
+        model, [look, buy], middleware=[Replacing(), middleware], checkpointer=InMemorySaver(), name="shop"
+    )
+    messages = ask(graph, "t9", "look at #W1, please")
+    assert [message.content for message in messages if message.name == "look"] == ["another #W1", "another #W2"]
+    found = {event.outcome for event in events}
+    assert "launch" in found and "hit" not in found
+
+
+@pytest.mark.parametrize("error", [ValueError("down"), KeyboardInterrupt()])
+def test_a_model_call_that_fails_drops_what_was_started(error: BaseException) -> None:
+    class Failing(AgentMiddleware[Any, Any, Any]):
+        def wrap_model_call(self, request: Any, handler: Any) -> Any:
+            raise error
+
+    middleware, events = taught()
+    with pytest.raises(type(error)):
+        session(middleware, 8, more=[Failing()])
+    assert [event.outcome for event in events] in (["launch", "waste"], ["launch", "waste"] * 2)
 
 
 def test_other_middleware_sees_every_call() -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentspec.cache import SuffixCache
+from agentspec.cache.tool_turns import MemoryToolTurns, new_turn
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
+from agentspec.tools.learned import LearnedCalls
+from agentspec.tools.prediction.history import ToolHistory
 
+BROKEN: dict[str, Any] = {
+    "after": [[]], "first": {}, "promise": [["user", "x"]], "forms": [], "rules": [], "sources": [], "scores": [],
+    "seconds": [],
+}  # fmt: skip
 TOOLS = [ToolSpec("user"), ToolSpec("order"), ToolSpec("buy")]
 POLICY = ToolPolicy(["user", "order"])
 
@@ -87,6 +95,53 @@ def test_a_session_without_store_teaches_nothing() -> None:
     speculator = ToolSpeculator(POLICY)
     teach(speculator, store=False)
     assert not tried(speculator)
+
+
+def test_times_of_turns_that_are_not_stored_are_not_kept() -> None:
+    took: list[str] = []
+    speculator = ToolSpeculator(POLICY)
+    speculator.learned.took = lambda caller, tool, seconds: took.append(tool)  # type: ignore[method-assign]
+    call = ToolCall("user", {"id": "ann_1"})
+    for stored, caller in ((True, AgentCaller()), (False, AgentCaller()), (True, AgentCaller(store=False))):
+        session = speculator.session(caller)
+        session.offers(TOOLS)
+        session.begin_turn(run)
+        session.end_turn([call], store=stored)
+        session.run(call, run)
+        assert took == ["", "user"]
+
+
+def test_a_turn_that_cannot_be_learned_is_left_out() -> None:
+    with SuffixCache.open() as cache:
+        teach(ToolSpeculator(POLICY, cache=cache))
+        for body in ("no JSON", json.dumps({"version": 1, **BROKEN})):
+            cache.tool_turns.put(new_turn("default", "agent", "s", body))
+        assert tried(ToolSpeculator(POLICY, cache=cache))
+
+
+def test_turns_are_learned_while_the_database_is_read() -> None:
+    """`begin_turn` reads in another thread: whoever learns meanwhile does not wait, and nothing counts twice."""
+
+    class Slow(MemoryToolTurns):
+        def ids(self, tenant: str, agent: str) -> list[str]:
+            reading.set()
+            assert release.wait(60)
+            return super().ids(tenant, agent)
+
+    reading, release = threading.Event(), threading.Event()
+    learned = LearnedCalls(Slow(), 0.25)
+    caller, history, call = AgentCaller(), ToolHistory(), ToolCall("user", {"id": "ann_1"})
+    reader = threading.Thread(target=learned.refresh, args=(caller,))
+    reader.start()
+    assert reading.wait(60)
+    learned.took(caller, "user", 1.0)
+    forecast, _ = learned.forecast(caller, history, ["user"])
+    learned.add(caller, history, [call], forecast, ["user"])
+    assert reader.is_alive()
+    before = learned.forecast(caller, history, ["user"])
+    release.set()
+    reader.join()
+    assert learned.forecast(caller, history, ["user"]) == before
 
 
 def test_another_process_takes_part_in_what_is_learned(tmp_path: Path) -> None:

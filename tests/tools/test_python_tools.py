@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 
 import agentspec
 from agentspec.errors import ConfigurationError, InvalidRequestError
-from agentspec.tools import AuditEvent, ToolCall, ToolSpeculator
+from agentspec.tools import AuditEvent, LaunchLimits, ToolCall, ToolSpeculator
+from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
 from agentspec.tools.python_tools import AgentTools, PythonTool, agent_tools, tool
 
 ran: list[str] = []
@@ -114,6 +116,63 @@ def test_coroutine_functions_start_early_too() -> None:
     speculator = ToolSpeculator(on_event=events.append)
     assert [asyncio.run(run(n, speculator)) for n in range(100, 110)] == [f"read #W{n}" for n in range(100, 110)]
     assert "hit" in {event.outcome for event in events}
+
+
+def test_a_cancelled_tool_writes_until_its_thread_ends() -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    @tool
+    def sell(order: str) -> None:
+        begun.set()
+        assert release.wait(60)
+
+    speculator = ToolSpeculator()
+    epoch = speculator.epochs.of("default", "s")
+
+    async def main() -> None:
+        with agent_tools([sell], session="s", speculator=speculator) as tools:
+            waiting = asyncio.create_task(tools.arun(ToolCall("sell", {"order": "x"})))
+            assert await asyncio.to_thread(begun.wait, 60)
+            number = epoch.number
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert not epoch.quiet and epoch.number > number
+            number = epoch.number
+            release.set()
+            while epoch.number == number:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    assert not epoch.quiet
+
+
+def test_a_dropped_function_counts_as_running_until_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, ended = threading.Event(), threading.Event()
+
+    @tool(read_only=True)
+    def wait() -> None:
+        assert release.wait(60)
+
+    prediction = CallPrediction(ToolCall("wait", {}), 0.9, 0.9, 0)
+    monkeypatch.setattr(CallModel, "predict", lambda *_: CallForecast((prediction,), ()))
+    monkeypatch.setattr("agentspec.tools.learned.worthwhile", lambda found, *_: list(found))
+    events: list[AuditEvent] = []
+    speculator = ToolSpeculator(limits=LaunchLimits(at_once=1), on_event=events.append)
+    monkeypatch.setattr(speculator.budget, "give_back", lambda give=speculator.budget.give_back: (give(), ended.set()))
+
+    async def main() -> None:
+        with agent_tools([wait], session="s", speculator=speculator) as tools:
+            for _ in range(2):
+                await tools.abefore_model([])
+                tools.after_model(message())
+            assert [event.outcome for event in events] == ["launch", "waste"]
+            release.set()
+            assert await asyncio.to_thread(ended.wait, 60)
+            await tools.abefore_model([])
+            assert [event.outcome for event in events] == ["launch", "waste", "launch"]
+
+    asyncio.run(main())
 
 
 def test_a_conversation_that_was_cut_begins_anew() -> None:

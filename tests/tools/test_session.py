@@ -25,6 +25,8 @@ from agentspec.tools import (
     ToolSpec,
     ToolSpeculator,
 )
+from agentspec.tools.flights import ThreadFlight
+from agentspec.tools.prediction.history import ToolHistory
 from agentspec.tools.prediction.model import CallForecast, CallModel, CallPrediction
 
 SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}, "detail": {"type": "boolean", "default": False}}}
@@ -398,6 +400,149 @@ def test_arguments_that_are_no_json_are_left_alone() -> None:
     call = ToolCall("read", {"id": float("nan"), "more": object()})
     session.end_turn([call])
     assert session.run(call, lambda _: "ran") == "ran"
+
+
+@pytest.mark.parametrize("result", ['{"a": NaN}', "[1e999]", '{"a": [-Infinity, 1]}', "9" * 4000])
+def test_results_with_numbers_that_json_cannot_hold_harm_nothing(result: str) -> None:
+    session, _ = opened()
+    world = World()
+    for _ in range(3):
+        session.begin_turn(world.run)
+        session.end_turn([CALL])
+        session.returns("read", result)
+    assert session.run(CALL, world.run) == world.run(CALL)
+
+
+@pytest.mark.parametrize("broken", ["predict", "observe"])
+def test_a_predictor_that_fails_is_not_noticed(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ArithmeticError("broken")
+
+    session, _ = opened()
+    world = World()
+    session.begin_turn(world.run)
+    session.end_turn([CALL])
+    monkeypatch.setattr(CallModel, broken, fails)
+    monkeypatch.setattr("agentspec.tools.faults._told", set())
+    for _ in range(3):
+        session.begin_turn(world.run)
+        session.end_turn([CALL, ToolCall("write", {"id": "A1"})])
+    assert len([record for record in caplog.records if "the agent goes on" in record.message]) == 1
+
+
+def test_a_failure_after_a_turn_still_voids_what_was_read(expect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+
+    def fails(*_: Any) -> Any:
+        raise ArithmeticError("broken")
+
+    monkeypatch.setattr(ToolSession, "_drop_uncalled", fails)
+    session.begin_turn(world.run)
+    session.end_turn([ToolCall("write", {"id": "A1"}), CALL])
+    session.run(CALL, world.run)
+    assert outcomes(events) == ["launch", "stale"]
+
+
+def test_a_listener_that_fails_harms_nothing(expect: Any) -> None:
+    expect(CALL)
+
+    def fails(event: AuditEvent) -> None:
+        raise ArithmeticError("broken")
+
+    session = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=fails).session(AgentCaller())
+    session.offers([READ])
+    world = World()
+    assert session.begin_turn(world.run) == [CALL]
+    session.end_turn([CALL])
+    assert session.run(CALL, pytest.fail) and world.ran == ["read"]
+
+
+def test_nothing_starts_after_a_writing_call_was_cancelled(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+
+    async def endless(call: ToolCall) -> str:
+        await asyncio.sleep(3600)
+        return ""
+
+    async def main(call: ToolCall) -> None:
+        waiting = asyncio.create_task(session.arun(call, endless))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    world = World()
+    asyncio.run(main(ToolCall("list", {})))
+    assert session.begin_turn(world.run) == [CALL]
+    asyncio.run(main(ToolCall("write", {"id": "A1"})))
+    assert session.begin_turn(world.run) == [] and outcomes(events) == ["launch", "waste"]
+
+
+def test_a_tool_that_changes_its_arguments_changes_no_other_call(expect: Any) -> None:
+    spec = ToolSpec("sort")
+    shared = {"orders": ["b", "a"]}
+    first, other = ToolCall("sort", {"of": shared}), ToolCall("sort", {"of": shared, "twice": True})
+    expect(first, other)
+    session, _ = opened(spec, policy=ToolPolicy(["sort"]))
+
+    def sort(call: ToolCall) -> str:
+        call.arguments["of"]["orders"].append("c")
+        return json.dumps(call.arguments["of"]["orders"])
+
+    assert len(session.begin_turn(sort)) == 2
+    session.end_turn([first, other])
+    assert session.run(first, pytest.fail) == session.run(other, pytest.fail) == '["b", "a", "c"]'
+    assert shared == {"orders": ["b", "a"]}
+
+
+def test_what_was_called_is_remembered_as_it_was() -> None:
+    history = ToolHistory()
+    call = ToolCall("sort", {"of": ["b", "a"]})
+    history.makes(call)
+    identity = call.identity
+    call.arguments["of"].append("c")
+    assert [made.identity for made in history.made.values()] == [identity]
+
+
+def test_an_abandoned_turn_drops_what_was_started(expect: Any) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+    session.begin_turn(world.run)
+    session.abandon_turn()
+    session.run(CALL, world.run)
+    assert outcomes(events) == ["launch", "waste"] and world.ran == ["read", "read"]
+
+
+def test_a_dropped_start_takes_no_later_one_along(expect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expect(CALL)
+    session, events = opened()
+    world = World()
+    release = threading.Event()
+    taken = threading.Event()
+    arrived = ThreadFlight.wait
+
+    def wait(flight: ThreadFlight) -> Any:
+        taken.set()
+        return arrived(flight)
+
+    monkeypatch.setattr(ThreadFlight, "wait", wait)
+    session.begin_turn(lambda _: release.wait(60) and 1 / 0)
+    session.end_turn([CALL])
+    waiting = threading.Thread(target=session.run, args=(CALL, world.run))
+    waiting.start()
+    assert taken.wait(60)
+    session.begin_turn(world.run)
+    session.end_turn([CALL])
+    release.set()
+    waiting.join()
+    assert session.run(CALL, pytest.fail) == world.run(CALL)
+    assert sorted(outcomes(events)) == ["failed", "hit", "launch", "launch"]
 
 
 @pytest.mark.long

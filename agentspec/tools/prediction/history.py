@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -60,6 +61,7 @@ class ToolHistory:
 
     def makes(self, call: ToolCall) -> None:
         """The model makes a call."""
+        call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         self.made[call.identity] = call
         if len(self.made) > _MOST_CALLS:
             del self.made[next(iter(self.made))]

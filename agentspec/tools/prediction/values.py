@@ -9,7 +9,8 @@ from typing import Any
 
 MOST_TEXT = 20_000  # characters of one text that are searched for spans
 MOST_LEAVES = 2000  # values of one result
-_LONGEST = 120  # characters of a value that may be an argument's source
+_LONGEST = 120  # characters of a value that may be an argument's source; of a list or an object in JSON
+_LONGEST_WORD = 20  # characters of a word before a value
 
 _TOKEN = re.compile(r"[#@]?\w[\w@.+:/#-]*\w|[#@]?\w")
 _MONTHS = "january february march april may june july august september october november december".split()
@@ -56,11 +57,14 @@ def shape(text: str) -> str:
 
 
 def spans(text: str) -> Iterator[tuple[str, str]]:
-    """(word before, span) for every word, identifier and date of a text, in its order."""
+    """(word before, span) for every word, identifier and date of a text, in its order.
+
+    The word is kept with what is learned, so an identifier, a number or a long word is "" there: it may be private.
+    """
     before = ""
     for match in _TOKEN.finditer(text[:MOST_TEXT]):
         yield before, match[0]
-        before = match[0].lower()
+        before = match[0].lower() if match[0].isalpha() and len(match[0]) <= _LONGEST_WORD else ""
 
 
 def dates(text: str, year: str | None) -> Iterator[str]:
@@ -104,5 +108,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def usable(value: Any) -> bool:
-    """Whether a value may be an argument's: not empty, not long."""
-    return value is not None and value != "" and (not isinstance(value, str) or len(value) <= _LONGEST)
+    """Whether a value may be an argument's: not empty, not long, and nothing that JSON cannot hold, such as NaN."""
+    if isinstance(value, str):
+        return 0 < len(value) <= _LONGEST
+    return value is not None and is_json(value) and len(canonical(value)) <= _LONGEST

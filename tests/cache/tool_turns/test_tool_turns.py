@@ -130,6 +130,23 @@ def test_a_tenant_with_much_loses_its_own(tmp_path: Path) -> None:
     database.close()
 
 
+def test_a_damaged_row_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    database = SqliteDatabase(tmp_path)
+    database.connect()
+    prepare(database)
+    opened = DatabaseToolTurns(database, None, None, 1 << 20, 1 << 20)
+    turns = [made(age=10.0 - n) for n in range(3)]
+    for turn in turns:
+        opened.put(turn)
+    opened.maintain()
+    with database.writing() as connection:
+        table = table_module.tool_turns
+        connection.execute(table.update().where(table.c.id == turns[1].id).values(body=b"no zlib"))
+    assert kept(opened) == [turns[0], turns[2]]
+    assert turns[1].id in caplog.text
+    database.close()
+
+
 def test_turns_are_in_the_caches_database(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path) as cache:
         cache.tool_turns.put(first := made(body='{"text": "a word to find"}'))

@@ -178,3 +178,18 @@ def test_leaves_name_their_path() -> None:
         (".cards.*.id", "c1"),
     ]
     assert not re.search(r"\d", "".join(path for path, _ in leaves({"x1": [{"y2": 3}]})))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("my id 7", "id"), ("ann_12 7", ""), ("x" * 21 + " 7", ""), ("a@b.org 7", "")]
+)
+def test_private_words_before_a_value_are_not_kept(text: str, word: str) -> None:
+    assert list(spans(text))[-1] == (word, "7")
+
+
+def test_long_lists_and_objects_are_not_kept_as_constants() -> None:
+    history, model = ToolHistory(), CallModel()
+    call = ToolCall("order", {"short": ["a"], "long": ["a" * 100, "b" * 100], "deep": {"text": "c" * 200}})
+    forecast = model.predict(history, TOOLS)
+    body = model.observe(history, [call], forecast, TOOLS).to_json()
+    assert '[\\"a\\"]' in body and "aaa" not in body and "bbb" not in body and "ccc" not in body
