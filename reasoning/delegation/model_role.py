@@ -145,14 +145,14 @@ class ModelRole:
                 if reader.ended:
                     break
         if last.usage is not None and not ids:
-            spend(last.usage.completion_tokens - counted)
-            counted = last.usage.completion_tokens
+            told = max(last.usage.completion_tokens, min(counted, 1))  # text that costs nothing would use up no budget
+            spend(told - counted)
+            counted = told
         if (end := await self._unsent_end(reader, ids, last, limits)) and on_text is not None:
             await on_text(end)
-        exact = self.tokenization is not None and bool(ids) and not reader.rest and reader.ended != "closed"
-        if exact and reader.ended is None and last.finish_reason == "stop":
-            exact = False  # `ids` includes the token that ended the answer
         ending = _ending_of(reader, last)
+        # At an end of the model's own, `ids` include the token that ended the answer.
+        exact = self.tokenization is not None and not reader.rest and ending not in ("closed", "stop")
         return Step(reader.text, author, ending, counted, watch.seconds, tuple(ids) if exact else ())
 
     async def ask(
@@ -257,7 +257,10 @@ def _arrived(delta: Delta) -> int:
 
 
 def _ending_of(reader: StepReader, last: Delta) -> Ending:
-    return reader.ended or ("stop" if last.finish_reason == "stop" else "length")
+    """What ended the step. Only a step with text that its token limit cut is gone on with: a call that adds nothing,
+    or that the endpoint ended for reasons of its own, would be answered likewise for ever.
+    """
+    return reader.ended or ("length" if last.finish_reason == "length" and reader.text else "stop")
 
 
 def _behind(whole: str, known: str) -> str:
