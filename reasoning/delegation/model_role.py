@@ -158,7 +158,10 @@ class ModelRole:
     async def ask(
         self, context: Context, question: str, prefill: str, seconds: float, spend: Spend
     ) -> tuple[str, dict[str, float]]:
-        """The first token of the answer to `question`, and the log-probabilities of the ten likeliest tokens."""
+        """The first token of the answer to `question`, and the log-probabilities of the ten likeliest tokens.
+
+        The token is as the log-probabilities name it; without them it is the text, also if sent as reasoning.
+        """
         return await self._first_token(await context.ask(question, prefill, _ONE_TOKEN), seconds, spend)
 
     async def ask_alone(
@@ -177,15 +180,15 @@ class ModelRole:
     async def _first_token(
         self, request: GenerateRequest, seconds: float, spend: Spend
     ) -> tuple[str, dict[str, float]]:
-        text = ""
-        tops: dict[str, float] = {}
+        text, first = "", None
         async with aclosing(self.deltas(request, seconds)) as deltas:
             async for delta in deltas:
-                text += delta.text
+                text += _text_of(delta)
                 spend(_arrived(delta))
-                for entry in delta.logprobs[:1]:
-                    tops = tops or {top.text: top.logprob for top in (entry, *entry.top)}
-        return text, tops
+                first = first or next(iter(delta.logprobs), None)
+        if first is None:
+            return text, {}
+        return first.text, {top.text: top.logprob for top in (first, *first.top)}
 
     async def deltas(
         self, request: GenerateRequest, seconds: float, watch: Stopwatch | None = None
